@@ -1,0 +1,25 @@
+"""fusedce: the loss of a language model, without ever building the logits.
+
+Vocabulary used everywhere in this package:
+
+* ``N``: token positions, batch and time flattened; ``N_valid``: those with a label to predict;
+* ``H``: hidden size; ``V``: vocabulary size;
+* logits ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)``;
+* losses are in nats, denominators in tokens.
+"""
+
+from fusedce.accumulate import LossAccumulator
+from fusedce.labels import count_valid, shift_labels
+from fusedce.loss import LossSum, fused_ce
+from fusedce.reference import reference_ce
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LossAccumulator",
+    "LossSum",
+    "count_valid",
+    "fused_ce",
+    "reference_ce",
+    "shift_labels",
+]

@@ -1,0 +1,200 @@
+"""The operator and its gradient.
+
+The gradients of the *sum* are computed in the forward pass, while a chunk of logits is at hand,
+so backward has nothing left to do but to multiply them by the upstream gradient (in which the
+denominator arrives). One ``torch.library`` operator holds the whole host loop, so
+``torch.compile`` sees a single opaque node.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends import get_backend, resolve_backend
+
+
+def linear_ce(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    chunk_tokens: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """``(loss_sum, n_valid)``; computes the gradients of those inputs that require one."""
+    grad = torch.is_grad_enabled()
+    out = torch.ops.fusedce.linear_ce(
+        hidden,
+        weight,
+        labels,
+        bias,
+        ignore_index,
+        softcap,
+        logit_scale,
+        chunk_tokens,
+        backend,
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    return out[0], out[1]
+
+
+def grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a gradient waits for its upstream factor.
+
+    The unscaled gradient of a sum can leave float16's range although the scaled one fits it, so
+    float16 waits in float32. The other dtypes have the range of float32 or more.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@torch.library.custom_op(
+    "fusedce::linear_ce",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index, "
+    "float? softcap, float logit_scale, int? chunk_tokens, str backend, bool grad_hidden, "
+    "bool grad_weight, bool grad_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _linear_ce(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    chunk_tokens: int | None,
+    backend: str,
+    grad_hidden: bool,
+    grad_weight: bool,
+    grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    run = get_backend(backend)
+    # Autocast would reach the products inside, which are in the dtype they must be in already.
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        if not (grad_hidden or grad_weight or grad_bias):
+            loss_sum, n_valid, _ = run.loss(
+                hidden, weight, labels, bias, ignore_index, softcap, logit_scale
+            )
+            return loss_sum, n_valid, *(hidden.new_empty(0) for _ in range(3))
+        d_hidden, d_weight, d_bias = _empty_grads(
+            hidden, weight, bias, grad_hidden, grad_weight, grad_bias
+        )
+        loss_sum, n_valid = run.loss_and_grads(
+            hidden,
+            weight,
+            labels,
+            bias,
+            ignore_index,
+            softcap,
+            logit_scale,
+            chunk_tokens,
+            d_hidden if grad_hidden else None,
+            d_weight if grad_weight else None,
+            d_bias if grad_bias else None,
+        )
+        return loss_sum, n_valid, d_hidden, d_weight, d_bias
+
+
+def _empty_grads(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *needed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = grad_dtype(hidden.dtype)
+    d_hidden, d_weight, d_bias = (
+        torch.empty(x.shape if need and x is not None else (0,), dtype=dtype, device=hidden.device)
+        for x, need in zip((hidden, weight, bias), needed, strict=True)
+    )
+    return d_hidden, d_weight, d_bias
+
+
+@_linear_ce.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    chunk_tokens: int | None,
+    backend: str,
+    grad_hidden: bool,
+    grad_weight: bool,
+    grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    loss_sum = hidden.new_empty((), dtype=dtype)
+    n_valid = labels.new_empty((), dtype=torch.int64)
+    if not (grad_hidden or grad_weight or grad_bias):
+        return loss_sum, n_valid, *(hidden.new_empty(0) for _ in range(3))
+    return (
+        loss_sum,
+        n_valid,
+        *_empty_grads(hidden, weight, bias, grad_hidden, grad_weight, grad_bias),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, n_valid, *grads = output
+    ctx.mark_non_differentiable(n_valid, *grads)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*grads)
+    ctx.needed = inputs[-3:]
+    ctx.dtype = inputs[0].dtype
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    result: list[Tensor | None] = [None] * 12
+    if grad_loss is None:
+        return tuple(result)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "fused_ce: the gradient of loss_sum is not differentiable (create_graph=True was "
+            "given): it is computed in the forward pass. Use F.cross_entropy(F.linear(...)) for "
+            "second derivatives."
+        )
+    for position, grad, needed in zip((0, 1, 3), ctx.saved_tensors, ctx.needed, strict=True):
+        if needed:
+            result[position] = _scaled(grad, grad_loss).to(ctx.dtype)
+    return tuple(result)
+
+
+def _scaled(grad: Tensor, g: Tensor) -> Tensor:
+    """``grad * g``, in place where nobody will see the unscaled gradient again.
+
+    Without ``retain_graph`` the saved gradient is ours to overwrite, which saves a second buffer
+    of the weight's size. With it, the next backward must find the gradient as it is; and a
+    compiler tracing us (with tensor subclasses) must see a pure function.
+    """
+    if type(grad) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
+        _scale_backend(grad).scale_(grad, g)
+        return grad
+    return torch.ops.fusedce.scale(grad, g)
+
+
+_linear_ce.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("fusedce::scale", mutates_args=())
+def _scale(x: Tensor, g: Tensor) -> Tensor:
+    """``x * g`` with ``g`` a 0-d tensor kept in its own, higher precision."""
+    out = x.clone()
+    _scale_backend(x).scale_(out, g)
+    return out
+
+
+@_scale.register_fake
+def _(x: Tensor, g: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _scale_backend(x: Tensor) -> ModuleType:
+    return get_backend(resolve_backend(None, x))

@@ -1,0 +1,175 @@
+"""Labels: the next-token shift, the count of valid tokens, and what a bad label looks like.
+
+The shift and the count belong together. Counting before the shift includes the first label of
+every sequence, which no position predicts; a loss divided by that count is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+
+
+def shift_labels(
+    labels: Tensor,  # (..., T) int64 or int32
+    *,
+    offset: int = 1,
+    position_ids: Tensor | None = None,  # (..., T) int
+    cu_seqlens: Tensor | None = None,  # (documents + 1,) int
+    ignore_index: int = -100,
+) -> Tensor:
+    """Align labels with the positions that predict them: ``out[..., i] = labels[..., i + offset]``.
+
+    The last ``offset`` positions of every sequence, and of every packed document, predict nothing
+    and become ``ignore_index``. The result has the shape, dtype and device of ``labels``, and is
+    what :func:`fusedce.fused_ce` expects.
+
+    Args:
+        labels: ``(..., T)``, int64 or int32, one row per sequence, not yet shifted.
+        offset: how many tokens ahead a position predicts. 1 is next-token prediction, more serves
+            multi-token-prediction heads, 0 leaves aligned labels as they are.
+        position_ids: ``(..., T)``, positions within each packed document. A target counts only
+            where its position is exactly ``offset`` after the position that predicts it.
+        cu_seqlens: ``(documents + 1,)``, cumulative document lengths ``[0, n_1, n_1 + n_2, ...]``
+            of one packed row, for labels of shape ``(T,)`` or ``(1, T)``. Tokens after the last
+            border count as one more document.
+        ignore_index: the label of positions that predict nothing.
+
+    Raises:
+        TypeError: ``labels`` is not an int64 or int32 tensor, or ``offset`` is not an int.
+        ValueError: ``labels`` has no dimension, ``offset`` is negative, shapes do not match, both
+            ``position_ids`` and ``cu_seqlens`` are given, or ``cu_seqlens`` is not a rising
+            sequence from 0 to at most ``T`` (values are checked for CPU tensors only: reading them
+            from a GPU would synchronise).
+
+    Example:
+        >>> shift_labels(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
+    """
+    _check_labels(labels)
+    if labels.dim() == 0:
+        raise ValueError("labels must be (..., T) with at least one dimension, got a 0-d tensor")
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset must be an int, got {type(offset).__name__}")
+    if offset < 0:
+        raise ValueError(f"offset must be >= 0, got {offset}")
+    if position_ids is not None and cu_seqlens is not None:
+        raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
+
+    T = labels.shape[-1]
+    keep = max(T - offset, 0)
+    shifted = torch.full_like(labels, ignore_index)
+    targets = labels[..., offset:]
+    if position_ids is not None:
+        if position_ids.shape != labels.shape:
+            raise ValueError(
+                f"position_ids must have the shape of labels {tuple(labels.shape)}, "
+                f"got {tuple(position_ids.shape)}"
+            )
+        same = position_ids[..., offset:] == position_ids[..., :keep] + offset
+        targets = targets.masked_fill(~same, ignore_index)
+    elif cu_seqlens is not None:
+        document = _document_index(labels, cu_seqlens)
+        same = document[offset:] == document[:keep]
+        targets = targets.masked_fill(~same, ignore_index)
+    shifted[..., :keep] = targets
+    return shifted
+
+
+def count_valid(
+    labels: Tensor | Mapping[str, Any],
+    *,
+    offset: int = 1,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Number of tokens that will be trained on: labels other than ``ignore_index`` after the shift.
+
+    Args:
+        labels: ``(..., T)``, int64 or int32, **not yet shifted**; or a batch (a mapping) that
+            holds such labels under ``"labels"``. For labels that are aligned already pass
+            ``offset=0``.
+        offset, position_ids, cu_seqlens, ignore_index: as in :func:`shift_labels`; they must be
+            those that the loss is computed with.
+
+    Returns:
+        ``()`` int64 tensor, in tokens, on the device of the labels (no host synchronisation).
+
+    Raises:
+        TypeError, ValueError: as :func:`shift_labels`; ``ValueError`` also for a mapping without
+            ``"labels"``.
+
+    Example:
+        >>> count_valid(torch.tensor([[5, 6, 7], [8, -100, 9]]))
+        tensor(3)
+    """
+    if isinstance(labels, Mapping):
+        if "labels" not in labels:
+            raise ValueError(f'labels: a batch must hold "labels", got the keys {sorted(labels)}')
+        labels = labels["labels"]
+    shifted = shift_labels(
+        labels,
+        offset=offset,
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+        ignore_index=ignore_index,
+    )
+    return (shifted != ignore_index).sum()
+
+
+def _check_labels(labels: object) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels must be int64 or int32 class indices, got {labels.dtype}")
+
+
+def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    T = labels.shape[-1]
+    if labels.numel() != T:
+        raise ValueError(
+            f"cu_seqlens describes one packed row: labels must be (T,) or (1, T), "
+            f"got {tuple(labels.shape)}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens must be (documents + 1,) integers, "
+            f"got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        borders = cu_seqlens.tolist()
+        rising = all(a <= b for a, b in zip(borders, borders[1:], strict=False))
+        if borders[0] != 0 or borders[-1] > T or not rising:
+            raise ValueError(f"cu_seqlens must rise from 0 to at most T={T}, got {borders}")
+    positions = torch.arange(T, device=labels.device)
+    return torch.bucketize(positions, cu_seqlens[1:].to(labels.device, torch.int64), right=True)
+
+
+# A label out of range must not be trained on silently, and on a GPU must not kill the process
+# with a device assert either. There the loss becomes NaN, and the count carries what a host
+# needs for an error message once it looks: a negative number that packs position and value.
+
+
+def bad_label_code(position: int, value: int) -> int:
+    """The negative ``n_valid`` that reports ``labels[position] == value`` as out of range."""
+    position = min(position, _INT32_MAX)
+    value = min(max(value, _INT32_MIN), _INT32_MAX)
+    return -1 - ((position << 32) | (value - _INT32_MIN))
+
+
+def bad_label_message(code: int, V: int | None = None, ignore_index: int | None = None) -> str:
+    """The error message for a negative ``n_valid`` made by :func:`bad_label_code`."""
+    packed = -1 - code
+    position, value = packed >> 32, (packed & 0xFFFFFFFF) + _INT32_MIN
+    below = "V" if V is None else f"V={V}"
+    ignored = "ignore_index" if ignore_index is None else f"ignore_index={ignore_index}"
+    return (
+        f"labels must hold class indices in 0 <= label < {below}, or {ignored}: "
+        f"got {value} at flattened position {position}"
+    )

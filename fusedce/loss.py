@@ -1,0 +1,216 @@
+"""The public loss: its contract, and every check of its arguments. Computes nothing itself."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd import linear_ce
+from fusedce.backends import resolve_backend
+from fusedce.labels import _check_labels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LossSum(NamedTuple):
+    """An unnormalised loss and the number of tokens it sums over.
+
+    Attributes:
+        loss_sum: ``()``, float32 (float64 for float64 inputs): sum over valid tokens, in nats.
+        n_valid: ``()``, int64, same device: number of valid tokens. On a GPU, a label out of range
+            makes ``loss_sum`` NaN and ``n_valid`` negative (the code holds its position and value;
+            :class:`fusedce.LossAccumulator` turns it into the error at its next synchronisation).
+    """
+
+    loss_sum: Tensor
+    n_valid: Tensor
+
+    def mean(self, denominator: Tensor | float | None = None) -> Tensor:
+        """``loss_sum / max(denominator or n_valid, 1)``: nats per token, ``()``, differentiable.
+
+        With gradient accumulation or several ranks, ``denominator`` is the number of valid tokens
+        of the whole optimizer step: see :class:`fusedce.LossAccumulator`.
+
+        Raises:
+            ValueError: ``denominator`` is a tensor with more than one element.
+        """
+        if denominator is None:
+            denominator = self.n_valid
+        if not isinstance(denominator, Tensor):
+            return self.loss_sum / max(denominator, 1)
+        if denominator.numel() != 1:
+            raise ValueError(
+                f"denominator must be one number, got a tensor of shape {tuple(denominator.shape)}"
+            )
+        denominator = denominator.reshape(()).clamp(min=1)
+        return self.loss_sum / denominator.to(self.loss_sum)
+
+
+def fused_ce(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+) -> LossSum:
+    """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
+
+    With ``z = logit_scale * (hidden @ weight.T + bias)``, soft-capped to
+    ``softcap * tanh(z / softcap)`` where a cap is given (Gemma 2, arXiv:2408.00118)::
+
+        loss_sum = sum over positions i with labels[i] != ignore_index of
+                   logsumexp(z[i]) - z[i, labels[i]]
+
+    Labels are already aligned: position ``i`` predicts ``labels[i]`` (:func:`shift_labels`).
+    The sum is not normalised: divide by the number of valid tokens of the whole optimizer step
+    (:class:`LossAccumulator`), or call ``.mean()`` where one batch is the whole step.
+
+    Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and sums
+    are float32 or better; the weight gradient accumulates in float32. Where an input requires
+    grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
+    require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
+    not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
+
+    With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there. The
+    hidden state of an ignored position is never read. A valid position whose logits hold NaN or
+    +inf makes the sum NaN or inf.
+
+    Args:
+        hidden: ``(..., H)``, float32, bfloat16, float16, or float64 (torch backend).
+        weight: ``(V, H)``, dtype and device of ``hidden``.
+        labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
+        bias: ``(V,)``, dtype and device of ``hidden``.
+        ignore_index: the label of positions that do not count.
+        softcap: positive cap on the size of a logit, or ``None``.
+        logit_scale: finite factor on the logits (their bias included).
+        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
+            a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
+        backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
+            chunked torch implementation for all others.
+
+    Returns:
+        :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
+        differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: an argument has a wrong type or dtype, or dtypes differ.
+        ValueError: shapes or devices do not match, a number is out of its range, the backend is
+            unknown, or (CPU tensors) a label is out of range: the message names the first one.
+        RuntimeError: the requested backend cannot run here, or ``loss_sum`` is differentiated
+            twice (``create_graph=True``).
+
+    Example:
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(100, 16, requires_grad=True)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
+        >>> fused_ce(hidden, weight, labels).mean().backward()
+    """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    _check_labels(labels)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    _check_tensors(hidden, weight, labels, bias)
+    softcap = _check_softcap(softcap)
+    logit_scale = _check_logit_scale(logit_scale)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    _check_chunk_tokens(chunk_tokens)
+
+    out = linear_ce(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        bias,
+        ignore_index,
+        softcap,
+        logit_scale,
+        chunk_tokens,
+        resolve_backend(backend, hidden),
+    )
+    return LossSum(*out)
+
+
+def _autocast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the arguments of ``F.linear``: all but float64 ones."""
+    kind = hidden.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    if hidden.dtype not in _DTYPES:
+        raise TypeError(
+            f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}"
+        )
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")
+    H = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != H:
+        raise ValueError(
+            f"weight must be (V, H) with H={H} (from hidden), got {tuple(weight.shape)}"
+        )
+    V = weight.shape[0]
+    if V == 0:
+        raise ValueError(f"weight must be (V, H) with V >= 1, got {tuple(weight.shape)}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(labels.shape)}"
+        )
+    if bias is not None and bias.shape != (V,):
+        raise ValueError(f"bias must be (V,) with V={V} (from weight), got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of hidden {hidden.dtype}, got {tensor.dtype}"
+            )
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name} must be on the device of hidden {hidden.device}, got {tensor.device}"
+            )
+
+
+def _check_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    return float(softcap)
+
+
+def _check_logit_scale(logit_scale: float) -> float:
+    if isinstance(logit_scale, bool) or not isinstance(logit_scale, (int, float)):
+        raise TypeError(f"logit_scale must be a number, got {type(logit_scale).__name__}")
+    if not -math.inf < logit_scale < math.inf:
+        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    return float(logit_scale)
+
+
+def _check_chunk_tokens(chunk_tokens: int | None) -> None:
+    if chunk_tokens is None:
+        return
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+        raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")

@@ -1,0 +1,8 @@
+"""Triton kernels. They import nothing but triton; `fusedce.backends.launch` runs them.
+
+* ``compact``: the valid rows of a batch, on the device.
+* ``tile``: a tile of logits, and the pointwise steps on it.
+* ``forward``: loss sum, token count and log-sum-exp in one launch, no logits.
+* ``grad_rows``: loss and gradient of a chunk of logits, in place.
+* ``scale``: the upstream gradient, applied in place.
+"""

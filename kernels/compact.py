@@ -1,0 +1,49 @@
+"""The valid rows of a batch, found on the device: no host synchronisation.
+
+One program walks over the labels. It is latency-bound, about a microsecond per 1024 labels, and
+saves the other kernels every ignored row. It also clears the tickets of the forward kernel and
+writes the result of a batch without valid rows, so that launch needs no memset.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def compact_kernel(
+    labels,  # (N,) int
+    rows,  # (N,) int32 out: positions of the valid rows, in order, in the first `count` places
+    count,  # () int32 out: how many
+    n_valid,  # () int64 out: the same, or a negative code if a label is out of range
+    loss_sum,  # () fp32 out: 0
+    tickets,  # (n_tickets,) int32 out: 0
+    N,
+    V,
+    ignore_index,
+    n_tickets,
+    BLOCK_N: tl.constexpr,
+):
+    found = tl.zeros((), dtype=tl.int32)
+    # A bad label is reported as position * 2^32 + (value + 2^31); the minimum is the first one.
+    none_bad = tl.full((), 0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
+    first_bad = none_bad
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        y = tl.load(labels + offs_n, mask=mask_n, other=0).to(tl.int64)
+        valid = mask_n & (y != ignore_index)
+        rank = found + tl.cumsum(valid.to(tl.int32), axis=0) - 1
+        tl.store(rows + rank, offs_n, mask=valid)
+        found += tl.sum(valid.to(tl.int32), axis=0)
+
+        clamped = tl.minimum(tl.maximum(y, -0x80000000), 0x7FFFFFFF)
+        code = (offs_n.to(tl.int64) << 32) | (clamped + 0x80000000)
+        bad = valid & ((y < 0) | (y >= V))
+        first_bad = tl.minimum(first_bad, tl.min(tl.where(bad, code, none_bad), axis=0))
+
+    tl.store(count, found)
+    tl.store(n_valid, tl.where(first_bad == none_bad, found.to(tl.int64), -1 - first_bad))
+    tl.store(loss_sum, 0.0)
+    for start in range(0, n_tickets, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)
+        tl.store(tickets + offs, tl.zeros((BLOCK_N,), dtype=tl.int32), mask=offs < n_tickets)

@@ -1,0 +1,149 @@
+"""Loss sum, token count and log-sum-exp in one launch, without writing a logit.
+
+A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
+tiles with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) and stores one partial
+(maximum, sum of exponentials, label logit) per row. It then takes a ticket; the program that
+draws the last ticket of a row block merges the partials, and the one that draws the last ticket
+of all row blocks adds up the losses. Nobody waits for anybody.
+
+Bits do not depend on who comes last: splits are merged in their order, rows are added in theirs,
+in float64. The split of the vocabulary depends on V alone, so a row's loss does not depend on the
+batch around it.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import exp, finish_logits, finite_max, logits_tile
+
+
+@triton.jit
+def forward_kernel(
+    hidden,  # (N, H)
+    weight,  # (V, H)
+    bias,  # (V,)
+    labels,  # (N,) int
+    rows,  # (N,) int32: valid rows, from compact_kernel
+    count,  # () int32: how many
+    partials,  # (3, splits, N) fp32 scratch: maximum, sum of exponentials, label logit
+    block_losses,  # (blocks,) fp64 scratch
+    tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
+    lse,  # (N,) fp32 out at valid rows
+    loss_sum,  # () fp32 out
+    N,
+    H,
+    V,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    tiles_per_split,
+    splits,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Row blocks of a group run next to each other on the same split: its weights come from L2.
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    first_block = (pid // (GROUP_N * splits)) * GROUP_N
+    group = tl.minimum(blocks - first_block, GROUP_N)
+    block = first_block + (pid % (GROUP_N * splits)) % group
+    split = (pid % (GROUP_N * splits)) // group
+
+    n_valid = tl.load(count)
+    if block * BLOCK_N >= n_valid:
+        return
+
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < n_valid
+    row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)
+    label = tl.load(labels + row, mask=mask_n, other=-1).to(tl.int64)
+    hidden_rows = hidden + row * stride_hn
+
+    # Phase 1: online softmax over the tiles of this split.
+    m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    z_label = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    begin = split * tiles_per_split * BLOCK_V
+    end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
+    for start in range(begin, end, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        inside = tl.minimum(offs_v, V - 1)  # reads of the last tile stay in the matrix
+        z = logits_tile(
+            hidden_rows,
+            weight + inside.to(tl.int64) * stride_wv,
+            H,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
+            EVEN_H,
+            INPUT_PRECISION,
+            UPCAST,
+        )
+        b = tl.load(bias + inside).to(tl.float32)[None, :] if HAS_BIAS else 0.0
+        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        z = tl.where(mask_v[None, :], z, float("-inf"))
+        z_label += tl.sum(tl.where(offs_v[None, :] == label[:, None], z, 0.0), axis=1)
+        m_new = tl.maximum(m, tl.max(z, axis=1))
+        m_safe = finite_max(m_new)
+        s = s * exp(m - m_safe) + tl.sum(exp(z - m_safe[:, None]), axis=1)
+        m = m_new
+
+    N64 = tl.cast(N, tl.int64)
+    plane = splits * N64
+    place = partials + split * N64 + offs_n
+    tl.store(place, m, mask=mask_n)
+    tl.store(place + plane, s, mask=mask_n)
+    tl.store(place + 2 * plane, z_label, mask=mask_n)
+
+    # Phase 2: the last split of this row block to arrive merges all of them. The barrier orders
+    # the whole program's stores before the one thread that takes the ticket; .cg loads below
+    # bypass L1, which may hold what another program has since overwritten.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + 1 + block, 1, sem="acq_rel", scope="gpu")
+    if ticket != splits - 1:
+        return
+    tl.debug_barrier()
+    m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+    for i in range(0, splits):
+        place = partials + i * N64 + offs_n
+        m = tl.maximum(m, tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg"))
+    m_safe = finite_max(m)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    z_label = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for i in range(0, splits):
+        place = partials + i * N64 + offs_n
+        m_i = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
+        s_i = tl.load(place + plane, mask=mask_n, other=1.0, cache_modifier=".cg")
+        s += s_i * exp(m_i - m_safe)
+        z_label += tl.load(place + 2 * plane, mask=mask_n, other=0.0, cache_modifier=".cg")
+    log_s = tl.log(s)
+    # (m - z) + log(s), not (m + log(s)) - z: exact where the label has nearly all probability.
+    loss = (m_safe - z_label) + log_s
+    loss = tl.where((label >= 0) & (label < V), loss, float("nan"))
+    tl.store(lse + row, m_safe + log_s, mask=mask_n)
+    block_loss = tl.sum(tl.where(mask_n, loss, 0.0).to(tl.float64), axis=0)
+    tl.store(block_losses + block, block_loss)
+
+    # Phase 3: the last row block to arrive adds up the losses.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
+    if ticket != tl.cdiv(n_valid, BLOCK_N) - 1:
+        return
+    tl.debug_barrier()
+    total = tl.zeros((), dtype=tl.float64)
+    for start in range(0, tl.cdiv(n_valid, BLOCK_N), 128):
+        offs = start + tl.arange(0, 128)
+        mask = offs < tl.cdiv(n_valid, BLOCK_N)
+        part = tl.load(block_losses + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        total += tl.sum(part, axis=0)
+    tl.store(loss_sum, total.to(tl.float32))

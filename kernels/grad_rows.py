@@ -1,0 +1,78 @@
+"""Loss and gradient of a chunk of logits, in place: one program per row, two sweeps.
+
+The first sweep reads the row for its log-sum-exp, the second (served by L2) overwrites it with
+``(softmax - onehot) * slope``, the derivative by the raw products. The gradient may be narrower
+than the logits: then it packs the front of the same row.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import exp, finish_logits, finite_max, logits_slope
+
+
+@triton.jit
+def grad_rows_kernel(
+    logits,  # (C, V) fp32 in: raw products hidden @ weight.T
+    grads,  # (C, V) out, may share memory with logits, row by row
+    bias,  # (V,)
+    labels,  # (C,) int, none ignored
+    losses,  # (C,) fp32 out
+    V,
+    stride_lc,
+    stride_gc,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PACKED: tl.constexpr,  # grads share memory with logits but are narrower
+    BLOCK_V: tl.constexpr,
+):
+    c = tl.program_id(0).to(tl.int64)
+    logits += c * stride_lc
+    grads += c * stride_gc
+    label = tl.load(labels + c).to(tl.int64)
+
+    # The label's logit, before anything is overwritten. A bad label must not read out of bounds.
+    known = (label >= 0) & (label < V)
+    at = tl.where(known, label, 0)
+    b = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0
+    z_label = tl.load(logits + at)
+    z_label = finish_logits(z_label, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    z_label = tl.where(known, z_label, float("nan"))
+
+    # Sweep 1: each lane keeps its own maximum and sum; they meet once, at the end.
+    m = tl.full((BLOCK_V,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        z = tl.load(logits + offs_v, mask=mask_v, other=0.0)
+        b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        z = tl.where(mask_v, z, float("-inf"))
+        m_new = tl.maximum(m, z)
+        m_safe = finite_max(m_new)
+        s = s * exp(m - m_safe) + exp(z - m_safe)
+        m = m_new
+    top = finite_max(tl.max(m, axis=0))
+    total = tl.sum(s * exp(finite_max(m) - top), axis=0)
+    loss = (top - z_label) + tl.log(total)
+    tl.store(losses + c, loss)
+
+    # Sweep 2: the gradient.
+    inverse = tl.where(known, 1.0 / total, float("nan"))  # a bad label poisons its row
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        z = tl.load(logits + offs_v, mask=mask_v, other=0.0)
+        b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        g = exp(z - top) * inverse - tl.where(offs_v == label, 1.0, 0.0)
+        g *= logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        if PACKED:
+            # A packed block lands on logits that other threads are about to read in this block,
+            # or on those of an earlier one: all must have read before any writes.
+            tl.debug_barrier()
+        tl.store(grads + offs_v, g.to(grads.dtype.element_ty), mask=mask_v)

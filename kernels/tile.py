@@ -1,0 +1,99 @@
+"""A tile of logits: the matrix product, the pointwise steps after it, and their slope."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def logits_tile(
+    hidden_rows,  # (BLOCK_N,) pointers to the rows of hidden
+    weight_rows,  # (BLOCK_V,) pointers to the rows of weight
+    H,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EVEN_H: tl.constexpr,  # H is a multiple of BLOCK_H
+    INPUT_PRECISION: tl.constexpr,  # "ieee" or "tf32": how fp32 inputs are multiplied
+    UPCAST: tl.constexpr,  # multiply in fp32: the interpreter's tl.dot gets bf16 wrong
+):
+    """``hidden_rows @ weight_rows.T`` in fp32, (BLOCK_N, BLOCK_V). The rows must be readable."""
+    offs_h = tl.arange(0, BLOCK_H)
+    h_ptrs = hidden_rows[:, None] + offs_h[None, :]
+    w_ptrs = weight_rows[None, :] + offs_h[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, H, BLOCK_H):
+        if EVEN_H:
+            h = tl.load(h_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            mask_h = offs_h < H - start
+            h = tl.load(h_ptrs, mask=mask_h[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=mask_h[:, None], other=0.0)
+        if UPCAST:
+            h = h.to(tl.float32)
+            w = w.to(tl.float32)
+        acc = tl.dot(h, w, acc, input_precision=INPUT_PRECISION)
+        h_ptrs += BLOCK_H
+        w_ptrs += BLOCK_H
+    return acc
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few units of fp32's last place: odd Taylor terms near 0, exponentials elsewhere.
+
+    ``1 - 2 / (1 + exp(2|x|))`` alone would cancel near 0, where most soft-capped logits are.
+    """
+    a = tl.abs(x)
+    x2 = x * x
+    # x - x^3/3 + 2x^5/15 - 17x^7/315 + 62x^9/2835 - ...: below 2^-25 relative for |x| < 0.3
+    near = -1382.0 / 155925.0
+    near = near * x2 + 62.0 / 2835.0
+    near = near * x2 - 17.0 / 315.0
+    near = near * x2 + 2.0 / 15.0
+    near = near * x2 - 1.0 / 3.0
+    near = a + a * x2 * near
+    e = tl.exp2(-2.885390081777927 * a)  # exp(-2|x|), never overflows
+    far = (1.0 - e) / (1.0 + e)
+    t = tl.where(a < 0.3, near, far)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def finish_logits(
+    z, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Scale and cap raw products ``z``; ``bias`` is already broadcastable to them."""
+    if HAS_BIAS:
+        z += bias
+    if HAS_SCALE:
+        z *= scale
+    if HAS_SOFTCAP:
+        z = softcap * tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def logits_slope(
+    z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Derivative of a finished logit ``z`` by the raw product it was made from."""
+    slope = tl.full(z.shape, 1.0, dtype=tl.float32)
+    if HAS_SOFTCAP:
+        ratio = z / softcap
+        slope = 1.0 - ratio * ratio
+    if HAS_SCALE:
+        slope *= scale
+    return slope
+
+
+@triton.jit
+def finite_max(m):
+    """``m``, or 0 where it is -inf: ``exp(-inf - finite)`` is 0 where ``exp(-inf + inf)`` is NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def exp(x):
+    """exp by the hardware's exp2; the product with log2(e) follows the caller's subtraction."""
+    return tl.exp2(x * 1.4426950408889634)
