@@ -37,9 +37,9 @@ def grad_rows_kernel(
     # The label's logit, before anything is overwritten. A bad label must not read out of bounds.
     known = (label >= 0) & (label < V)
     at = tl.where(known, label, 0)
-    b = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0
+    bias_label = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0
     z_label = tl.load(logits + at)
-    z_label = finish_logits(z_label, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    z_label = finish_logits(z_label, bias_label, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
     z_label = tl.where(known, z_label, float("nan"))
 
     # Sweep 1: each lane keeps its own maximum and sum; they meet once, at the end.
@@ -57,7 +57,7 @@ def grad_rows_kernel(
         s = s * exp(m - m_safe) + exp(z - m_safe)
         m = m_new
     top = finite_max(tl.max(m, axis=0))
-    total = tl.sum(s * exp(finite_max(m) - top), axis=0)
+    total = tl.sum(s * exp(m - top), axis=0)
     loss = (top - z_label) + tl.log(total)
     tl.store(losses + c, loss)
 
