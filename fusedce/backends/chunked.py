@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedce import _inplace
 from fusedce.backends.plan import chunk_size
 from fusedce.labels import bad_label_code, bad_label_message
 
@@ -153,14 +154,9 @@ def loss_and_grads(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """``x *= g``, the product in float32 or better (torch would round ``g`` to bf16 first)."""
-    if g.device.type == "cpu" and g.item() == 1:
-        return
-    if x.dtype in (torch.float32, torch.float64):
-        x.mul_(g)
-        return
-    for part in x.view(-1).split(2**20):
-        part.copy_(part.float().mul_(g))
+    """``x *= g``, left alone where ``g`` is 1 and reading it costs nothing."""
+    if g.device.type != "cpu" or g.item() != 1:
+        _inplace.scale_(x, g)
 
 
 class _Head:
