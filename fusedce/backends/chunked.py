@@ -171,7 +171,7 @@ class _Head:
     def tiles(self, C: int) -> Iterator[tuple[int, int]]:
         V = self.weight.shape[0]
         elements = _TILE_ELEMENTS_CPU if self.weight.device.type == "cpu" else _TILE_ELEMENTS_DEVICE
-        step = min(max(elements // C, 256), 8192)
+        step = min(max(elements // max(C, 1), 256), 8192)
         for begin in range(0, V, step):
             yield begin, min(begin + step, V)
 

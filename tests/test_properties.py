@@ -1,0 +1,97 @@
+"""Property tests against the fp64 reference, through what users get in fusedce.testing."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusedce
+from fusedce.backends import chunked
+from fusedce.testing import Case, assert_matches_reference, cases, check
+
+SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["fast_bf16", "no_bf16_units"])
+def bf16_units(request, monkeypatch):
+    """Both ways of computing bf16 on a CPU, whatever this one has."""
+    monkeypatch.setattr(chunked, "_fast_bf16", lambda device: request.param == "fast_bf16")
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize("tile", [64, 2**20])
+def test_torch_backend(tile, monkeypatch):
+    # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
+    monkeypatch.setattr(chunked._Head, "tiles", _tiles_of(tile))
+    assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
+
+
+@pytest.mark.usefixtures("bf16_units")
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), chunk_tokens=st.integers(1, 17))
+def test_torch_backend_chunked(case, chunk_tokens):
+    check(partial(fusedce.fused_ce, backend="torch", chunk_tokens=chunk_tokens), case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(dtypes=SMALL_FLOATS, max_tokens=20, max_vocabulary=150),
+    chunk_tokens=st.none() | st.integers(1, 9),
+)
+def test_triton_backend(case, chunk_tokens):
+    check(partial(fusedce.fused_ce, backend="triton", chunk_tokens=chunk_tokens), case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(max_tokens=30), cut=st.floats(0, 1), backend=st.sampled_from(["torch", "triton"]))
+def test_parts_add_up_to_the_whole(case, cut, backend):
+    """Splitting a batch at any point and summing gives the whole: loss, count and gradients."""
+    if backend == "triton" and case.dtype == torch.float64:
+        backend = "torch"
+    case = dataclasses.replace(case, leading=(int(torch.Size(case.leading).numel()),))
+
+    def in_two_parts(hidden, weight, labels, **options):
+        n = round(cut * len(labels))
+        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], backend=backend, **options)
+        b = fusedce.fused_ce(hidden[n:], weight, labels[n:], backend=backend, **options)
+        return a.loss_sum + b.loss_sum, a.n_valid + b.n_valid
+
+    check(in_two_parts, case)
+
+
+def test_the_check_can_fail():
+    """What the property tests rest on: a wrong loss, count or gradient is seen."""
+
+    def zero_gradient(hidden, weight, labels, **options):
+        out = fusedce.fused_ce(hidden, weight, labels, **options)
+        return out.loss_sum.detach() + 0 * hidden.sum(), out.n_valid
+
+    def scaled(hidden, weight, labels, **options):
+        out = fusedce.fused_ce(hidden, weight, labels, **options)
+        return out.loss_sum * 1.001, out.n_valid
+
+    def one_too_many(hidden, weight, labels, **options):
+        out = fusedce.fused_ce(hidden, weight, labels, **options)
+        return out.loss_sum, out.n_valid + 1
+
+    case = Case(leading=(7,), H=12, V=40, requires_grad=("hidden",))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(AssertionError, match="hidden: error"):
+            check(zero_gradient, dataclasses.replace(case, dtype=dtype))
+    with pytest.raises(AssertionError, match="loss_sum: error"):
+        check(scaled, case)
+    with pytest.raises(AssertionError, match="n_valid"):
+        check(one_too_many, case)
+    with pytest.raises(AssertionError):
+        assert_matches_reference(scaled, max_examples=50)
+
+
+def _tiles_of(size):
+    def tiles(self, C):
+        V = self.weight.shape[0]
+        return ((begin, min(begin + size, V)) for begin in range(0, V, size))
+
+    return tiles
