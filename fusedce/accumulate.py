@@ -368,7 +368,9 @@ class LossAccumulator:
                 ranks: totals are per rank, so each rank loads its own.
         """
         self._refuse_open_window("load a state")
-        missing = {"loss_sum", "n_valid", "n_windows", "previous_count", "rank", "ranks"} - set(state)
+        missing = {"loss_sum", "n_valid", "n_windows", "previous_count", "rank", "ranks"} - set(
+            state
+        )
         if missing:
             raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
         here = (self._rank(), self._ranks())

@@ -157,9 +157,7 @@ def _autocast(
 
 def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dtype not in _DTYPES:
-        raise TypeError(
-            f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}"
-        )
+        raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]

@@ -205,8 +205,10 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     exact = _run(
         reference_ce,
         case,
-        *(None if x is None else x.double() if x.is_floating_point() else x
-          for x in (hidden, weight, labels, bias)),
+        *(
+            None if x is None else x.double() if x.is_floating_point() else x
+            for x in (hidden, weight, labels, bias)
+        ),
     )
     # ---- count, and what must be exact
     assert ours["n_valid"].dtype == torch.int64, f"n_valid must be int64: {ours['n_valid'].dtype}"
@@ -229,10 +231,13 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     for name in case.requires_grad:
         largest = float(exact[name].abs().max()) if exact[name].numel() else 0.0
         # Coefficients (p - onehot) carry an absolute error of a rounding of the logits.
-        spread = {"hidden": w.sum(0).max(), "weight": h.sum(0).max() if len(h) else 0.0,
-                  "bias": float(valid.sum())}[name]
-        coefficient = eps_acc * float(condition) * abs(
-            case.upstream * case.options.get("logit_scale", 1.0)
+        spread = {
+            "hidden": w.sum(0).max(),
+            "weight": h.sum(0).max() if len(h) else 0.0,
+            "bias": float(valid.sum()),
+        }[name]
+        coefficient = (
+            eps_acc * float(condition) * abs(case.upstream * case.options.get("logit_scale", 1.0))
         )
         tiny = torch.finfo(case.dtype).smallest_normal * eps_out if eps_out > 1e-5 else 0.0
         floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny

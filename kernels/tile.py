@@ -61,7 +61,13 @@ def tanh(x):
 
 @triton.jit
 def finish_logits(
-    z, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+    z,
+    bias,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
     """Scale and cap raw products ``z``; ``bias`` is already broadcastable to them."""
     if HAS_BIAS:
@@ -74,9 +80,7 @@ def finish_logits(
 
 
 @triton.jit
-def logits_slope(
-    z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def logits_slope(z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Derivative of a finished logit ``z`` by the raw product it was made from."""
     slope = tl.full(z.shape, 1.0, dtype=tl.float32)
     if HAS_SOFTCAP:

@@ -1,0 +1,74 @@
+"""Shift, documents and counts."""
+
+import pytest
+import torch
+
+from fusedce import count_valid, shift_labels
+from fusedce.labels import bad_label_code, bad_label_message
+
+
+def test_shift_and_offset():
+    labels = torch.arange(1, 9).view(2, 4)
+    assert shift_labels(labels).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
+    assert shift_labels(labels, offset=2).tolist() == [[3, 4, -100, -100], [7, 8, -100, -100]]
+    assert shift_labels(labels, offset=0).equal(labels)
+    assert shift_labels(labels, offset=9).eq(-100).all()
+    assert shift_labels(labels.int(), ignore_index=-1).dtype == torch.int32
+
+
+def test_packed_documents():
+    labels = torch.arange(10, 18)[None]
+    wanted = {
+        1: [[11, 12, -100, 14, -100, 16, 17, -100]],
+        2: [[12, -100, -100, -100, -100, 17, -100, -100]],
+    }
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    cu_seqlens = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
+    for offset, out in wanted.items():
+        assert shift_labels(labels, offset=offset, position_ids=positions).tolist() == out
+        assert shift_labels(labels, offset=offset, cu_seqlens=cu_seqlens).tolist() == out
+    assert count_valid(labels, cu_seqlens=cu_seqlens) == 5
+    assert count_valid(labels, cu_seqlens=cu_seqlens[:-1]) == 5  # the rest is a document too
+
+
+def test_count_is_after_the_shift():
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    assert count_valid(labels).item() == 1
+    assert count_valid({"labels": labels}).item() == 1
+    assert count_valid(labels, offset=0).item() == 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"labels": torch.zeros(3)}, TypeError, "int64 or int32"),
+        ({"labels": [1]}, TypeError, "must be a tensor"),
+        ({"labels": torch.tensor(1)}, ValueError, "at least one dimension"),
+        ({"offset": -1}, ValueError, "offset must be >= 0"),
+        ({"offset": 1.0}, TypeError, "offset must be an int"),
+        ({"position_ids": torch.zeros(2, dtype=torch.long)}, ValueError, "position_ids"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "rise from 0 to at most T=3"),
+        ({"cu_seqlens": torch.tensor([1, 3])}, ValueError, "rise from 0"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3]), "position_ids": torch.arange(3)},
+            ValueError,
+            "not both",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 3]), "labels": torch.zeros(2, 3, dtype=torch.long)},
+            ValueError,
+            "one packed row",
+        ),
+    ],
+)
+def test_bad_input(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        shift_labels(**({"labels": torch.arange(3)} | kwargs))
+
+
+@pytest.mark.parametrize("position", [0, 17, 2**31 - 1])
+@pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, 50257])
+def test_bad_label_code_round_trip(position, value):
+    code = bad_label_code(position, value)
+    assert -(2**63) <= code < 0
+    assert f"got {value} at flattened position {position}" in bad_label_message(code)
