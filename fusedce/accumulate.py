@@ -239,8 +239,8 @@ class LossAccumulator:
         if self._window is None or self._window.declared is None:
             raise RuntimeError(
                 "add_auxiliary needs a window with declared counts: use "
-                "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects all "
-                "gradients by one factor in finish(), which would rescale the auxiliary loss."
+                "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
+                "all gradients by one factor in finish(), which would rescale the auxiliary loss."
             )
         self._window.auxiliary.append(auxiliary.reshape(()))
 
@@ -295,7 +295,7 @@ class LossAccumulator:
         return self._should_step
 
     def discard_window(self) -> None:
-        """Forget the micro-batches of an open streaming window (after ``optimizer.zero_grad()``)."""
+        """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well."""
         if self._window is not None and self._window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self._window = None
@@ -451,7 +451,7 @@ class LossAccumulator:
         device = condition.device
         if device.type == "cpu":
             if condition:
-                raise _fault_error(kind, *(int(x) for x in numbers), ranks=self._ranks())
+                raise _fault_error(self._ranks(), kind, *(int(x) for x in numbers))
             return
         fault = torch.stack(
             [
@@ -469,7 +469,7 @@ class LossAccumulator:
             kind, *numbers = self._fault.tolist()
             self._fault = None
             if kind:
-                raise _fault_error(kind, *numbers, ranks=self._ranks())
+                raise _fault_error(self._ranks(), kind, *numbers)
 
     def _group(self) -> dist.ProcessGroup | None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -555,7 +555,7 @@ def _describe(x: object) -> str:
     return type(x).__name__
 
 
-def _fault_error(kind: int, a: int, b: int, c: int, ranks: int) -> Exception:
+def _fault_error(ranks: int, kind: int, a: int, b: int, c: int) -> Exception:
     if kind == _BAD_LABEL:
         return ValueError(bad_label_message(a))
     if kind == _COUNT_DIFFERS:

@@ -84,7 +84,7 @@ def _linear_ce(
             loss_sum, n_valid, _ = run.loss(
                 hidden, weight, labels, bias, ignore_index, softcap, logit_scale
             )
-            return loss_sum, n_valid, *(hidden.new_empty(0) for _ in range(3))
+            return loss_sum, n_valid, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
         d_hidden, d_weight, d_bias = _empty_grads(
             hidden, weight, bias, grad_hidden, grad_weight, grad_bias
         )
@@ -134,12 +134,9 @@ def _(
     loss_sum = hidden.new_empty((), dtype=dtype)
     n_valid = labels.new_empty((), dtype=torch.int64)
     if not (grad_hidden or grad_weight or grad_bias):
-        return loss_sum, n_valid, *(hidden.new_empty(0) for _ in range(3))
-    return (
-        loss_sum,
-        n_valid,
-        *_empty_grads(hidden, weight, bias, grad_hidden, grad_weight, grad_bias),
-    )
+        return loss_sum, n_valid, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+    grads = _empty_grads(hidden, weight, bias, grad_hidden, grad_weight, grad_bias)
+    return loss_sum, n_valid, *grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,7 +7,8 @@ every sequence, which no position predicts; a loss divided by that count is too 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -113,8 +114,9 @@ def count_valid(
         if "labels" not in labels:
             raise ValueError(f'labels: a batch must hold "labels", got the keys {sorted(labels)}')
         labels = labels["labels"]
+        _check_labels(labels)
     shifted = shift_labels(
-        labels,
+        cast(Tensor, labels),
         offset=offset,
         position_ids=position_ids,
         cu_seqlens=cu_seqlens,
@@ -144,7 +146,7 @@ def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
         )
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         borders = cu_seqlens.tolist()
-        rising = all(a <= b for a, b in zip(borders, borders[1:], strict=False))
+        rising = all(a <= b for a, b in pairwise(borders))
         if borders[0] != 0 or borders[-1] > T or not rising:
             raise ValueError(f"cu_seqlens must rise from 0 to at most T={T}, got {borders}")
     positions = torch.arange(T, device=labels.device)

@@ -93,7 +93,7 @@ def logits_slope(z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.con
 
 @triton.jit
 def finite_max(m):
-    """``m``, or 0 where it is -inf: ``exp(-inf - finite)`` is 0 where ``exp(-inf + inf)`` is NaN."""
+    """``m``, or 0 where it is -inf: ``exp(-inf - 0)`` is 0 where ``exp(-inf + inf)`` is NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 

@@ -45,7 +45,9 @@ def run_streaming(acc, weight, micro):
 
 @pytest.mark.parametrize("run", [run_window, run_streaming])
 @settings(max_examples=30, deadline=None)
-@given(windows=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=6), min_size=1, max_size=3))
+@given(
+    windows=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=6), min_size=1, max_size=3)
+)
 def test_any_split_is_the_big_batch(run, windows):
     acc = LossAccumulator()
     tokens, losses = 0, 0.0

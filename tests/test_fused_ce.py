@@ -187,9 +187,7 @@ def test_gradcheck_fp64():
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
 
     def f(h, w, b):
-        return fused_ce(
-            h, w, labels, bias=b, softcap=2.0, logit_scale=0.7, chunk_tokens=2
-        ).loss_sum
+        return fused_ce(h, w, labels, bias=b, softcap=2.0, logit_scale=0.7, chunk_tokens=2).loss_sum
 
     assert torch.autograd.gradcheck(f, (hidden, weight, bias))
 
@@ -209,7 +207,9 @@ def test_bf16_accuracy(peaked, chunk_tokens):
 
     got = _run(ours, case, hidden, weight, labels, None)
     exact = _run(reference_ce, case, hidden.double(), weight.double(), labels, None)
-    assert abs(got["loss_sum"] - exact["loss_sum"]) <= (5e-6 if peaked else 1e-6) * exact["loss_sum"]
+    assert (
+        abs(got["loss_sum"] - exact["loss_sum"]) <= (5e-6 if peaked else 1e-6) * exact["loss_sum"]
+    )
     for name in ("hidden", "weight"):
         error = (got[name].double() - exact[name]).norm() / exact[name].norm()
         assert error <= 2.5e-3, (name, error)

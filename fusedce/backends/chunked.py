@@ -146,9 +146,9 @@ def loss_and_grads(
         if d_bias_sum is not None:
             _add_rows(d_bias_sum, y, coefficient)
 
-    if d_weight is not None and d_weight_sum is not d_weight:
+    if d_weight is not None and d_weight_sum is not None and d_weight_sum is not d_weight:
         d_weight.copy_(d_weight_sum)
-    if d_bias is not None:
+    if d_bias is not None and d_bias_sum is not None:
         d_bias.copy_(d_bias_sum)
     return total.to(acc), n_valid
 

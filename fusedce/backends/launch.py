@@ -173,7 +173,7 @@ def loss_and_grads(
             if d_bias is not None:
                 d_bias_sum += g.sum(0, dtype=torch.float32)
 
-        if d_weight is not None and d_weight_sum is not d_weight:
+        if d_weight is not None and d_weight_sum is not None and d_weight_sum is not d_weight:
             d_weight.copy_(d_weight_sum)
         if d_bias is not None:
             d_bias.copy_(d_bias_sum)
@@ -256,4 +256,4 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors'."""
     if device.type == "cpu":
         return nullcontext()
-    return getattr(torch, device.type).device(device)  # type: ignore[no-any-return]
+    return getattr(torch, device.type).device(device)
