@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fusedce import _faults
 from fusedce._inplace import scale_
-from fusedce.labels import bad_label_message
-
-_BAD_LABEL, _COUNT_DIFFERS, _RANKS_DIFFER = 1, 2, 3
+from fusedce._ranks import Ranks
 
 
 @dataclass
@@ -119,7 +117,7 @@ class LossAccumulator:
             )
         if not 0 < backward_divisor < math.inf:
             raise ValueError(f"backward_divisor must be positive, got {backward_divisor}")
-        self._process_group = _as_group(process_group)
+        self._ranks = Ranks(process_group)
         self._grad_reduction = grad_reduction
         self._backward_divisor = backward_divisor
         self._on_empty = on_empty
@@ -127,7 +125,7 @@ class LossAccumulator:
         self._previous_count: Tensor | None = None  # () int64, > 0: the streaming estimate
         self._totals: Tensor | None = None  # (2,) float64: loss_sum, n_valid of this interval
         self._n_windows = 0
-        self._fault: Tensor | None = None  # (4,) int64: first error seen on the device
+        self._faults = _faults.DeviceFaults()
         self._should_step = True
 
     # ---- training ---------------------------------------------------------------------------
@@ -187,7 +185,7 @@ class LossAccumulator:
             ValueError: a label out of range (CPU tensors raise it earlier, in ``fused_ce``).
         """
         loss_sum, n_valid = _unpack(out)
-        self._note_bad_label(n_valid)
+        self._faults.note(_faults.bad_label, n_valid < 0, n_valid)
         window = self._window
         if window is None:
             window = self._window = _Window(self._estimate(n_valid), None)
@@ -198,11 +196,13 @@ class LossAccumulator:
                     f"this is number {window.seen + 1}"
                 )
             expected = window.declared[window.seen].to(n_valid.device)
-            self._note(_COUNT_DIFFERS, expected != n_valid, window.seen, expected, n_valid)
+            self._faults.note(
+                _faults.count_differs, expected != n_valid, window.seen, expected, n_valid
+            )
         window.seen += 1
         window.totals = _add(window.totals, loss_sum, n_valid)
 
-        ranks = self._ranks()
+        ranks = self._ranks.size()
         factor = self._backward_divisor * (ranks if self._grad_reduction == "mean" else 1)
         scaled = loss_sum * (factor / window.denominator).to(loss_sum.device, loss_sum.dtype)
         if window.auxiliary:
@@ -305,7 +305,7 @@ class LossAccumulator:
     def add(self, out: tuple[Tensor, Tensor]) -> None:
         """Count a batch in the metrics without training on it (evaluation)."""
         loss_sum, n_valid = _unpack(out)
-        self._note_bad_label(n_valid)
+        self._faults.note(_faults.bad_label, n_valid < 0, n_valid)
         self._totals = _add(self._totals, loss_sum, n_valid)
 
     def metrics(self, *, reset: bool = False) -> dict[str, float]:
@@ -325,9 +325,9 @@ class LossAccumulator:
             ValueError: a label was out of range.
         """
         self._refuse_open_window("read metrics")
-        self._raise_fault()
+        self._faults.raise_first()
         totals = torch.zeros(2, dtype=torch.float64) if self._totals is None else self._totals
-        loss_sum, n_tokens = self._all_reduce(totals).tolist()
+        loss_sum, n_tokens = self._ranks.all_reduce(totals).tolist()
         n_windows = self._n_windows
         if reset:
             self._totals, self._n_windows = None, 0
@@ -347,7 +347,7 @@ class LossAccumulator:
                 holds: save between optimizer steps.
         """
         self._refuse_open_window("save the state")
-        self._raise_fault()
+        self._faults.raise_first()
         loss_sum, n_valid = (0.0, 0.0) if self._totals is None else self._totals.tolist()
         previous = self._previous_count
         return {
@@ -355,8 +355,8 @@ class LossAccumulator:
             "n_valid": int(n_valid),
             "n_windows": self._n_windows,
             "previous_count": None if previous is None else int(previous),
-            "rank": self._rank(),
-            "ranks": self._ranks(),
+            "rank": self._ranks.rank(),
+            "ranks": self._ranks.size(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -373,7 +373,7 @@ class LossAccumulator:
         )
         if missing:
             raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
-        here = (self._rank(), self._ranks())
+        here = (self._ranks.rank(), self._ranks.size())
         if (state["rank"], state["ranks"]) != here:
             raise ValueError(
                 f"state was saved by rank {state['rank']} of {state['ranks']}, this is rank "
@@ -404,15 +404,17 @@ class LossAccumulator:
     def _estimate(self, n_valid: Tensor) -> Tensor:
         """A streaming denominator all ranks agree on: only the first one costs a collective."""
         if self._previous_count is None:
-            return self._all_reduce(n_valid.clamp(min=0)).clamp(min=1).double()
+            return self._ranks.all_reduce(n_valid.clamp(min=0)).clamp(min=1).double()
         return self._previous_count.double()
 
     def _reduce_counts(self, local: Tensor, micro_batches: int) -> Tensor:
         """Valid tokens of all ranks; notes ranks with different numbers of micro-batches."""
         m = torch.full((), micro_batches, dtype=torch.int64, device=local.device)
-        total, sum_m, sum_m2 = self._all_reduce(torch.stack([local, m, m * m])).unbind()
+        ranks = self._ranks.size()
+        total, sum_m, sum_m2 = self._ranks.all_reduce(torch.stack([local, m, m * m])).unbind()
         # The numbers are equal exactly where their variance is zero.
-        self._note(_RANKS_DIFFER, self._ranks() * sum_m2 != sum_m * sum_m, micro_batches, sum_m, 0)
+        differ = ranks * sum_m2 != sum_m * sum_m
+        self._faults.note(_faults.ranks_differ, differ, micro_batches, sum_m, ranks)
         return total
 
     def _decide_step(self, total: Tensor) -> None:
@@ -440,77 +442,6 @@ class LossAccumulator:
             f"cannot {action} inside a window: {window.seen} of {len(window.declared)} declared "
             f"micro-batches were seen; leave the `with` block first."
         )
-
-    # Errors found in device tensors. On a CPU they are raised at once; elsewhere the first one is
-    # kept in a small device tensor, without synchronisation, and raised when something is read.
-
-    def _note_bad_label(self, n_valid: Tensor) -> None:
-        self._note(_BAD_LABEL, n_valid < 0, n_valid, 0, 0)
-
-    def _note(self, kind: int, condition: Tensor, *numbers: Tensor | int) -> None:
-        device = condition.device
-        if device.type == "cpu":
-            if condition:
-                raise _fault_error(self._ranks(), kind, *(int(x) for x in numbers))
-            return
-        fault = torch.stack(
-            [
-                x.to(device, torch.int64)
-                if isinstance(x, Tensor)
-                else torch.full((), x, dtype=torch.int64, device=device)
-                for x in (kind, *numbers)
-            ]
-        )
-        old = torch.zeros_like(fault) if self._fault is None else self._fault.to(device)
-        self._fault = torch.where((old[0] == 0) & condition, fault, old)
-
-    def _raise_fault(self) -> None:
-        if self._fault is not None:
-            kind, *numbers = self._fault.tolist()
-            self._fault = None
-            if kind:
-                raise _fault_error(self._ranks(), kind, *numbers)
-
-    def _group(self) -> dist.ProcessGroup | None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        return dist.group.WORLD if self._process_group is None else self._process_group
-
-    def _ranks(self) -> int:
-        group = self._group()
-        return 1 if group is None else dist.get_world_size(group)
-
-    def _rank(self) -> int:
-        group = self._group()
-        return 0 if group is None else dist.get_rank(group)
-
-    def _all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in a new tensor."""
-        group = self._group()
-        if group is None:
-            return values
-        device = values.device
-        if device.type == "cpu" and dist.get_backend(group) in ("nccl", "xccl"):
-            accelerator = torch.accelerator.current_accelerator()
-            device = device if accelerator is None else accelerator
-        values = values.detach().to(device, copy=True)
-        dist.all_reduce(values, group=group)
-        return values
-
-
-def _as_group(group: Any) -> Any:
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh
-        if group.ndim != 1:
-            raise ValueError(
-                f"process_group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions: "
-                f"pick the one over which tokens differ, e.g. mesh['dp']"
-            )
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a process group, a DeviceMesh or None, got {_describe(group)}"
-        )
-    return group
 
 
 def _as_count(i: int, count: Tensor | int) -> Tensor:
@@ -553,17 +484,3 @@ def _describe(x: object) -> str:
     if isinstance(x, tuple):
         return "(" + ", ".join(_describe(y) for y in x) + ")"
     return type(x).__name__
-
-
-def _fault_error(ranks: int, kind: int, a: int, b: int, c: int) -> Exception:
-    if kind == _BAD_LABEL:
-        return ValueError(bad_label_message(a))
-    if kind == _COUNT_DIFFERS:
-        return RuntimeError(
-            f"window: micro-batch {a} was declared with {b} valid tokens, its loss counts {c}. "
-            f"Were the labels counted before the shift, or with another ignore_index?"
-        )
-    return RuntimeError(
-        f"ranks have different numbers of micro-batches in this window: {a} here, {b} on "
-        f"{ranks} ranks together. Each rank needs the same number; empty ones may be all ignored."
-    )

@@ -182,6 +182,25 @@ class TestGuardRails:
         with pytest.raises(ValueError, match="got 99 at flattened position 5"):
             LossAccumulator().add(poisoned)
 
+    def test_errors_on_a_device_wait_until_something_is_read(self, monkeypatch):
+        """With a test double: CPU tensors that may not be looked at early, as on a GPU."""
+        from fusedce import _faults
+        from fusedce.labels import bad_label_code
+
+        monkeypatch.setattr(_faults, "_readable", lambda device: False)
+        acc = LossAccumulator()
+        with acc.window([3, 2]):
+            acc.backward(a_loss(2))  # 3 were declared
+            acc.backward(a_loss(2))
+        poisoned = (torch.tensor(float("nan")), torch.tensor(bad_label_code(5, 99)))
+        acc.add(poisoned)  # the second error does not hide the first
+        with pytest.raises(RuntimeError, match="micro-batch 0 was declared with 3 .* counts 2"):
+            acc.metrics()
+        acc.add(poisoned)
+        with pytest.raises(ValueError, match="got 99 at flattened position 5"):
+            acc.state_dict()
+        assert acc.metrics()["n_windows"] == 1  # reported once
+
     @pytest.mark.parametrize(
         ("kwargs", "error"),
         [

@@ -77,6 +77,18 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     assert not d_hidden[40].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
+def test_scale_in_place(dtype, factor):
+    from fusedce.backends import configs, launch
+
+    x = torch.randn(3, configs.SCALE_BLOCK // 2 + 1).to(dtype)
+    exact = x.double() * torch.tensor(factor).double()
+    launch.scale_(x, torch.tensor(factor))
+    # The interpreter truncates to bf16, where hardware rounds: a whole unit instead of half.
+    torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel_compiles(arch):
     """In a process of its own: the interpreter replaces the compiler in this one."""

@@ -1,0 +1,177 @@
+"""Break the code on purpose, one place at a time, and show that the tests notice.
+
+    python tests/mutate.py              # all, two at a time: about ten minutes
+    python tests/mutate.py ticket       # those whose name contains a word
+
+Each mutant is a copy of the package with one piece of text replaced. Its tests must fail by
+failing tests: a mutant that survives, or that cannot even be collected, ends the script with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str  # inside fusedce/
+    old: str  # must occur exactly once
+    new: str
+    tests: str  # what must turn red
+
+
+CHUNKED, FORWARD, ROWS = "backends/chunked.py", "kernels/forward.py", "kernels/grad_rows.py"
+PROPERTIES, CONTRACT = "test_properties.py", "test_fused_ce.py"
+TORCH = f"{PROPERTIES} -k torch_backend"
+TRITON = "test_kernels.py -k odd_shapes"
+
+MUTANTS = [
+    # ---- torch backend
+    Mutant(
+        "mask: ignored means negative", CHUNKED, "valid = labels != ignore_index",
+        "valid = labels >= 0", TORCH,
+    ),
+    Mutant("count: every position", CHUNKED, "n_valid = valid.sum()",
+           "n_valid = (labels == labels).sum()", TORCH),
+    Mutant("target term: p instead of p - 1", CHUNKED, "torch.expm1(z_label - lse)",
+           "torch.exp(z_label - lse)", TORCH),
+    Mutant("target term: left in the tile too", CHUNKED,
+           "        e[y, torch.arange(C, device=device)] = 0\n", "", TORCH),
+    Mutant("rescaling: tiles keep their own maximum", CHUNKED,
+           "(maxima - top).exp_()", "(maxima - maxima).exp_()", TORCH),
+    Mutant("chunk edge: no chunk at all without gradients", CHUNKED,
+           "chunk in rows.split(_FORWARD_CHUNK)", "chunk in rows.split(_FORWARD_CHUNK)[:0]",
+           f"{CONTRACT} -k no_grad"),
+    Mutant("chunk edge: last chunk dropped", CHUNKED, "enumerate(chunks)",
+           "enumerate(chunks[: max(len(chunks) - 1, 1)])", TORCH),
+    Mutant("weight gradient: chunks overwrite each other", CHUNKED, "first=number == 0",
+           "first=True", TORCH),
+    Mutant("tile edge: one row short", CHUNKED, "yield begin, min(begin + step, V)",
+           "yield begin, min(begin + step, max(V - 1, 1))", CONTRACT),
+    Mutant("bias gradient: without the target's term", CHUNKED,
+           "            _add_rows(d_bias_sum, y, coefficient)", "            pass", TORCH),
+    Mutant("bias gradient: not divided by the softmax sum", CHUNKED,
+           "torch.mv(tile.to(acc), factor)", "tile.to(acc).sum(1)", TORCH),
+    Mutant("soft-cap: slope of the tile not squared", CHUNKED, "1 - (z / softcap).square_()",
+           "1 - (z / softcap)", TORCH),
+    Mutant("soft-cap: no slope at the target", CHUNKED,
+           "1 - (z_label.double() / softcap).square()", "1.0", TORCH),
+    Mutant("scale: missing in the tile's gradient", CHUNKED,
+           "stats.factors(lse).mul_(logit_scale)", "stats.factors(lse)", TORCH),
+    Mutant("repeated labels: the last one wins", CHUNKED, "total.index_add_(0, y, rows)",
+           "total[y] += rows", TORCH),
+    # ---- backward
+    Mutant("backward: the upstream gradient is dropped", "autograd.py",
+           "_scaled(grad, grad_loss).to(ctx.dtype)", "grad.to(ctx.dtype)", TORCH),
+    Mutant("backward: always in place", "autograd.py",
+           "not torch._C._autograd._get_current_graph_task_keep_graph()", "True",
+           f"{CONTRACT} -k second_backward"),
+    Mutant("backward: fp16 waits in fp16", "autograd.py",
+           "torch.float32 if dtype == torch.float16 else dtype", "dtype", TORCH),
+    Mutant("backward: factor rounded to bf16", "_inplace.py", "part.float().mul_(factor)",
+           "part.mul(factor.to(part.dtype))", f"{CONTRACT} -k not_rounded"),
+    # ---- Triton kernels
+    Mutant("forward: columns past V count", FORWARD, 'z, float("-inf"))\n        z_label',
+           "z, 0.0)\n        z_label", TRITON),
+    Mutant("forward: no rescaling by the new maximum", FORWARD, "s = s * exp(m - m_safe) +",
+           "s = s +", TRITON),
+    Mutant("forward: splits merged without their maxima", FORWARD, "s += s_i * exp(m_i - m_safe)",
+           "s += s_i", TRITON),
+    Mutant("forward: the first ticket merges", FORWARD, "ticket != splits - 1", "ticket != 0",
+           TRITON),
+    Mutant("forward: label logit of the last split only", FORWARD,
+           "z_label += tl.load(place + 2 * plane", "z_label = tl.load(place + 2 * plane", TRITON),
+    Mutant("forward: ignored rows add up", FORWARD, "tl.where(mask_n, loss, 0.0)",
+           "tl.where(mask_n, loss, 1.0)", TRITON),
+    Mutant("rows: softmax without the one-hot", ROWS, "- tl.where(offs_v == label, 1.0, 0.0)", "",
+           TRITON),
+    Mutant("rows: lanes merged without their maxima", ROWS, "tl.sum(s * exp(m - top), axis=0)",
+           "tl.sum(s, axis=0)", TRITON),
+    Mutant("rows: slope left out", ROWS, "        g *= logits_slope(", "        _ = logits_slope(",
+           TRITON),
+    Mutant("compaction: one row late", "kernels/compact.py", "axis=0) - 1", "axis=0)", TRITON),
+    Mutant("compaction: label V passes", "kernels/compact.py", "(y >= V)", "(y > V)",
+           "test_kernels.py -k bad_label"),
+    Mutant("scale kernel: never scales", "kernels/scale.py", "factor == 1.0", "factor == factor",
+           "test_kernels.py -k scale"),
+    Mutant("tanh: one series coefficient", "kernels/tile.py", "2.0 / 15.0", "2.0 / 16.0", TRITON),
+    # ---- labels
+    Mutant("shift: labels stay", "labels.py", "shifted[..., :keep] = targets",
+           "shifted[..., :keep] = labels[..., :keep]", "test_labels.py"),
+    Mutant("count: before the shift", "labels.py", "(shifted != ignore_index).sum()",
+           "(labels != ignore_index).sum()", "test_labels.py"),
+    Mutant("documents: trained across the border", "labels.py", "document[offset:] ==",
+           "document[:keep] ==", "test_labels.py"),
+    # ---- denominators
+    Mutant("mean: nothing valid divides by 0", "loss.py", ".clamp(min=1)\n", "\n",
+           f"{CONTRACT} -k nothing_valid"),
+    Mutant("window: ranks forgotten", "accumulate.py",
+           '(ranks if self._grad_reduction == "mean" else 1)', "1", "test_distributed.py"),
+    Mutant("window: empty one divides by 0", "accumulate.py",
+           "_Window(total.clamp(min=1).double(), declared)", "_Window(total.double(), declared)",
+           "test_accumulate.py"),
+    Mutant("finish: correction upside down", "accumulate.py",
+           "(window.denominator.to(total.device) / total.clamp(min=1))",
+           "(total.clamp(min=1) / window.denominator.to(total.device))", "test_accumulate.py"),
+    Mutant("finish: estimate not agreed on", "accumulate.py",
+           "self._ranks.all_reduce(n_valid.clamp(min=0))", "n_valid.clamp(min=0)",
+           "test_distributed.py"),
+    Mutant("metrics: mean of window means", "accumulate.py", "loss_sum / n_tokens if n_tokens",
+           "loss_sum / n_tokens / max(n_windows, 1) if n_tokens", "test_accumulate.py"),
+    Mutant("metrics: this rank only", "accumulate.py", "self._ranks.all_reduce(totals).tolist()",
+           "totals.tolist()", "test_distributed.py"),
+    Mutant("auxiliary: not divided", "accumulate.py", "/ len(window.declared)", "",
+           "test_accumulate.py"),
+]  # fmt: skip
+
+
+def kill(mutant: Mutant) -> str:
+    """A line about the mutant; it starts with "killed" if the tests noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "fusedce"
+        shutil.copytree(ROOT / "fusedce", copy, symlinks=False)
+        file = copy / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            return f"STALE    {mutant.name}: {text.count(mutant.old)} places in {mutant.file}"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        tests, *selection = mutant.tests.split(" ", 1)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+                *(str(ROOT / "tests" / tests), *" ".join(selection).split()),
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    failed = [x for x in done.stdout.splitlines() if x.startswith("FAILED")]
+    if done.returncode != 1 or not failed:
+        return f"SURVIVED {mutant.name}: {mutant.tests}\n{done.stdout[-1500:]}{done.stderr[-500:]}"
+    return f"killed   {mutant.name}: {failed[0].split(' - ')[0].removeprefix('FAILED ')}"
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [m for m in MUTANTS if not words or any(w in m.name for w in words)]
+    killed = 0
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(kill, chosen):
+            print(line, flush=True)
+            killed += line.startswith("killed")
+    print(f"{killed} of {len(chosen)} mutants killed")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
