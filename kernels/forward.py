@@ -1,8 +1,9 @@
 """Loss sum, token count and log-sum-exp in one launch, without writing a logit.
 
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
-tiles with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) and stores one partial
-(maximum, sum of exponentials, label logit) per row. It then takes a ticket; the program that
+tiles with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) over all logits but the
+label's, and stores one partial (maximum, sum of exponentials) per row; the first split also
+computes the label's logit, a dot product per row. Each then takes a ticket; the program that
 draws the last ticket of a row block merges the partials, and the one that draws the last ticket
 of all row blocks adds up the losses. Nobody waits for anybody.
 
@@ -14,18 +15,19 @@ batch around it.
 import triton
 import triton.language as tl
 
-from .tile import exp, finish_logits, finite_max, logits_tile
+from .tile import LOG2E, exp, finish_logits, finite_max, label_products, logits_tile, token_loss
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def forward_kernel(
     hidden,  # (N, H)
     weight,  # (V, H)
+    weight_tiles,  # tensor descriptor of weight, if DESCRIPTOR
     bias,  # (V,)
     labels,  # (N,) int
     rows,  # (N,) int32: valid rows, from compact_kernel
     count,  # () int32: how many
-    partials,  # (3, splits, N) fp32 scratch: maximum, sum of exponentials, label logit
+    partials,  # (2 * splits + 1, N) fp32 scratch: maxima, sums of exponentials, label logits
     block_losses,  # (blocks,) fp64 scratch
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
     lse,  # (N,) fp32 out at valid rows
@@ -47,6 +49,8 @@ def forward_kernel(
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
     EVEN_H: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -68,34 +72,38 @@ def forward_kernel(
     label = tl.load(labels + row, mask=mask_n, other=-1).to(tl.int64)
     hidden_rows = hidden + row * stride_hn
 
-    # Phase 1: online softmax over the tiles of this split.
+    # Phase 1: online softmax over the tiles of this split. m is in powers of two.
     m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    z_label = tl.zeros((BLOCK_N,), dtype=tl.float32)
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
-    for start in range(begin, end, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        inside = tl.minimum(offs_v, V - 1)  # reads of the last tile stay in the matrix
+    for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
         z = logits_tile(
             hidden_rows,
-            weight + inside.to(tl.int64) * stride_wv,
+            weight,
+            weight_tiles,
+            start_v,
             H,
+            V,
+            stride_wv,
             BLOCK_N,
             BLOCK_V,
             BLOCK_H,
             EVEN_H,
+            DESCRIPTOR,
             INPUT_PRECISION,
             UPCAST,
         )
-        b = tl.load(bias + inside).to(tl.float32)[None, :] if HAS_BIAS else 0.0
-        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        z = tl.where(mask_v[None, :], z, float("-inf"))
-        z_label += tl.sum(tl.where(offs_v[None, :] == label[:, None], z, 0.0), axis=1)
-        m_new = tl.maximum(m, tl.max(z, axis=1))
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z = finish_logits(
+            z, b[None, :] if HAS_BIAS else b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
+        )
+        z = tl.where(mask_v[None, :] & (offs_v[None, :] != label[:, None]), z, float("-inf"))
+        m_new = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
         m_safe = finite_max(m_new)
-        s = s * exp(m - m_safe) + tl.sum(exp(z - m_safe[:, None]), axis=1)
+        s = s * tl.exp2(m - m_safe) + tl.sum(exp(z, m_safe[:, None]), axis=1)
         m = m_new
 
     N64 = tl.cast(N, tl.int64)
@@ -103,7 +111,13 @@ def forward_kernel(
     place = partials + split * N64 + offs_n
     tl.store(place, m, mask=mask_n)
     tl.store(place + plane, s, mask=mask_n)
-    tl.store(place + 2 * plane, z_label, mask=mask_n)
+    known = (label >= 0) & (label < V)  # a bad label must not read out of bounds
+    if split == 0:
+        at = tl.where(known, label, 0)
+        z_label = label_products(hidden_rows, weight + at * stride_wv, H, BLOCK_N, BLOCK_H)
+        b = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0
+        z_label = finish_logits(z_label, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        tl.store(place + 2 * plane, z_label, mask=mask_n)
 
     # Phase 2: the last split of this row block to arrive merges all of them. The barrier orders
     # the whole program's stores before the one thread that takes the ticket; .cg loads below
@@ -119,19 +133,16 @@ def forward_kernel(
         m = tl.maximum(m, tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg"))
     m_safe = finite_max(m)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    z_label = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for i in range(0, splits):
         place = partials + i * N64 + offs_n
         m_i = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
         s_i = tl.load(place + plane, mask=mask_n, other=1.0, cache_modifier=".cg")
-        s += s_i * exp(m_i - m_safe)
-        z_label += tl.load(place + 2 * plane, mask=mask_n, other=0.0, cache_modifier=".cg")
-    log_s = tl.log(s)
-    # (m - z) + log(s), not (m + log(s)) - z: exact where the label has nearly all probability.
-    loss = (m_safe - z_label) + log_s
-    loss = tl.where((label >= 0) & (label < V), loss, float("nan"))
-    tl.store(lse + row, m_safe + log_s, mask=mask_n)
-    block_loss = tl.sum(tl.where(mask_n, loss, 0.0).to(tl.float64), axis=0)
+        s += s_i * tl.exp2(m_i - m_safe)
+    place = partials + 2 * plane + offs_n
+    z_label = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
+    loss = token_loss(m_safe, s, tl.where(known, z_label, float("nan")))
+    tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
+    block_loss = tl.sum(tl.where(mask_n, loss, 0.0), axis=0)
     tl.store(block_losses + block, block_loss)
 
     # Phase 3: the last row block to arrive adds up the losses.

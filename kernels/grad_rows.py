@@ -8,7 +8,7 @@ than the logits: then it packs the front of the same row.
 import triton
 import triton.language as tl
 
-from .tile import exp, finish_logits, finite_max, logits_slope
+from .tile import LOG2E, exp, finish_logits, finite_max, logits_slope, token_loss
 
 
 @triton.jit
@@ -42,7 +42,8 @@ def grad_rows_kernel(
     z_label = finish_logits(z_label, bias_label, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
     z_label = tl.where(known, z_label, float("nan"))
 
-    # Sweep 1: each lane keeps its own maximum and sum; they meet once, at the end.
+    # Sweep 1, over all logits but the label's: each lane keeps its own maximum (in powers of two)
+    # and sum; they meet once, at the end.
     m = tl.full((BLOCK_V,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_V,), dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
@@ -51,25 +52,29 @@ def grad_rows_kernel(
         z = tl.load(logits + offs_v, mask=mask_v, other=0.0)
         b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        z = tl.where(mask_v, z, float("-inf"))
-        m_new = tl.maximum(m, z)
+        z = tl.where(mask_v & (offs_v != label), z, float("-inf"))
+        m_new = tl.maximum(m, z * LOG2E)
         m_safe = finite_max(m_new)
-        s = s * exp(m - m_safe) + exp(z - m_safe)
+        s = s * tl.exp2(m - m_safe) + exp(z, m_safe)
         m = m_new
-    top = finite_max(tl.max(m, axis=0))
-    total = tl.sum(s * exp(m - top), axis=0)
-    loss = (top - z_label) + tl.log(total)
-    tl.store(losses + c, loss)
+    m_others = tl.max(m, axis=0)  # -inf where the label is alone
+    m_safe = finite_max(m_others)
+    others = tl.sum(s * tl.exp2(m - m_safe), axis=0)
+    tl.store(losses + c, token_loss(m_safe, others, z_label).to(tl.float32))
 
-    # Sweep 2: the gradient.
-    inverse = tl.where(known, 1.0 / total, float("nan"))  # a bad label poisons its row
+    # Sweep 2: the gradient. At the label p - 1 = -(sum of the others), which does not cancel.
+    top = finite_max(tl.maximum(m_others, z_label * LOG2E))
+    others *= tl.exp2(m_others - top)
+    inverse = 1.0 / (exp(z_label, top) + others)
+    inverse = tl.where(known, inverse, float("nan"))  # a bad label poisons its row
+    g_label = -others * inverse
     for start in range(0, V, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < V
         z = tl.load(logits + offs_v, mask=mask_v, other=0.0)
         b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        g = exp(z - top) * inverse - tl.where(offs_v == label, 1.0, 0.0)
+        g = tl.where(offs_v == label, g_label, exp(z, top) * inverse)
         g *= logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         if PACKED:
             # A packed block lands on logits that other threads are about to read in this block,

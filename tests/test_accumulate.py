@@ -194,7 +194,7 @@ class TestGuardRails:
             acc.backward(a_loss(2))
         poisoned = (torch.tensor(float("nan")), torch.tensor(bad_label_code(5, 99)))
         acc.add(poisoned)  # the second error does not hide the first
-        with pytest.raises(RuntimeError, match="micro-batch 0 was declared with 3 .* counts 2"):
+        with pytest.raises(RuntimeError, match=r"micro-batch 0 was declared with 3 .* counts 2"):
             acc.metrics()
         acc.add(poisoned)
         with pytest.raises(ValueError, match="got 99 at flattened position 5"):

@@ -1,11 +1,14 @@
 """The Triton kernels: odd shapes under the interpreter, real compilation for every architecture."""
 
-import os
+import json
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 import fusedce
 from fusedce.labels import bad_label_message
@@ -44,18 +47,6 @@ def test_lse_is_returned_and_zero_where_ignored():
     torch.testing.assert_close(lse[valid].double(), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_loss_of_a_token_does_not_depend_on_its_batch():
-    from fusedce.backends import launch
-
-    hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
-    _, _, together = launch.loss(hidden, weight, labels, None, -100, None, 1.0)
-    for i in (0, 33, 69):
-        _, _, alone = launch.loss(
-            hidden[i : i + 1], weight, labels[i : i + 1], None, -100, None, 1.0
-        )
-        assert alone.item() == together[i].item()
-
-
 @pytest.mark.parametrize("bad", [-7, 300, 2**31 - 1])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """What a GPU does: no read out of bounds, no assert, a NaN and the evidence."""
@@ -89,30 +80,72 @@ def test_scale_in_place(dtype, factor):
     torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_every_kernel_compiles(arch):
-    """In a process of its own: the interpreter replaces the compiler in this one."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
+    """Everything fits; on sm_90 nothing spills and the tensor cores are fed asynchronously."""
+    script = Path(__file__).parents[1] / "bench" / "compiler_report.py"
     done = subprocess.run(
-        [sys.executable, script, arch], env=environment, capture_output=True, text=True
+        [sys.executable, str(script), "--arch", arch, "--json"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for kernel in ("forward", "grad_rows", "compact", "scale"):
-        assert f"{kernel} " in done.stdout
+    rows = {row["kernel"]: row for row in json.loads(done.stdout)}
+    assert {name.split()[0] for name in rows} == {"forward", "grad_rows", "scale", "compact"}
+    for name, row in rows.items():
+        assert row["shared"] <= row["shared_limit"], name
+        if name.startswith(("forward bf16", "forward fp16", "forward fp32 tf32")):
+            assert row["matrix"], f"no tensor-core instruction in {name} on {arch}"
     if arch == "sm_90":
-        line = next(x for x in done.stdout.splitlines() if x.startswith("forward bf16"))
-        assert "wgmma" in line
+        assert all(row["spill_bytes"] == 0 for row in rows.values())
+        for name in ("forward bf16 TMA", "forward bf16", "forward fp16 TMA", "forward fp32 tf32"):
+            assert "wgmma.mma_async" in rows[name]["matrix"]
+            assert rows[name]["async"] > 0
 
 
-@pytest.mark.gpu
-def test_on_a_gpu():
-    device = torch.accelerator.current_accelerator()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for chunk_tokens in (None, 60):
-            case = Case((257,), 123, 1031, dtype, ignored=0.3, with_bias=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slow_cases_say_so_once(dtype):
+    from fusedce.backends import launch
 
-            def fn(*args, chunk_tokens=chunk_tokens, **kwargs):
-                return fusedce.fused_ce(*args, chunk_tokens=chunk_tokens, **kwargs)
+    launch._say_once.cache_clear()
+    hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
+    exact = launch.loss(hidden, weight, labels, None, -100, None, 1.0)[0]
+    shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
+    wide = hidden.new_empty(20, 48)[:, ::2].copy_(hidden)
+    for h, w, message in (
+        (hidden, shifted, "rows of weight are not aligned to 16 bytes"),
+        (wide, weight, "hidden has stride 2 in its last dimension"),
+    ):
+        with pytest.warns(UserWarning, match=message):
+            first = launch.loss(h, w, labels, None, -100, None, 1.0)[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            launch.loss(h, w, labels, None, -100, None, 1.0)
+        assert first == exact  # with and without tensor descriptors, to the bit
 
-            check(fn, case, device)
+
+def test_tuning_is_announced_kept_and_optional(monkeypatch, tmp_path, caplog):
+    from fusedce.backends import configs, tuning
+
+    monkeypatch.delenv("FUSEDCE_AUTOTUNE", raising=False)
+    assert not tuning.enabled()
+    monkeypatch.setenv("FUSEDCE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_chosen", {})
+    candidates = (configs.FORWARD["sm_90", 2], *configs.CANDIDATES["sm_90"])
+    asked = []
+
+    def measure(config):
+        asked.append(config)
+        if config == candidates[1]:
+            raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+        return 1.0 if config == candidates[3] else 2.0
+
+    assert tuning.choose("a key", candidates, measure) == candidates[3]
+    assert asked == list(candidates)
+    assert "cannot run here" in caplog.text
+    assert "1.000 ms with ForwardConfig" in caplog.text
+    for _ in range(2):  # from this process, then from the file
+        assert tuning.choose("a key", candidates, measure) == candidates[3]
+        tuning._chosen.clear()
+    assert len(asked) == len(candidates)
+    (tmp_path / "cache" / "forward.json").write_text("{broken")
+    assert tuning.choose("a key", candidates, measure) == candidates[3]
+    assert "not readable" in caplog.text

@@ -8,8 +8,10 @@ One exponential per logit. A tile keeps ``e = exp(z - k)`` with its own maximum 
 the log-sum-exp is known, ``p = e * exp(k - lse)`` differs from ``e`` by one factor per token and
 tile, which is applied to the small ``(C, H)`` operand of each GEMM instead of to the big tile.
 
-The label's own column leaves the tile (``e = 0``) and is added as a rank-one term with the
-coefficient ``p - 1 = expm1(z_label - lse)``: no cancellation at p -> 1, whatever the tile's dtype.
+The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``L`` the log-sum-exp
+of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
+a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
+float32 would have rounded most of the loss away.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ def loss(
         stats = _TileStats(labels[chunk].long(), head.acc)
         for begin, end in head.tiles(len(chunk)):
             stats.add(head.logits(h, begin, end), begin)
-        lse, z_label = stats.finish()
-        total += (lse - z_label).sum()
-        lse_all[chunk] = lse.to(head.acc)
+        losses = stats.losses()
+        total += losses.sum()
+        lse_all[chunk] = (stats.z_label + losses).to(head.acc)
     return total.to(head.acc), n_valid, lse_all
 
 
@@ -115,16 +117,15 @@ def loss_and_grads(
                 z.mul_(slope)
             if in_place is None:
                 e[begin:end] = z
-        lse, z_label = stats.finish()
-        total += (lse - z_label).sum()
+        losses = stats.losses()
+        total += losses.sum()
 
         y = y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
-        e[y, torch.arange(C, device=device)] = 0
-        coefficient = torch.expm1(z_label - lse)
+        coefficient = torch.expm1(-losses)
         if softcap is not None:
-            coefficient *= 1 - (z_label.double() / softcap).square()
+            coefficient *= 1 - (stats.z_label.double() / softcap).square()
         coefficient = (logit_scale * coefficient).to(acc)  # (C,)
-        factors = stats.factors(lse).mul_(logit_scale).to(acc)  # (tiles, C)
+        factors = stats.factors(losses).mul_(logit_scale).to(acc)  # (tiles, C)
 
         dh = None if d_hidden is None else torch.zeros(C, H, dtype=acc, device=device)
         for (begin, end), factor in zip(head.tiles(C), factors, strict=True):
@@ -201,27 +202,29 @@ class _TileStats:
         self.sums: list[Tensor] = []
 
     def add(self, z: Tensor, begin: int) -> None:
-        """Take in a tile ``z (v, C)`` and turn it into ``exp(z - k)`` in place."""
+        """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place."""
         local = self.y - begin
         inside = (local >= 0) & (local < len(z))
-        z_here = z.gather(0, local.clamp(0, len(z) - 1)[None])[0]
-        self.z_label = torch.where(inside, z_here, self.z_label)
+        local = local.clamp(0, len(z) - 1)[None]
+        self.z_label = torch.where(inside, z.gather(0, local)[0], self.z_label)
         # A tile of nothing but -inf must give exp(-inf) = 0, not exp(-inf + inf).
         k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
         z.sub_(k).exp_()
+        z.scatter_(0, local, z.gather(0, local).masked_fill_(inside, 0))
         self.maxima.append(k)
         self.sums.append(z.sum(0))
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """``lse (C,)`` and label logits ``(C,)``, both float64."""
+    def losses(self) -> Tensor:
+        """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
         maxima = torch.stack(self.maxima).double()  # (tiles, C)
         top = maxima.amax(0)
-        total = (torch.stack(self.sums).double() * (maxima - top).exp_()).sum(0)
-        return top + total.log(), self.z_label.double()
+        others = (torch.stack(self.sums).double() * (maxima - top).exp_()).sum(0)
+        gap = top + others.log() - self.z_label.double()
+        return torch.logaddexp(gap, torch.zeros_like(gap))
 
-    def factors(self, lse: Tensor) -> Tensor:
+    def factors(self, losses: Tensor) -> Tensor:
         """``exp(k - lse) (tiles, C)`` float64: what turns each tile into probabilities."""
-        return (torch.stack(self.maxima).double() - lse).exp_()
+        return (torch.stack(self.maxima).double() - (self.z_label.double() + losses)).exp_()
 
 
 def _valid_rows(labels: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Block sizes of the kernels: frozen data, one row per architecture, no tuning at run time.
 
-A configuration depends on the device and the dtype alone, never on N: a row's loss must have the
-same bits in every batch. Compiled, not yet measured: see `bench/LOG.md` for what was tried.
+A configuration depends on the device, the dtype and the options alone, never on N: a row's loss
+must have the same bits in every batch. Chosen from what the compiler makes of them
+(`bench/compiler_report.py`), not yet measured: see `bench/LOG.md`. `fusedce.backends.tuning`
+measures the candidates, on demand.
 """
 
 from __future__ import annotations
@@ -19,26 +21,60 @@ class ForwardConfig(NamedTuple):
     BLOCK_H: int
     num_warps: int
     num_stages: int
-    GROUP_N: int = 16
+    GROUP_N: int = 16  # row blocks that share a split's weights through L2
+    DESCRIPTOR: bool = False  # read weight by TMA where its rows are 16-byte aligned
+    FLATTEN: bool = False  # one pipeline over all tiles of a split: the next one loads meanwhile
+    MAX_SPLITS: int = 128  # of the vocabulary: enough programs for one row block
 
+
+_HOPPER = ForwardConfig(128, 256, 64, 8, 3, DESCRIPTOR=True)
+_HOPPER_SMALL = ForwardConfig(128, 128, 64, 8, 4, DESCRIPTOR=True)
 
 # Keyed by (architecture family, bytes of an input element).
 FORWARD = {
     ("sm_80", 2): ForwardConfig(128, 128, 64, 8, 3),
     ("sm_80", 4): ForwardConfig(128, 64, 32, 8, 3),
-    ("sm_90", 2): ForwardConfig(128, 128, 64, 8, 4),
+    ("sm_90", 2): _HOPPER,
     ("sm_90", 4): ForwardConfig(128, 64, 32, 8, 3),
-    ("sm_100", 2): ForwardConfig(128, 128, 64, 8, 4),
+    ("sm_100", 2): _HOPPER,
     ("sm_100", 4): ForwardConfig(128, 64, 32, 8, 3),
     # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
     ("other", 2): ForwardConfig(64, 64, 64, 4, 2),
     ("other", 4): ForwardConfig(64, 64, 32, 4, 2),
     # Small blocks, so that small test shapes have several, of odd sizes.
-    ("interpreter", 2): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2),
-    ("interpreter", 4): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2),
+    ("interpreter", 2): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2, DESCRIPTOR=True, MAX_SPLITS=5),
+    ("interpreter", 4): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5),
+}
+# Where bias, scale or soft-cap would spill the registers of the one above.
+FORWARD_WITH_OPTIONS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
+
+# What tuning tries besides the default, by family; two-byte inputs.
+CANDIDATES = {
+    "sm_80": (
+        ForwardConfig(128, 128, 32, 8, 4),
+        ForwardConfig(128, 128, 64, 8, 3, GROUP_N=8),
+        ForwardConfig(64, 128, 64, 4, 3),
+    ),
+    "sm_90": (
+        _HOPPER._replace(GROUP_N=8),
+        _HOPPER._replace(num_stages=4),
+        _HOPPER._replace(DESCRIPTOR=False),
+        ForwardConfig(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
+        _HOPPER_SMALL,
+        _HOPPER_SMALL._replace(FLATTEN=True),
+        # Two programs fit on a multiprocessor: one's epilogue beside the other's products.
+        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True),
+        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True, FLATTEN=True),
+    ),
+    "sm_100": (
+        _HOPPER._replace(num_stages=4),
+        ForwardConfig(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
+        _HOPPER_SMALL,
+        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True),
+    ),
+    "other": (ForwardConfig(64, 128, 32, 4, 2), ForwardConfig(128, 64, 32, 4, 2)),
 }
 
-MAX_SPLITS = 128  # of the vocabulary: enough programs for one row block, partials in 12 B * N each
 GRAD_ROWS_BLOCK_V = 4096
 GRAD_ROWS_WARPS = 8
 COMPACT_BLOCK_N = 1024
@@ -56,8 +92,14 @@ def architecture(device: torch.device) -> str:
     return "other"
 
 
-def vocabulary_splits(V: int, BLOCK_V: int) -> tuple[int, int]:
+def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
+    """The default; ``options``: whether bias, scale or soft-cap are in use."""
+    default = FORWARD[family, element_size]
+    return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
+
+
+def vocabulary_splits(V: int, config: ForwardConfig) -> tuple[int, int]:
     """``(tiles_per_split, splits)``, from V alone."""
-    tiles = -(-V // BLOCK_V)
-    tiles_per_split = -(-tiles // MAX_SPLITS)
+    tiles = -(-V // config.BLOCK_V)
+    tiles_per_split = -(-tiles // config.MAX_SPLITS)
     return tiles_per_split, -(-tiles // tiles_per_split)

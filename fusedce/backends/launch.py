@@ -6,13 +6,16 @@ the GEMMs between its launches are cuBLAS's, whose sizes the host sets.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends import configs
+from fusedce.backends import configs, tuning
 from fusedce.backends.configs import ForwardConfig
 from fusedce.backends.plan import chunk_size
 from fusedce.kernels.compact import compact_kernel
@@ -35,17 +38,23 @@ def loss(
     config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, ``n_valid ()`` int64, ``lse (N,)`` fp32 (0 at ignored positions)."""
-    hidden, weight, labels = _unit_stride(hidden), _unit_stride(weight), labels.contiguous()
+    hidden, weight = _unit_stride("hidden", hidden), _unit_stride("weight", weight)
+    labels = labels.contiguous()
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if not _aligned(x):
+            _say_once(f"rows of {name} are not aligned to 16 bytes, so loads are narrow")
     N, H = hidden.shape
     V = weight.shape[0]
     device = hidden.device
     if config is None:
-        config = configs.FORWARD[configs.architecture(device), max(hidden.element_size(), 2)]
+        options = bias is not None or logit_scale != 1.0 or softcap is not None
+        config = _forward_config(hidden, weight, bias, softcap, logit_scale, options)
     blocks = triton.cdiv(N, config.BLOCK_N)
-    tiles_per_split, splits = configs.vocabulary_splits(V, config.BLOCK_V)
+    tiles_per_split, splits = configs.vocabulary_splits(V, config)
+    weight_tiles = _descriptor(weight, config)
 
     lse = torch.zeros(N, dtype=torch.float32, device=device)
-    partials = torch.empty(3 * splits * N, dtype=torch.float32, device=device)
+    partials = torch.empty((2 * splits + 1) * N, dtype=torch.float32, device=device)
     block_losses = torch.empty(blocks, dtype=torch.float64, device=device)
     tickets = torch.empty(1 + blocks, dtype=torch.int32, device=device)
     with _on(device):
@@ -54,6 +63,7 @@ def loss(
             forward_kernel[(blocks * splits,)](
                 hidden,
                 weight,
+                weight if weight_tiles is None else weight_tiles,
                 weight if bias is None else bias.contiguous(),
                 labels,
                 rows,
@@ -80,6 +90,8 @@ def loss(
                 BLOCK_H=config.BLOCK_H,
                 GROUP_N=config.GROUP_N,
                 EVEN_H=H % config.BLOCK_H == 0,
+                DESCRIPTOR=weight_tiles is not None,
+                FLATTEN=config.FLATTEN,
                 INPUT_PRECISION=_input_precision(hidden),
                 UPCAST=device.type == "cpu",
                 num_warps=config.num_warps,
@@ -237,9 +249,56 @@ def _add_weight_grad(d_weight: Tensor, g: Tensor, h: Tensor, *, first: bool) -> 
         part.copy_(product) if first else part.add_(product)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def _unit_stride(name: str, x: Tensor) -> Tensor:
     """The kernels walk along the last dimension; any other stride there is copied away."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    _say_once(f"{name} has stride {x.stride(-1)} in its last dimension: it is copied on every call")
+    return x.contiguous()
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, as wide loads need."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _forward_config(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    options: bool,
+) -> ForwardConfig:
+    family = configs.architecture(hidden.device)
+    size = hidden.element_size()
+    default = configs.forward(family, size, options=options)
+    if not tuning.enabled() or size != 2 or family not in configs.CANDIDATES:
+        return default
+    V, H = weight.shape
+
+    def milliseconds(config: ForwardConfig) -> float:
+        rows = torch.randn(tuning.ROWS, H, device=hidden.device).to(hidden.dtype)
+        labels = torch.randint(V, (tuning.ROWS,), device=hidden.device)
+        call = functools.partial(
+            loss, rows, weight, labels, bias, -100, softcap, logit_scale, config
+        )
+        return float(triton.testing.do_bench(call))
+
+    key = tuning.key_of(hidden.device, hidden.dtype, H, V, options)
+    return tuning.choose(key, (default, *configs.CANDIDATES[family]), milliseconds)
+
+
+def _descriptor(weight: Tensor, config: ForwardConfig) -> TensorDescriptor | None:
+    """What TMA reads weight by, where the configuration wants it and the addresses allow it."""
+    if not config.DESCRIPTOR or not _aligned(weight):
+        return None
+    return TensorDescriptor.from_tensor(weight, [config.BLOCK_V, config.BLOCK_H])
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 
 def _input_precision(x: Tensor) -> str:

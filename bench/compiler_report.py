@@ -1,0 +1,206 @@
+"""Compile every kernel for every architecture, without a GPU, and tabulate what came out.
+
+    python bench/compiler_report.py                       # all architectures, with options too
+    python bench/compiler_report.py --arch sm_90 --json   # one of them, for a program to read
+    python bench/compiler_report.py --kernel forward --arch sm_90 --config 256,128,64,8,3
+
+Registers and spills (bytes per thread) of NVIDIA targets come from ptxas, of AMD targets from the
+assembly's metadata. "matrix" counts tensor-core instructions in the assembly, "async" the copies
+that run beside the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would replace the compiler
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusedce.backends import configs
+from fusedce.kernels.compact import compact_kernel
+from fusedce.kernels.forward import forward_kernel
+from fusedce.kernels.grad_rows import grad_rows_kernel
+from fusedce.kernels.scale import scale_kernel
+
+KiB = 1024
+
+
+class Arch(NamedTuple):
+    target: GPUTarget
+    shared_limit: int  # bytes a block may use
+    ptxas: str = ""
+
+
+ARCHS = {
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), 163 * KiB, "sm_80"),
+    "sm_90": Arch(GPUTarget("cuda", 90, 32), 227 * KiB, "sm_90a"),
+    "sm_100": Arch(GPUTarget("cuda", 100, 32), 227 * KiB, "sm_100a"),
+    "sm_120": Arch(GPUTarget("cuda", 120, 32), 99 * KiB, "sm_120a"),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 64 * KiB),
+}
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma"
+ASYNC = r"cp\.async\.cg|cp\.async\.ca|cp\.async\.bulk\.tensor|global_load_lds|buffer_load.* lds"
+# Types of the arguments that are not constants: by name, or the dtype of the inputs.
+TYPES = dict.fromkeys(
+    ("N", "H", "V", "n", "tiles_per_split", "splits", "ignore_index", "n_tickets"), "i32"
+) | {
+    "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
+    "block_losses": "*fp64", "partials": "*fp32", "lse": "*fp32", "loss_sum": "*fp32",
+    "losses": "*fp32", "logits": "*fp32", "g": "*fp32", "scale": "fp32", "softcap": "fp32",
+}  # fmt: skip
+# What triton finds to be multiples of 16 at launch, for an aligned head.
+ALIGNED = ("hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "logits",
+           "grads", "stride_lc", "stride_gc", "x", "labels", "rows")  # fmt: skip
+
+
+def compile_one(kernel: Any, dtype: str, arch: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """Compile one variant; its row of the table."""
+    constants = dict(constants)
+    options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
+    signature: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "weight_tiles" and constants["DESCRIPTOR"]:
+            signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_V']}, {constants['BLOCK_H']}]>"
+        elif name.startswith("stride_"):
+            signature[name] = "i32"
+        else:
+            signature[name] = TYPES.get(name, f"*{dtype}")
+    place = kernel.arg_names.index
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(place(k),): v for k, v in constants.items()},
+        attrs={
+            (place(k),): [["tt.divisibility", 16]]
+            for k in ALIGNED
+            if k in kernel.arg_names and signature[k] != "constexpr"
+        },
+    )
+    compiled = triton.compile(source, target=ARCHS[arch].target, options=options)
+    shared, limit = compiled.metadata.shared, ARCHS[arch].shared_limit
+    asm = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    registers, spills = (
+        _ptxas(asm, ARCHS[arch].ptxas) if "ptx" in compiled.asm else _amdgcn_metadata(asm)
+    )
+    matrix = re.findall(MATRIX, asm)
+    return {
+        "registers": registers,
+        "spill_bytes": spills,
+        "warps": compiled.metadata.num_warps,
+        "shared": shared,
+        "shared_limit": limit,
+        "matrix": {x: matrix.count(x) for x in sorted(set(matrix))},
+        "async": len(re.findall(ASYNC, asm)),
+        "exp2": len(re.findall(r"ex2\.approx|v_exp_f32", asm)),
+    }
+
+
+def _ptxas(ptx: str, arch: str) -> tuple[int, int]:
+    """Registers per thread and bytes spilled (stores and loads)."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    # Blackwell has an assembler of its own beside the usual one.
+    binary = folder / ("ptxas-blackwell" if arch.startswith("sm_1") else "ptxas")
+    binary = binary if binary.exists() else folder / "ptxas"
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [str(binary), "-v", f"--gpu-name={arch}", str(file), "-o", f"{scratch}/out"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    report = done.stderr + done.stdout
+    spills = re.findall(r"(\d+) bytes spill", report)
+    return int(re.findall(r"Used (\d+) registers", report)[0]), sum(map(int, spills))
+
+
+def _amdgcn_metadata(asm: str) -> tuple[int, int]:
+    def number(key: str) -> int:
+        return int(re.findall(rf"\.{key}:\s+(\d+)", asm)[0])
+
+    return number("vgpr_count"), 4 * number("vgpr_spill_count")
+
+
+def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(label, row)`` of everything compiled for one architecture."""
+    family = arch if any(a == arch for a, _ in configs.FORWARD) else "other"
+    for dtype, size in DTYPES.items():
+        for option, precision in ((False, "ieee"), (True, "ieee"), (False, "tf32")):
+            if precision == "tf32" and (dtype != "fp32" or arch == "gfx942"):
+                continue
+            forward = configs.forward(family, size, options=option)
+            if config is not None:
+                numbers = [int(x) for x in config.split(",")]
+                forward = configs.ForwardConfig(*numbers, DESCRIPTOR=forward.DESCRIPTOR)
+            flags = {"HAS_BIAS": option, "HAS_SCALE": option, "HAS_SOFTCAP": option}
+            suffix = " bias+scale+cap" if option else " tf32" if precision == "tf32" else ""
+            if kernel in ("all", "forward"):
+                constants = forward._asdict() | flags | {
+                    "EVEN_H": True, "INPUT_PRECISION": precision, "UPCAST": False,
+                }  # fmt: skip
+                del constants["MAX_SPLITS"]
+                for descriptor in sorted({False, forward.DESCRIPTOR}, reverse=True):
+                    constants["DESCRIPTOR"] = descriptor
+                    label = f"forward {dtype}{suffix}{' TMA' if descriptor else ''}"
+                    yield label, compile_one(forward_kernel, dtype, arch, constants)
+            if kernel in ("all", "grad_rows") and precision == "ieee":
+                constants = flags | {
+                    "PACKED": size < 4,
+                    "BLOCK_V": configs.GRAD_ROWS_BLOCK_V,
+                    "num_warps": configs.GRAD_ROWS_WARPS,
+                }
+                row = compile_one(grad_rows_kernel, dtype, arch, constants)
+                yield f"grad_rows {dtype}{suffix}", row
+        if kernel in ("all", "scale"):
+            constants = {"BLOCK": configs.SCALE_BLOCK, "num_warps": 8}
+            yield f"scale {dtype}", compile_one(scale_kernel, dtype, arch, constants)
+    if kernel in ("all", "compact"):
+        constants = {"BLOCK_N": configs.COMPACT_BLOCK_N}
+        yield "compact", compile_one(compact_kernel, "i64", arch, constants)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", choices=list(ARCHS), default=list(ARCHS))
+    names = ["all", "forward", "grad_rows", "scale", "compact"]
+    parser.add_argument("--kernel", choices=names, default="all")
+    parser.add_argument("--config", help="BLOCK_N,BLOCK_V,BLOCK_H,num_warps,num_stages of forward")
+    parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
+    args = parser.parse_args()
+    rows = []
+    if not args.json:
+        print(
+            "| kernel | arch | registers | spills B | shared KiB / limit | matrix | async | exp2 |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+    for arch in args.arch:
+        for label, row in variants(arch, args.kernel, args.config):
+            rows.append({"kernel": label, "arch": arch} | row)
+            matrix = ", ".join(f"{n} {name}" for name, n in row["matrix"].items()) or "-"
+            if not args.json:
+                print(
+                    f"| {label} | {arch} | {row['registers']} x {row['warps']} warps "
+                    f"| {row['spill_bytes']} | {row['shared'] / KiB:.0f} / "
+                    f"{row['shared_limit'] // KiB} | {matrix} | {row['async']} | {row['exp2']} |",
+                    flush=True,
+                )
+    if args.json:
+        json.dump(rows, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

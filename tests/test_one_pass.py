@@ -1,0 +1,216 @@
+"""The forward-only pass: bits, memory, graphs. Small and interpreted here, large on a GPU."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+import fusedce
+from fusedce.testing import Case
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["interpreter", GPU])
+def place(request):
+    """``(device, N, H, V)``."""
+    if request.param == "gpu":
+        return torch.accelerator.current_accelerator(), 1000, 1024, 50257
+    return torch.device("cpu"), 150, 24, 700  # several tiles in each split
+
+
+def make(place, dtype=torch.bfloat16, ignored=0.0, seed=0):
+    device, N, H, V = place
+    case = Case((N,), H, V, dtype, ignored=ignored, seed=seed)
+    return case.tensors(device)[:3]
+
+
+def one_pass(hidden, weight, labels, **options):
+    from fusedce.backends import launch
+
+    return launch.loss(hidden, weight, labels, None, -100, None, 1.0, **options)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_run_to_run(place, dtype):
+    inputs = make(place, dtype, 0.3)
+    first = one_pass(*inputs)
+    for _ in range(3 if place[0].type == "cpu" else 100):
+        torch.testing.assert_close(one_pass(*inputs), first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
+    """Alone, at another position, with and without ignored neighbours."""
+    hidden, weight, labels = make(place, dtype)
+    N = len(labels)
+    loss, _, lse = one_pass(hidden, weight, labels)
+
+    order = torch.randperm(N, device=labels.device)
+    _, _, shuffled = one_pass(hidden[order], weight, labels[order])
+    assert shuffled.equal(lse[order])
+
+    some = labels.clone()
+    some[torch.rand(N, device=labels.device) < 0.7] = -100
+    _, _, masked = one_pass(hidden, weight, some)
+    assert masked[some != -100].equal(lse[some != -100])
+
+    total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    for i in range(N):
+        alone, _, lse_alone = one_pass(hidden[i : i + 1], weight, labels[i : i + 1])
+        assert lse_alone.item() == lse[i].item()
+        total += alone
+        if place[0].type == "cpu" and i >= 20:
+            return
+    assert abs(total.item() - loss.item()) <= torch.finfo(torch.float32).eps * loss.item()
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [33, 34, 90], [50, 100]])
+def test_the_sum_does_not_depend_on_the_calls(place, cuts):
+    """Token losses are added in fp64 and rounded once; LossAccumulator adds calls in fp64."""
+    hidden, weight, labels = make(place, ignored=0.3)
+    acc = fusedce.LossAccumulator()
+    edges = [0, *cuts, len(labels)]
+    for begin, end in pairwise(edges):
+        part = slice(begin, end)
+        loss, n_valid, _ = one_pass(hidden[part], weight, labels[part])
+        acc.add((loss, n_valid))
+    whole, n_valid, _ = one_pass(hidden, weight, labels)
+    m = acc.metrics()
+    assert m["n_tokens"] == n_valid
+    together = torch.tensor(m["loss"] * m["n_tokens"], dtype=torch.float32)
+    ulp = torch.nextafter(whole.cpu(), torch.tensor(torch.inf)) - whole.cpu()
+    assert abs(together - whole.cpu()) <= ulp
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", ["flat", "peaked"])
+def test_sum_is_exact_to_1e_6(place, dtype, logits):
+    device, N, H, V = place
+    hidden, weight, labels, _ = Case((N,), H, V, dtype, logits=logits).tensors(device)
+    loss, _, _ = one_pass(hidden, weight, labels)
+    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
+    assert abs(loss - exact) <= 1e-6 * exact
+
+
+@pytest.mark.gpu
+def test_memory_is_per_row():
+    device = torch.accelerator.current_accelerator()
+    N, H, V = 8192, 256, 256000
+    hidden = torch.randn(N, H, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(V, H, device=device, dtype=torch.bfloat16)
+    labels = torch.randint(V, (N,), device=device)
+    one_pass(hidden[:8], weight, labels[:8])
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    one_pass(hidden, weight, labels)
+    extra = torch.accelerator.max_memory_allocated() - before
+    assert extra <= 16 * 2**20
+
+
+def test_memory_plan():
+    """What the launch allocates at N=8192, V=256000, from its own formula, on every device."""
+    from fusedce.backends import configs
+
+    N, V = 8192, 256000
+    for (family, size), default in configs.FORWARD.items():
+        for config in (default, *(configs.CANDIDATES.get(family, ()) if size == 2 else ())):
+            _, splits = configs.vocabulary_splits(V, config)
+            assert 4 * (2 * splits + 1) * N + 4 * 2 * N + 8 * N + 16 <= 16 * 2**20, (family, config)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_with_other_labels():
+    device = torch.accelerator.current_accelerator()
+    hidden, weight, labels = make((device, 512, 256, 5000), ignored=0.2)
+    hidden = hidden.nan_to_num()
+    one_pass(hidden, weight, labels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, n_valid, lse = one_pass(hidden, weight, labels)
+    for seed, share in enumerate((0.9, 0.0, 1.0, 0.5)):
+        torch.manual_seed(seed)
+        new = torch.randint(0, 5000, (512,), device=device)
+        new[torch.rand(512, device=device) < share] = -100
+        labels.copy_(new)
+        graph.replay()
+        again = one_pass(hidden, weight, labels)
+        torch.testing.assert_close((loss, n_valid, lse), again, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
+    one_pass(hidden, weight, labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one_pass(hidden, weight, labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_another_stream():
+    hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
+    first = one_pass(hidden, weight, labels)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        second = one_pass(hidden, weight, labels)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "H", "V"), [(64, 9000, 250_000), (70_000, 64, 40_000)])
+def test_offsets_past_2_to_31(N, H, V):
+    """V * H in the first, N * V in the second."""
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    hidden = torch.randn(N, H, device=device, dtype=torch.bfloat16) / H**0.5
+    weight = torch.randn(V, H, device=device, dtype=torch.bfloat16)
+    labels = torch.randint(V - 100, V, (N,), device=device)
+    loss, _, lse = one_pass(hidden, weight, labels)
+    rows = torch.randperm(N, device=device)[:32]
+    exact = (hidden[rows].double() @ weight.double().T).logsumexp(-1)
+    torch.testing.assert_close(lse[rows].double(), exact, rtol=1e-6, atol=1e-6)
+    assert loss.isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_tokens", [None, 60])
+def test_values_on_a_gpu(dtype, chunk_tokens):
+    from fusedce.testing import check
+
+    device = torch.accelerator.current_accelerator()
+    for option in ({}, {"softcap": 5.0, "logit_scale": 0.7}):
+        for logits in ("flat", "peaked", "huge"):
+            for need in ((), ("hidden", "weight", "bias")):
+                case = Case(
+                    (257,), 123, 1031, dtype, logits=logits, ignored=0.3, with_bias=bool(option),
+                    requires_grad=tuple(x for x in need if x != "bias" or option), options=option,
+                )  # fmt: skip
+
+                def fn(*args, **kwargs):
+                    return fusedce.fused_ce(*args, chunk_tokens=chunk_tokens, **kwargs)
+
+                check(fn, case, device)
+
+
+@pytest.mark.gpu
+def test_every_candidate_gives_the_same_loss():
+    from fusedce.backends import configs
+
+    device = torch.accelerator.current_accelerator()
+    hidden, weight, labels = make((device, 1000, 1024, 50257), ignored=0.3)
+    exact, _, _ = one_pass(hidden, weight, labels)
+    for config in configs.CANDIDATES[configs.architecture(device)]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss, _, _ = one_pass(hidden, weight, labels, config=config)
+        torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0)
