@@ -159,6 +159,7 @@ def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, 
                     yield label, compile_one(forward_kernel, dtype, arch, constants)
             if kernel in ("all", "grad_rows") and precision == "ieee":
                 constants = flags | {
+                    "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
                     "PACKED": size < 4,
                     "BLOCK_V": configs.GRAD_ROWS_BLOCK_V,
                     "num_warps": configs.GRAD_ROWS_WARPS,

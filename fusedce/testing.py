@@ -14,6 +14,7 @@ the same dtype, plus a floor of a few roundings. Needs hypothesis:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -73,8 +74,10 @@ class Case:
         weight = torch.randn(self.V, self.H, generator=rng)
         hidden = torch.randn(N, self.H, generator=rng) / self.H**0.5
         if self.logits == "peaked":
-            # The label's logit exceeds the others by about log(1000 V): p is about 0.999.
-            gap = torch.log(torch.tensor(1000.0 * self.V))
+            # The label's logit exceeds the others, which spread around 0 by gap / sqrt(H), so that
+            # the sum of their exponentials is about a thousandth of its own.
+            gap = math.log(1000.0 * self.V)
+            gap *= 1 + min(gap / (2 * self.H), 0.5)
             unit = F.normalize(weight, dim=-1)
             weight, hidden = unit, 0.1 * hidden + gap * unit[labels]
         elif self.logits == "huge":

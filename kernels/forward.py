@@ -96,10 +96,11 @@ def forward_kernel(
         )
         offs_v = start_v + tl.arange(0, BLOCK_V)
         mask_v = offs_v < V
-        b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        z = finish_logits(
-            z, b[None, :] if HAS_BIAS else b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
-        )
+        if HAS_BIAS:
+            b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32)[None, :]
+        else:
+            b = 0.0
+        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         z = tl.where(mask_v[None, :] & (offs_v[None, :] != label[:, None]), z, float("-inf"))
         m_new = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
         m_safe = finite_max(m_new)

@@ -26,6 +26,7 @@ def grad_rows_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    AMPLIFY: tl.constexpr,  # a power of two on the gradient: small probabilities underflow in fp16
     PACKED: tl.constexpr,  # grads share memory with logits but are narrower
     BLOCK_V: tl.constexpr,
 ):
@@ -76,6 +77,8 @@ def grad_rows_kernel(
         z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         g = tl.where(offs_v == label, g_label, exp(z, top) * inverse)
         g *= logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        if AMPLIFY != 1.0:
+            g *= AMPLIFY
         if PACKED:
             # A packed block lands on logits that other threads are about to read in this block,
             # or on those of an earlier one: all must have read before any writes.

@@ -50,9 +50,9 @@ def test_lse_is_returned_and_zero_where_ignored():
 @pytest.mark.parametrize("bad", [-7, 300, 2**31 - 1])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """What a GPU does: no read out of bounds, no assert, a NaN and the evidence."""
-    from fusedce.backends import launch
+    from fusedce.backends import launch, launch_common
 
-    monkeypatch.setattr(launch, "_raise_on_cpu", lambda *args: None)
+    monkeypatch.setattr(launch_common, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
     labels[41] = labels[60] = bad
     loss_sum, n_valid, _ = launch.loss(hidden, weight, labels, None, -100, None, 1.0)
@@ -103,9 +103,9 @@ def test_every_kernel_compiles(arch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_slow_cases_say_so_once(dtype):
-    from fusedce.backends import launch
+    from fusedce.backends import launch, launch_forward
 
-    launch._say_once.cache_clear()
+    launch_forward._say_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
     exact = launch.loss(hidden, weight, labels, None, -100, None, 1.0)[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
