@@ -31,8 +31,8 @@ from triton.compiler import ASTSource
 from fusedce.backends import configs
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.forward import forward_kernel
-from fusedce.kernels.grad_rows import grad_rows_kernel
 from fusedce.kernels.scale import scale_kernel
+from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 
 KiB = 1024
 
@@ -54,16 +54,17 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma"
 ASYNC = r"cp\.async\.cg|cp\.async\.ca|cp\.async\.bulk\.tensor|global_load_lds|buffer_load.* lds"
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
-TYPES = dict.fromkeys(
-    ("N", "H", "V", "n", "tiles_per_split", "splits", "ignore_index", "n_tickets"), "i32"
-) | {
+INTEGERS = ("N", "H", "V", "C", "T", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
+            "ignore_index", "n_tickets")  # fmt: skip
+TYPES = dict.fromkeys(INTEGERS, "i32") | {
     "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
     "block_losses": "*fp64", "partials": "*fp32", "lse": "*fp32", "loss_sum": "*fp32",
-    "losses": "*fp32", "logits": "*fp32", "g": "*fp32", "scale": "fp32", "softcap": "fp32",
+    "losses": "*fp32", "products": "*fp32", "g": "*fp32", "maxima": "*fp32", "sums": "*fp32",
+    "z_label": "*fp32", "residuals": "*fp32", "factor": "fp32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
 # What triton finds to be multiples of 16 at launch, for an aligned head.
-ALIGNED = ("hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "logits",
-           "grads", "stride_lc", "stride_gc", "x", "labels", "rows")  # fmt: skip
+ALIGNED = ("hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "products",
+           "exps", "stride_pc", "stride_ec", "T", "x", "labels", "rows")  # fmt: skip
 
 
 def compile_one(kernel: Any, dtype: str, arch: str, constants: dict[str, Any]) -> dict[str, Any]:
@@ -157,15 +158,21 @@ def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, 
                     constants["DESCRIPTOR"] = descriptor
                     label = f"forward {dtype}{suffix}{' TMA' if descriptor else ''}"
                     yield label, compile_one(forward_kernel, dtype, arch, constants)
-            if kernel in ("all", "grad_rows") and precision == "ieee":
+            if kernel in ("all", "softmax_grad") and precision == "ieee":
                 constants = flags | {
                     "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
-                    "PACKED": size < 4,
-                    "BLOCK_V": configs.GRAD_ROWS_BLOCK_V,
-                    "num_warps": configs.GRAD_ROWS_WARPS,
+                    "BLOCK_V": configs.EXP_BLOCK_V,
+                    "num_warps": configs.EXP_WARPS,
                 }
-                row = compile_one(grad_rows_kernel, dtype, arch, constants)
-                yield f"grad_rows {dtype}{suffix}", row
+                row = compile_one(exp_tile_kernel, dtype, arch, constants)
+                yield f"exp_tile {dtype}{suffix}", row
+                del constants["HAS_BIAS"]
+                row = compile_one(softmax_grad_kernel, dtype, arch, constants | {"BLOCKS": 64})
+                yield f"softmax_grad {dtype}{suffix}", row
+        if kernel in ("all", "softmax_grad"):
+            constants = {"BLOCK_H": 1024, "num_warps": configs.EXP_WARPS}
+            row = compile_one(hidden_grad_kernel, dtype, arch, constants)
+            yield f"hidden_grad {dtype}", row
         if kernel in ("all", "scale"):
             constants = {"BLOCK": configs.SCALE_BLOCK, "num_warps": 8}
             yield f"scale {dtype}", compile_one(scale_kernel, dtype, arch, constants)
@@ -177,7 +184,7 @@ def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", choices=list(ARCHS), default=list(ARCHS))
-    names = ["all", "forward", "grad_rows", "scale", "compact"]
+    names = ["all", "forward", "softmax_grad", "scale", "compact"]
     parser.add_argument("--kernel", choices=names, default="all")
     parser.add_argument("--config", help="BLOCK_N,BLOCK_V,BLOCK_H,num_warps,num_stages of forward")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")

@@ -3,6 +3,6 @@
 * ``compact``: the valid rows of a batch, on the device.
 * ``tile``: a tile of logits, and the pointwise steps on it.
 * ``forward``: loss sum, token count and log-sum-exp in one launch, no logits.
-* ``grad_rows``: loss and gradient of a chunk of logits, in place.
+* ``softmax_grad``: loss and gradient of a chunk of logits, in place, two bytes per logit.
 * ``scale``: the upstream gradient, applied in place.
 """

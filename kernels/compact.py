@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def compact_kernel(
     labels,  # (N,) int
-    rows,  # (N,) int32 out: positions of the valid rows, in order, in the first `count` places
+    rows,  # (N,) int32 out: valid positions, in order, then the ignored ones from the end
     count,  # () int32 out: how many
     n_valid,  # () int64 out: the same, or a negative code if a label is out of range
     loss_sum,  # () fp32 out: 0
@@ -34,6 +34,8 @@ def compact_kernel(
         valid = mask_n & (y != ignore_index)
         rank = found + tl.cumsum(valid.to(tl.int32), axis=0) - 1
         tl.store(rows + rank, offs_n, mask=valid)
+        ignored_before = offs_n - 1 - rank  # of an ignored row, whose rank is the last valid one's
+        tl.store(rows + (N - 1 - ignored_before), offs_n, mask=mask_n & (y == ignore_index))
         found += tl.sum(valid.to(tl.int32), axis=0)
 
         clamped = tl.minimum(tl.maximum(y, -0x80000000), 0x7FFFFFFF)

@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
     tests: str  # what must turn red
 
 
-CHUNKED, FORWARD, ROWS = "backends/chunked.py", "kernels/forward.py", "kernels/grad_rows.py"
+CHUNKED, FORWARD, ROWS = "backends/chunked.py", "kernels/forward.py", "kernels/softmax_grad.py"
 PROPERTIES, CONTRACT = "test_properties.py", "test_fused_ce.py"
 TORCH = f"{PROPERTIES} -k torch_backend"
 TRITON = "test_kernels.py -k odd_shapes"
@@ -102,16 +102,20 @@ MUTANTS = [
     Mutant("forward: ignored rows add up", FORWARD, "tl.where(mask_n, loss, 0.0)",
            "tl.where(mask_n, loss, 1.0)", TRITON),
     Mutant("rows: softmax without the one-hot", ROWS,
-           "tl.where(offs_v == label, g_label, exp(z, top) * inverse)", "exp(z, top) * inverse",
-           TRITON),
-    Mutant("rows: lanes merged without their maxima", ROWS,
+           "g = tl.where(offs_v == label, g_label * AMPLIFY, g)", "g = g + 0.0", TRITON),
+    Mutant("rows: blocks merged without their maxima", ROWS,
            "tl.sum(s * tl.exp2(m - m_safe), axis=0)", "tl.sum(s, axis=0)", TRITON),
+    Mutant("rows: block factor without its maximum", ROWS,
+           "tl.exp2(tl.load(maxima + block * C + c) - top) * inverse", "inverse", TRITON),
+    Mutant("rows: padding of a graph is trained", ROWS, "first + c >= tl.load(count)",
+           "first + c < 0", "test_one_pass.py -k inside_a_graph"),
+    Mutant("rows: fp16 without amplification", "backends/launch_training.py",
+           "return 2.0 ** (14", "return 1.0 * 0 ** 0 * 2.0 ** (0 * 14", "test_fused_ce.py -k fp16"),
     Mutant("loss: rounded where p -> 1", "kernels/tile.py",
            "tl.log(1.0 + tl.exp(-tl.abs(gap)))",
            "tl.log((1.0 + tl.exp(-tl.abs(gap))).to(tl.float32)).to(tl.float64)",
            f"{CONTRACT} -k accuracy"),
-    Mutant("rows: slope left out", ROWS, "        g *= logits_slope(", "        _ = logits_slope(",
-           TRITON),
+    Mutant("rows: slope left out", ROWS, "g = e * slope", "g = e", TRITON),
     Mutant("compaction: ignored rows stay", "kernels/compact.py",
            "mask_n & (y != ignore_index)", "mask_n", TRITON),
     Mutant("compaction: label V passes", "kernels/compact.py", "(y >= V)", "(y > V)",

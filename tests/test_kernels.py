@@ -76,8 +76,7 @@ def test_scale_in_place(dtype, factor):
     x = torch.randn(3, configs.SCALE_BLOCK // 2 + 1).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
     launch.scale_(x, torch.tensor(factor))
-    # The interpreter truncates to bf16, where hardware rounds: a whole unit instead of half.
-    torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-7)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
@@ -89,7 +88,9 @@ def test_every_kernel_compiles(arch):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["kernel"]: row for row in json.loads(done.stdout)}
-    assert {name.split()[0] for name in rows} == {"forward", "grad_rows", "scale", "compact"}
+    assert {name.split()[0] for name in rows} == {
+        "forward", "exp_tile", "softmax_grad", "hidden_grad", "scale", "compact"
+    }  # fmt: skip
     for name, row in rows.items():
         assert row["shared"] <= row["shared_limit"], name
         if name.startswith(("forward bf16", "forward fp16", "forward fp32 tf32")):

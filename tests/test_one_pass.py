@@ -143,6 +143,59 @@ def test_cuda_graph_replays_with_other_labels():
         torch.testing.assert_close((loss, n_valid, lse), again, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_tokens", [None, 40])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_tokens, ignored):
+    """There the valid rows cannot be counted: all take part, and the result must not show it."""
+    from fusedce.backends import launch, launch_training
+
+    hidden, weight, labels, bias = Case(
+        (90,), 24, 200, dtype, ignored=ignored, with_bias=True
+    ).tensors()
+
+    def run():
+        grads = [torch.full_like(x, 7.0, dtype=torch.float32) for x in (hidden, weight, bias)]
+        out = launch.loss_and_grads(
+            hidden, weight, labels, bias, -100, 5.0, 0.7, chunk_tokens, *grads
+        )
+        return *out, *grads
+
+    outside = run()
+    monkeypatch.setattr(launch_training, "_capturing", lambda device: True)
+    torch.testing.assert_close(run(), outside, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_in_a_cuda_graph(dtype):
+    device = torch.accelerator.current_accelerator()
+    hidden, weight, labels = make((device, 256, 256, 5000), dtype, ignored=0.2)
+    hidden = hidden.nan_to_num().requires_grad_()
+    weight.requires_grad_()
+
+    def step():
+        hidden.grad = weight.grad = None
+        out = fusedce.fused_ce(hidden, weight, labels)
+        out.mean().backward()
+        return out.loss_sum.detach(), hidden.grad, weight.grad
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for share in (0.5, 0.0, 1.0):
+        new = torch.randint(0, 5000, (256,), device=device)
+        new[torch.rand(256, device=device) < share] = -100
+        labels.copy_(new)
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        torch.testing.assert_close(replayed, list(step()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 def test_no_host_synchronisation():
     hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))

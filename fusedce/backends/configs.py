@@ -75,8 +75,9 @@ CANDIDATES = {
     "other": (ForwardConfig(64, 128, 32, 4, 2), ForwardConfig(128, 64, 32, 4, 2)),
 }
 
-GRAD_ROWS_BLOCK_V = 4096
-GRAD_ROWS_WARPS = 8
+TILE_ELEMENTS = 2**24  # float32 logits at a time: 64 MiB
+EXP_BLOCK_V = 2048
+EXP_WARPS = 4
 COMPACT_BLOCK_N = 1024
 SCALE_BLOCK = 8192
 
@@ -96,6 +97,11 @@ def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
     """The default; ``options``: whether bias, scale or soft-cap are in use."""
     default = FORWARD[family, element_size]
     return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
+
+
+def exp_block(device: torch.device) -> int:
+    """Vocabulary entries of a row that share one maximum in the training pass."""
+    return 256 if device.type == "cpu" else EXP_BLOCK_V
 
 
 def vocabulary_splits(V: int, config: ForwardConfig) -> tuple[int, int]:
