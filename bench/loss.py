@@ -125,7 +125,10 @@ def measure(
                 rows[name]["seconds"] += answer
     for name in names:
         if with_memory and "failed" not in rows[name]:
-            rows[name]["extra_peak_bytes"] = extra_peak(pool, name, spec)
+            try:
+                rows[name]["extra_peak_bytes"] = extra_peak(pool, name, spec)
+            except RuntimeError as e:
+                rows[name]["failed"] = str(e).strip().splitlines()[-1]
     for name in running:
         pool.ask(name, "drop")
         rows[name]["flops"] = flops(spec)

@@ -9,6 +9,7 @@ Vocabulary used everywhere in this package:
 """
 
 from fusedce.accumulate import LossAccumulator
+from fusedce.head import replace_loss_head, restore_loss_head
 from fusedce.labels import count_valid, shift_labels
 from fusedce.loss import LossSum, fused_ce
 from fusedce.reference import reference_ce
@@ -21,5 +22,7 @@ __all__ = [
     "count_valid",
     "fused_ce",
     "reference_ce",
+    "replace_loss_head",
+    "restore_loss_head",
     "shift_labels",
 ]

@@ -1,0 +1,329 @@
+"""Replace the loss head of a causal language model, by one call and for any model.
+
+The output head (``model.get_output_embeddings()``) returns lazy logits, see
+:mod:`fusedce.lazy_logits`. The model's own loss code, its shift and its denominators run unchanged
+on them; ``F.cross_entropy`` at their end is the fused loss. Nothing of the model is patched but
+the head's ``forward``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedce.lazy_logits import LazyLogits, State
+from fusedce.loss import fused_ce
+
+_ATTACHED = "_fusedce_head"
+_PROBE_TOKENS = 4
+
+
+class _Terms(NamedTuple):
+    """``logits = hidden @ weight.T + bias``, and a low-rank term beside it where LoRA adds one."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+
+
+class _Loss(NamedTuple):
+    """What the head's forward is asked for when it is entered again for the loss."""
+
+    labels: Tensor
+    vocabulary: slice
+    options: dict[str, Any]
+
+
+class _Attached:
+    """A replaced head: the module it belongs to and what was there before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
+        self.V = _plain_weight(module).shape[0]
+
+    def trainable(self) -> bool:
+        return any(p.requires_grad for p in self.module.parameters())
+
+    def original(self, hidden: Tensor) -> Tensor:
+        forward = self.previous or MethodType(type(self.module).forward, self.module)
+        return forward(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._enter(hidden, None)
+
+    def loss_sum(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        vocabulary: slice,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return self._enter(hidden, _Loss(labels, vocabulary, options))
+
+    def _enter(self, hidden: Tensor, request: _Loss | None) -> Any:
+        """Run here, or through the module's hooks where those bring its parameters (FSDP2).
+
+        A head that is a unit of its own is sharded again by the time of the loss.
+        """
+        if _is_fsdp_unit(self.module):
+            return self.module(hidden, _fusedce=request or "logits")
+        return self.run(hidden, request)
+
+    def run(self, hidden: Tensor, request: _Loss | None) -> Any:
+        if request is None:
+            # The hidden state may have been cast by an autocast that has ended since.
+            mixed = hidden.dtype != _plain_weight(self.module).dtype
+            with torch.autocast(hidden.device.type, hidden.dtype) if mixed else nullcontext():
+                return self.original(hidden)
+        terms = _terms(self.module, hidden)
+        weight = terms.weight.to(hidden.dtype)
+        bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
+        if request.vocabulary != slice(0, self.V):
+            weight = weight[request.vocabulary]
+            bias = None if bias is None else bias[request.vocabulary]
+        return tuple(fused_ce(terms.hidden, weight, request.labels, bias=bias, **request.options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
+        """A copied model has a head of its own, not a link to this one."""
+        import copy
+
+        new = object.__new__(_Attached)
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.previous = copy.deepcopy(self.previous, memo)
+        new.V = self.V
+        return new
+
+
+def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
+    """Make ``model`` compute its loss without logits, in training and in evaluation.
+
+    The head returns lazy logits: real ones are computed, once, only for code that looks at them
+    (generation, metrics). Parameters, state dict and module types stay as they are. Steps between
+    head and loss that are understood: multiplication and division by a number, ``tanh`` soft-caps,
+    changes of dtype, reshaping, slicing, transposing. Where a model does something else, or asks
+    ``F.cross_entropy`` for class weights, label smoothing or ``reduction="none"``, the loss is
+    computed from real logits, as before. Inside ``torch.compile`` the head is the original one.
+
+    Args:
+        model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
+            head.
+        head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
+            the last ``nn.Linear`` of the model.
+
+    Returns:
+        ``model`` itself. Calling this again changes nothing; :func:`restore_loss_head` undoes it.
+
+    Raises:
+        TypeError: ``model`` is not a module, or the head is not a linear layer.
+        ValueError: no head was found, or fused and native loss differ on a few random tokens: the
+            message says by how much.
+
+    Example:
+        >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    head = _find_head(model) if head is None else head
+    if _ATTACHED in head.__dict__:
+        return model
+    _check_linear(head)
+    attached = _Attached(head)
+    _probe(attached)
+    head.__dict__[_ATTACHED] = attached
+    head.forward = MethodType(_forward, head)
+    return model
+
+
+def restore_loss_head(model: nn.Module) -> nn.Module:
+    """Undo :func:`replace_loss_head`: the head is exactly what it was. Harmless without one.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        attached = module.__dict__.pop(_ATTACHED, None)
+        if attached is not None:
+            del module.__dict__["forward"]
+            if attached.previous is not None:
+                module.__dict__["forward"] = attached.previous
+    return model
+
+
+def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -> Any:
+    """What a replaced head runs."""
+    attached: _Attached = self.__dict__[_ATTACHED]
+    if _fusedce is not None:
+        return attached.run(args[0], None if _fusedce == "logits" else _fusedce)
+    hidden = args[0] if len(args) == 1 and not kwargs else None
+    if (
+        not isinstance(hidden, Tensor)
+        or isinstance(hidden, LazyLogits)
+        or not hidden.is_floating_point()
+        or hidden.dim() == 0
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
+    ):
+        forward = attached.previous or MethodType(type(self).forward, self)
+        return forward(*args, **kwargs)
+    kind = hidden.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    return LazyLogits(
+        State(
+            head=attached,
+            hidden=hidden,
+            shape=(*hidden.shape[:-1], attached.V),
+            dtype=hidden.dtype,
+            vocabulary=slice(0, attached.V),
+            class_dim=hidden.dim() - 1,
+        )
+    )
+
+
+# ---- what a head is made of -----------------------------------------------------------------
+
+
+def _find_head(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    if isinstance(head, nn.Module):
+        return head
+    if callable(get):
+        raise ValueError(
+            f"model has no output embeddings: {type(model).__name__}.get_output_embeddings() "
+            f"returned {type(head).__name__}. If it ends in a linear layer, pass head=that layer"
+        )
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        raise ValueError(
+            f"model must have a linear output head: {type(model).__name__} has no "
+            f"get_output_embeddings() and no nn.Linear"
+        )
+    return linears[-1]
+
+
+def _check_linear(head: object) -> None:
+    if not isinstance(head, nn.Module):
+        raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
+    try:
+        weight = _plain_weight(head)
+    except AttributeError:
+        weight = None
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise TypeError(
+            f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
+            + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
+        )
+
+
+def _active(module: Any) -> Any:
+    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
+    while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+        names = getattr(module, "active_adapters", None) or [module.active_adapter]
+        disabled = getattr(module, "disable_adapters", False)
+        saved = [n for n in names if n in module.modules_to_save]
+        module = (
+            module.original_module if disabled or not saved else module.modules_to_save[saved[0]]
+        )
+    return module
+
+
+def _plain_weight(module: Any) -> Tensor:
+    module = _active(module)
+    weight: Tensor = getattr(module, "base_layer", module).weight
+    return weight
+
+
+def _terms(module: Any, hidden: Tensor) -> _Terms:
+    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
+    module = _active(module)
+    base = getattr(module, "base_layer", module)
+    weight, bias = _full(base.weight), getattr(base, "bias", None)
+    bias = None if bias is None else _full(bias)
+    if base is module or module.disable_adapters or module.merged:
+        return _Terms(hidden, weight, bias)
+    hiddens, weights = [hidden], [weight]
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        a, b = module.lora_A[name], module.lora_B[name]
+        x = module.lora_dropout[name](hidden.to(a.weight.dtype))
+        hiddens.append((module.scaling[name] * a(x)).to(hidden.dtype))
+        weights.append(b.weight.to(weight.dtype))
+        if b.bias is not None:
+            extra = module.scaling[name] * b.bias.to(weight.dtype)
+            bias = extra if bias is None else bias + extra
+    return _Terms(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
+
+
+def _full(x: Tensor) -> Tensor:
+    """A parameter that is still sharded (a DTensor) as a whole; other tensors as they are."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _probe(attached: _Attached) -> None:
+    """Fused against native on a few tokens; refuses a head that is not what it looks like."""
+    module, weight = attached.module, _plain_weight(attached.module)
+    if weight.is_meta or hasattr(weight, "full_tensor") or _is_fsdp_unit(module):
+        return  # nothing to compute with, or other ranks would have to take part
+    training = module.training
+    module.eval()  # without LoRA's dropout, which would differ between the two
+    try:
+        rng = torch.Generator().manual_seed(0)
+        V, H = weight.shape
+        hidden = torch.randn(_PROBE_TOKENS, H, generator=rng).to(weight.device, weight.dtype)
+        labels = torch.randint(0, V, (_PROBE_TOKENS,), generator=rng).to(weight.device)
+        native, fused = _probe_once(attached, hidden, labels)
+    finally:
+        module.train(training)
+    # Native logits are rounded to the weight's dtype, fused ones are not.
+    tolerance = 4 * torch.finfo(weight.dtype).eps * max(float(native[2]), 1.0) + 1e-5
+    for name, a, b in zip(("loss", "gradient"), fused, native[:2], strict=True):
+        error = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
+        if not error <= tolerance:
+            raise ValueError(
+                f"head must be linear, logits = hidden @ weight.T + bias, but the {name} of "
+                f"{type(module).__name__} differs from that by {error:.1e} (relative) on "
+                f"{_PROBE_TOKENS} random tokens"
+            )
+
+
+@torch.enable_grad()
+def _probe_once(
+    attached: _Attached, hidden: Tensor, labels: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    x = hidden.clone().requires_grad_()
+    logits = attached.original(x)
+    if logits.shape != (_PROBE_TOKENS, attached.V):
+        raise ValueError(
+            f"head must return (tokens, V) logits with V={attached.V} (from its weight), "
+            f"got {tuple(logits.shape)}"
+        )
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, x)
+    y = hidden.clone().requires_grad_()
+    request = _Loss(labels, slice(0, attached.V), {})
+    fused = attached.run(y, request)[0]
+    (fused_gradient,) = torch.autograd.grad(fused, y)
+    return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)
