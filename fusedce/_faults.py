@@ -33,7 +33,28 @@ def ranks_differ(here: int, together: int, ranks: int) -> Exception:
     )
 
 
-_KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, ranks_differ)
+# What ranks meet for: a position in this tuple is what they tell each other.
+WINDOW, ESTIMATE, FINISH, METRICS = MEETINGS = (
+    "open a window",
+    "start streaming",
+    "finish a window",
+    "read metrics",
+)
+
+
+def ranks_elsewhere(meeting: int) -> Exception:
+    return RuntimeError(
+        f"this rank wants to {MEETINGS[meeting]}, another one to do something else: each rank "
+        f"needs the same windows and the same calls of metrics(). Did one run out of data?"
+    )
+
+
+_KINDS: tuple[Callable[..., Exception], ...] = (
+    bad_label,
+    count_differs,
+    ranks_differ,
+    ranks_elsewhere,
+)
 _MOST_NUMBERS = 3
 
 
@@ -48,7 +69,7 @@ class DeviceFaults:
     ) -> None:
         """Raise ``kind(*numbers)`` where ``condition ()`` holds: now on a CPU, else later."""
         device = condition.device
-        if _readable(device):
+        if readable(device):
             if condition:
                 raise kind(*(int(x) for x in numbers))
             return
@@ -64,6 +85,12 @@ class DeviceFaults:
         old = torch.zeros_like(fault) if self._first is None else self._first.to(device)
         self._first = torch.where((old[0] == 0) & condition, fault, old)
 
+    def count(self, device: torch.device) -> Tensor:
+        """``()`` int64 on ``device``: 1 if an error was noted. Does not wait."""
+        if self._first is None:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return (self._first[0] != 0).long().to(device)
+
     def raise_first(self) -> None:
         """Raise what was noted, and forget it. Waits for the device."""
         if self._first is None:
@@ -75,6 +102,6 @@ class DeviceFaults:
             raise fault(*numbers[: fault.__code__.co_argcount])
 
 
-def _readable(device: torch.device) -> bool:
+def readable(device: torch.device) -> bool:
     """Whether a value there can be looked at without waiting."""
     return device.type == "cpu"

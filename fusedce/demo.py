@@ -112,8 +112,8 @@ def sections() -> list[str]:
     ]
 
 
-def train_tokenizer(texts: list[str]) -> Callable[[str], list[int]]:
-    """A byte-level BPE of `VOCABULARY` entries; returns its encoder, which adds `END`."""
+def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[str], list[int]]:
+    """A byte-level BPE of `VOCABULARY` entries; returns its encoder, which adds `END` and cuts."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -126,7 +126,7 @@ def train_tokenizer(texts: list[str]) -> Callable[[str], list[int]]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     end = tokenizer.encode(END).ids  # one token, and the only way to it: no section holds it
-    return lambda text: [*tokenizer.encode(text).ids, *end][:MAX_TOKENS]
+    return lambda text: [*tokenizer.encode(text).ids, *end][:longest]
 
 
 def build_model(seed: int) -> nn.Module:

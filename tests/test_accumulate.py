@@ -187,7 +187,7 @@ class TestGuardRails:
         from fusedce import _faults
         from fusedce.labels import bad_label_code
 
-        monkeypatch.setattr(_faults, "_readable", lambda device: False)
+        monkeypatch.setattr(_faults, "readable", lambda device: False)
         acc = LossAccumulator()
         with acc.window([3, 2]):
             acc.backward(a_loss(2))  # 3 were declared
