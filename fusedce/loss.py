@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ def fused_ce(
     logit_scale: float = 1.0,
     chunk_tokens: int | None = None,
     backend: str | None = None,
+    process_group: Any = None,
 ) -> LossSum:
     """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
 
@@ -95,6 +96,9 @@ def fused_ce(
             a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
             chunked torch implementation for all others.
+        process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
+            shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
+            results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
 
     Returns:
         :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
@@ -117,6 +121,22 @@ def fused_ce(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if process_group is not None or hasattr(weight, "placements"):
+        from fusedce.sharded import sharded_ce  # sits on this module
+
+        if backend == "triton":
+            raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
+        return sharded_ce(
+            hidden,
+            weight,
+            labels,
+            process_group=process_group,
+            bias=bias,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            chunk_tokens=chunk_tokens,
+        )
     _check_labels(labels)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_tensors(hidden, weight, labels, bias)

@@ -1,10 +1,14 @@
 """Without a GPU the Triton kernels are interpreted; that must be decided before triton loads."""
 
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # loops.py and ranks.py, shared by tests
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

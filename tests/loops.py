@@ -1,0 +1,49 @@
+"""Micro-batches of given sizes, and the two ways to run them through a LossAccumulator."""
+
+import torch
+
+from fusedce import count_valid, fused_ce
+
+V, H = 31, 8
+
+
+def batches(sizes, seed=0):
+    """``(hidden, labels)`` with the given numbers of valid tokens, and ignored ones beside."""
+    rng = torch.Generator().manual_seed(seed)
+    out = []
+    for n in sizes:
+        hidden = torch.randn(n + 3, H, generator=rng)
+        labels = torch.randint(0, V, (n + 3,), generator=rng)
+        labels[n:] = -100
+        out.append((hidden, labels))
+    return out
+
+
+def new_weight():
+    return torch.randn(V, H, generator=torch.Generator().manual_seed(9)).requires_grad_()
+
+
+def weight_and_grad(micro):
+    """A fresh weight, its gradient from one big batch, and that batch's loss."""
+    weight = new_weight()
+    hidden, labels = (torch.cat(x) for x in zip(*micro, strict=True))
+    loss = fused_ce(hidden, weight, labels).mean()
+    return weight, torch.autograd.grad(loss, weight)[0], loss.item()
+
+
+def run_window(acc, weight, micro):
+    with acc.window([count_valid(y, offset=0) for _, y in micro]):
+        for hidden, labels in micro:
+            acc.backward(fused_ce(hidden, weight, labels))
+
+
+def run_streaming(acc, weight, micro):
+    for hidden, labels in micro:
+        acc.backward(fused_ce(hidden, weight, labels))
+    acc.finish([weight])
+
+
+def distance(a, b):
+    """Norm of the difference over the norm of ``b``; 0 where both are 0."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))

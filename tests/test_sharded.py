@@ -1,0 +1,441 @@
+"""A vocabulary spread over real gloo processes equals the whole one, option by option."""
+
+import functools
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedce import LossAccumulator, fused_ce
+from fusedce.sharded import sharded_ce
+
+N, H = 29, 6
+UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "scale": {"logit_scale": -1.5},
+    "smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.3},
+    "weights": {"token_weight": True},
+    "bias": {"bias": True},
+    "everything": {
+        "softcap": 3.0,
+        "logit_scale": 0.7,
+        "label_smoothing": 0.2,
+        "z_loss": 0.05,
+        "token_weight": True,
+        "bias": True,
+        "ignore_index": 2,
+    },
+}
+
+
+def inputs(V, dtype=torch.float64, n=N, seed=0, **options):
+    rng = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, V, (n,), generator=rng)
+    labels[: min(V, n)] = torch.arange(V)[:n]  # every class, so every shard, has its label
+    labels[torch.rand(n, generator=rng) < 0.3] = options.get("ignore_index", -100)
+    found = {
+        "hidden": torch.randn(n, H, generator=rng).to(dtype),
+        "weight": torch.randn(V, H, generator=rng).to(dtype),
+        "labels": labels,
+    }
+    if options.pop("bias", False):
+        found["bias"] = torch.randn(V, generator=rng).to(dtype)
+    if options.pop("token_weight", False):
+        options["token_weight"] = torch.rand(n, generator=rng)
+    # an ignored row reaches nobody, whatever it holds
+    found["hidden"][labels == options.get("ignore_index", -100)] = float("nan")
+    return found | options
+
+
+def truth(x, upstream=0.37, real=None):
+    """Loss and gradients by autograd over all logits, in float64."""
+    leaf = {
+        k: x[k].double().detach().requires_grad_() for k in ("hidden", "weight", "bias") if k in x
+    }
+    valid = x["labels"] != x.get("ignore_index", -100)
+    logits = F.linear(leaf["hidden"][valid], leaf["weight"], leaf.get("bias"))[:, :real]
+    logits = logits * x.get("logit_scale", 1.0)
+    if "softcap" in x:
+        logits = x["softcap"] * torch.tanh(logits / x["softcap"])
+    losses = F.cross_entropy(
+        logits,
+        x["labels"][valid],
+        reduction="none",
+        label_smoothing=x.get("label_smoothing", 0.0),
+    )
+    losses = losses + x.get("z_loss", 0.0) * logits.logsumexp(-1).square()
+    if "token_weight" in x:
+        losses = losses * x["token_weight"][valid]
+    loss = losses.sum()
+    (loss * upstream).backward()
+    return loss.detach(), int(valid.sum()), {k: v.grad for k, v in leaf.items()}
+
+
+def own_rows(x, sizes, rank):
+    """The local inputs of a rank that holds ``sizes[rank]`` rows; parameters require grad."""
+    first = sum(sizes[:rank])
+    local = dict(x)
+    local["hidden"] = x["hidden"].clone().requires_grad_()
+    for name in ("weight", "bias"):
+        if name in x:
+            local[name] = x[name][first : first + sizes[rank]].clone().requires_grad_()
+    return local, slice(first, first + sizes[rank])
+
+
+def close(a, b, dtype=torch.float64, slack=1.0):
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype) or torch.finfo(dtype).eps
+    b = b.to(torch.float64)
+    error = (a.double() - b).norm() / b.norm().clamp(min=1e-3)
+    assert error <= slack * tolerance, f"{float(error):.1e} > {slack * tolerance:.1e}"
+
+
+def compare(local, rows, out, exact, dtype=torch.float64, upstream=0.37):
+    loss, n_valid, grads = exact
+    (out.loss_sum * upstream).backward()
+    assert out.loss_sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert out.n_valid.dtype == torch.int64
+    assert int(out.n_valid) == n_valid
+    close(out.loss_sum, loss, torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, grad in grads.items():
+        got = local[name].grad
+        assert got.dtype == dtype
+        close(got, grad if name == "hidden" else grad[rows], dtype)
+
+
+# ---- cases, each run by every rank ------------------------------------------------------------
+
+
+def local_shards(options, rank, dtype=torch.float64, **more):
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), dtype, **options, **more)
+    local, rows = own_rows(x, sizes, rank)
+    out = sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=7)
+    compare(local, rows, out, truth(x), dtype)
+    return float(out.loss_sum)
+
+
+def low_precision(dtype, rank):
+    """Twice the error of torch with all logits in the same dtype, plus a rounding."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), dtype, n=60)
+    local, rows = own_rows(x, sizes, rank)
+    out = sharded_ce(**local, process_group=dist.group.WORLD)
+    loss, _, exact = truth(x, upstream=1.0)
+    out.loss_sum.backward()
+    leaf = {k: x[k].clone().requires_grad_() for k in ("hidden", "weight")}
+    valid = x["labels"] != -100
+    logits = F.linear(leaf["hidden"][valid], leaf["weight"]).float()
+    F.cross_entropy(logits, x["labels"][valid], reduction="sum").backward()
+    close(out.loss_sum, loss, torch.float32)
+    for name, part in (("hidden", slice(None)), ("weight", rows)):
+        if not exact[name][part].numel():
+            continue
+        error, torchs = (
+            (g[part].double() - exact[name][part]).norm()
+            for g in (_whole(local, x, name, rows), leaf[name].grad)
+        )
+        assert error <= 2 * torchs + torch.finfo(dtype).eps * exact[name][part].norm()
+
+
+def peaked(rank):
+    """p -> 0.999, float32: nothing cancels between the sums of the ranks."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    V = sum(sizes)
+    x = inputs(V, torch.float32)
+    unit = F.normalize(x["weight"], dim=-1)
+    gap = 16.0
+    labels = torch.arange(N) % V
+    x |= {"weight": unit, "labels": labels, "hidden": gap * unit[labels]}
+    local, rows = own_rows(x, sizes, rank)
+    compare(
+        local, rows, sharded_ce(**local, process_group=dist.group.WORLD), truth(x), torch.float32
+    )
+
+
+def dtensor(V, options, tokens, rank):
+    """Shards as torch makes them (V=9 on 4 ranks: 3, 3, 3 and none), and the public name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = inputs(V, **options)
+    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
+    arguments = {k: v for k, v in x.items() if k not in ("hidden", "weight", "bias")}
+    if "bias" in x:
+        arguments["bias"] = distribute_tensor(x["bias"], mesh, [Shard(0)]).requires_grad_()
+    placement = [Shard(0)] if tokens == "sharded" else [Replicate()]
+    hidden = x["hidden"].clone()
+    if tokens != "plain":
+        hidden = distribute_tensor(hidden, mesh, placement)
+        for name in ("labels", "token_weight"):
+            if name in arguments:
+                arguments[name] = distribute_tensor(arguments[name], mesh, placement)
+    hidden.requires_grad_()
+    out = (sharded_ce if options else fused_ce)(hidden, weight, **arguments)
+    loss, n_valid, grads = truth(x)
+    (out.loss_sum * 0.37).backward()
+    assert type(out.loss_sum) is torch.Tensor
+    assert int(out.n_valid) == n_valid
+    close(out.loss_sum, loss)
+    found = {"hidden": hidden.grad, "weight": weight.grad}
+    if "bias" in x:
+        found["bias"] = arguments["bias"].grad
+    for name, grad in found.items():
+        if name != "hidden" or tokens != "plain":
+            assert isinstance(grad, DTensor)
+            grad = grad.full_tensor()
+        close(grad, grads[name])
+
+
+def padded(rank):
+    """The last rows are no classes: no probability, no gradient, on whichever rank they lie."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    real = sum(sizes) - sizes[-1] - 1  # one rank has nothing but padding
+    x = inputs(sum(sizes), softcap=3.0, label_smoothing=0.1)
+    x["labels"] = (
+        x["labels"].where(x["labels"] < real, torch.tensor(0)).where(x["labels"] != -100, -100)
+    )
+    local, rows = own_rows(x, sizes, rank)
+    out = sharded_ce(**local, process_group=dist.group.WORLD, vocab_size=real)
+    exact = truth(x, real=real)
+    assert exact[2]["weight"][real:].abs().max() == 0
+    compare(local, rows, out, exact)
+
+
+def sharded_tokens(options, rank):
+    """Sequence parallelism with a different number of tokens on each rank, none on one."""
+    world = dist.get_world_size()
+    sizes = UNEQUAL[world]
+    x = inputs(sum(sizes), **options)
+    borders = {2: (0, 0, N), 4: (0, 5, 5, 20, N)}[world]
+    mine = slice(borders[rank], borders[rank + 1])
+    local, rows = own_rows(x, sizes, rank)
+    hidden = x["hidden"][mine].clone().requires_grad_()
+    local |= {"hidden": hidden, "labels": x["labels"][mine]}
+    if "token_weight" in x:
+        local["token_weight"] = x["token_weight"][mine]
+    out = sharded_ce(**local, process_group=dist.group.WORLD, tokens_sharded=True, chunk_tokens=8)
+    loss, n_valid, grads = truth(x)
+    grads["hidden"] = grads["hidden"][mine]
+    compare(local, rows, out, (loss, n_valid, grads))
+
+
+def nothing_valid(rank):
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes))
+    x["labels"].fill_(-100)
+    local, _ = own_rows(x, sizes, rank)
+    out = sharded_ce(**local, process_group=dist.group.WORLD)
+    out.mean().backward()
+    assert (out.loss_sum.item(), out.n_valid.item()) == (0, 0)
+    assert all(local[k].grad.abs().sum() == 0 for k in ("hidden", "weight"))
+
+
+def frozen_and_twice(rank):
+    """Only what requires grad gets one; a second backward adds the same again."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes))
+    _, _, exact = truth(x, upstream=1.0)
+    for frozen, trained in (("hidden", "weight"), ("weight", "hidden")):
+        local, rows = own_rows(x, sizes, rank)
+        local[frozen].requires_grad_(False)
+        out = sharded_ce(**local, process_group=dist.group.WORLD)
+        out.loss_sum.backward(retain_graph=True)
+        out.loss_sum.backward()
+        close(
+            local[trained].grad,
+            2 * (exact[trained][rows] if trained == "weight" else exact[trained]),
+        )
+        assert local[frozen].grad is None
+    with torch.no_grad():
+        assert not sharded_ce(**local, process_group=dist.group.WORLD).loss_sum.requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """Rows of the largest matrix as wide as the shard."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.rows = width, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+def chunked(rank):
+    """No more than a chunk of logits is ever held, in training and in evaluation."""
+    x = inputs(64, torch.float32, n=100)
+    sizes = [64 // dist.get_world_size()] * dist.get_world_size()
+    local, _ = own_rows(x, sizes, rank)
+    found = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), Largest(sizes[0]) as largest:
+            sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=10)
+        found.append(largest.rows)
+    return found
+
+
+def collectives(rank):
+    """``[(name, elements of the result)]`` of one training step, forward and backward."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes))
+    local, _ = own_rows(x, sizes, rank)
+    calls = []
+    kept = {}
+    for name in (
+        "all_gather_into_tensor",
+        "all_reduce",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_gather",
+    ):
+        kept[name] = getattr(dist, name)
+
+        def spy(out, *args, _name=name, **kwargs):
+            calls.append((_name, out.numel()))
+            return kept[_name](out, *args, **kwargs)
+
+        setattr(dist, name, spy)
+    try:
+        out = sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=8)
+        forward = len(calls)
+        out.loss_sum.backward()
+        assert len(calls) == forward, "backward communicates"
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+    return calls, int(out.n_valid)
+
+
+def errors(rank):
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes))
+    group = dist.group.WORLD
+
+    def message(change=None, **more):
+        local, _ = own_rows(x, sizes, rank)
+        return ranks.error_of(
+            sharded_ce, **local | (change or {}), **{"process_group": group} | more
+        )
+
+    bad = x["labels"].clone()
+    bad[3] = sum(sizes)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "different labels": message({"labels": x["labels"].roll(rank)}),
+        "label": message({"labels": bad}),
+        "vocab_size": message(vocab_size=sum(sizes) + 1),
+        "vocab_size type": message(vocab_size=3.0),
+        "smoothing": message(label_smoothing=1.5),
+        "group": message(process_group="tp"),
+        "columns": ranks.error_of(
+            fused_ce, x["hidden"], distribute_tensor(x["weight"], mesh, [Shard(1)]), x["labels"]
+        ),
+        "triton": ranks.error_of(
+            fused_ce, x["hidden"], x["weight"], x["labels"], process_group=group, backend="triton"
+        ),
+    }
+
+
+def accumulates(rank):
+    """Replicas of the same tokens are one rank for the denominator."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    x = inputs(11, torch.float32)
+    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
+    acc = LossAccumulator.from_mesh(mesh, [])
+    with acc.window([(x["labels"] != -100).sum()]):
+        acc.backward(fused_ce(x["hidden"], weight, x["labels"]))
+    loss, n, grads = truth(x, upstream=1 / int((x["labels"] != -100).sum()))
+    close(weight.grad.full_tensor(), grads["weight"], torch.float32)
+    m = acc.metrics()
+    assert m["n_tokens"] == n
+    assert m["loss"] == pytest.approx(float(loss) / n, rel=1e-6)
+
+
+CASES = {
+    **{f"local {k}": functools.partial(local_shards, v) for k, v in OPTIONS.items()},
+    "float32": functools.partial(local_shards, OPTIONS["everything"], dtype=torch.float32),
+    "bfloat16": functools.partial(low_precision, torch.bfloat16),
+    "float16": functools.partial(low_precision, torch.float16),
+    "peaked": peaked,
+    "dtensor": functools.partial(dtensor, 11, {}, "plain"),
+    "dtensor, empty shard": functools.partial(dtensor, 9, {}, "replicated"),
+    "dtensor, all options": functools.partial(dtensor, 11, OPTIONS["everything"], "replicated"),
+    "dtensor, sharded tokens": functools.partial(dtensor, 11, {}, "sharded"),
+    "dtensor, sharded tokens, all options": functools.partial(
+        dtensor, 11, OPTIONS["everything"], "sharded"
+    ),
+    "padded": padded,
+    "sharded tokens": functools.partial(sharded_tokens, {}),
+    "sharded tokens, all options": functools.partial(sharded_tokens, OPTIONS["everything"]),
+    "nothing valid": nothing_valid,
+    "frozen and twice": frozen_and_twice,
+    "chunked": chunked,
+    "collectives": collectives,
+    "errors": errors,
+    "accumulates": accumulates,
+}
+EQUAL = [name for name in CASES if name not in ("chunked", "collectives", "errors")]
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+
+
+@functools.cache
+def results(world):
+    return ranks.run(CASES, world)
+
+
+@WORLDS
+@pytest.mark.parametrize(
+    "name", [k for k in CASES if k not in ("chunked", "collectives", "errors")]
+)
+def test_equals_the_whole_vocabulary(name, world):
+    found = ranks.of(results(world), name)
+    assert len(set(found)) == 1  # the same bits of the loss on all ranks
+
+
+@WORLDS
+def test_only_a_chunk_of_logits_is_held(world):
+    for training, evaluation in ranks.of(results(world), "chunked"):
+        assert training == evaluation == 10
+
+
+@WORLDS
+def test_the_collectives_are_those_of_the_docstring(world):
+    for calls, n_valid in ranks.of(results(world), "collectives"):
+        chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
+        assert len(chunks) > 1
+        assert calls == [
+            ("all_gather_into_tensor", world * 5),
+            *[("all_gather_into_tensor", world * 3 * C) for C in chunks],
+            ("all_reduce", n_valid * H),
+        ]
+
+
+@WORLDS
+def test_errors_are_raised_on_all_ranks(world):
+    for found in ranks.of(results(world), "errors"):
+        rows = sum(UNEQUAL[world])
+        assert "ValueError: labels must be the same on all ranks" in found["different labels"]
+        assert (
+            f"ValueError: labels must hold class indices in 0 <= label < V={rows}" in found["label"]
+        )
+        assert f"got {rows} at flattened position 3" in found["label"]
+        assert f"vocab_size must be 1 to {rows} (all rows), got {rows + 1}" in found["vocab_size"]
+        assert "TypeError: vocab_size must be an int" in found["vocab_size type"]
+        assert "ValueError: label_smoothing must be in [0, 1.0], got 1.5" in found["smoothing"]
+        assert "TypeError: process_group must be a process group" in found["group"]
+        assert "ValueError: weight must have Shard(0)" in found["columns"]
+        assert "RuntimeError: backend='triton' cannot run" in found["triton"]
+
+
+def test_needs_torch_distributed():
+    with pytest.raises(ValueError, match=r"process_group: torch.distributed must be initialised"):
+        sharded_ce(torch.randn(2, H), torch.randn(3, H), torch.tensor([0, 1]))
