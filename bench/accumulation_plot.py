@@ -61,6 +61,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
     axes[0, 0].set_ylabel("logged loss (nats per token)")
     axes[0, 0].legend(frameon=False, fontsize=9)
     axes[1, 0].set_ylabel(f"distance to 32x1 (nats)\nbelow {FLOOR:g}: drawn there")
-    axes[1, 0].legend(frameon=False, fontsize=7, ncols=2)
+    axes[1, -1].legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
