@@ -1,144 +1,284 @@
-"""Two real gloo processes with uneven batches equal one process with all of them."""
+"""Real gloo processes with uneven batches equal one process with all of them."""
 
-import os
-import tempfile
+import functools
+import random
 
+import parallel
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from loops import batches, distance, new_weight, run_streaming, run_window
+from torch.distributed.device_mesh import init_device_mesh
 
-from fusedce import LossAccumulator, count_valid, fused_ce
-
-V, H = 31, 8
-# tokens per micro-batch, [window][rank]; the last window has a rank with nothing valid
-WINDOWS = [[[5, 1], [20, 3]], [[0, 7], [2, 2]], [[4, 9], [0, 0]]]
+from fusedce import LossAccumulator, _faults, fused_ce
 
 
-def micro_batches(window, rank):
-    rng = torch.Generator().manual_seed(100 * window + rank)
-    for n in WINDOWS[window][rank]:
-        hidden = torch.randn(n + 2, H, generator=rng)
-        labels = torch.randint(0, V, (n + 2,), generator=rng)
-        labels[n:] = -100
-        yield hidden, labels
-
-
-def new_model():
-    torch.manual_seed(3)
-    return torch.nn.Linear(H, V, bias=False)
-
-
-class Loss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = new_model()
-
-    def forward(self, hidden, labels):
-        return fused_ce(hidden, self.head.weight, labels)
-
-
-def worker(rank, path, mode, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    try:
-        results[rank] = CASES[mode](rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def train(rank, streaming, ddp):
-    model = Loss()
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
-    acc = LossAccumulator(grad_reduction="mean" if ddp else "sum")
+def reduced(reduction, streaming, rank):
+    """Gradients added or averaged by hand."""
+    model = parallel.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
+    acc = LossAccumulator(grad_reduction=reduction)
     grads = []
-    for window in range(len(WINDOWS)):
-        model.zero_grad()
-        micro = list(micro_batches(window, rank))
+    for window in range(len(parallel.WINDOWS)):
+        optimizer.zero_grad()
+        micro = parallel.micro_batches(window, rank)
         if streaming:
-            for hidden, labels in micro:
-                acc.backward(wrapped(hidden, labels))
+            for one in micro:
+                acc.backward(model(*one))
         else:
-            with acc.window([count_valid(y, offset=0) for _, y in micro]):
-                for hidden, labels in micro:
-                    acc.backward(wrapped(hidden, labels))
-        grad = model.head.weight.grad
-        if not ddp:
-            dist.all_reduce(grad)
+            with acc.window([(y != -100).sum() for _, y in micro]):
+                for one in micro:
+                    acc.backward(model(*one))
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            if reduction == "mean":
+                p.grad /= dist.get_world_size()
         if streaming:
             acc.finish(model.parameters())
-        grads.append(model.head.weight.grad.clone())
-    return grads, acc.metrics()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+
+
+def any_split(rank):
+    """Random numbers of ranks' micro-batches and tokens, empty ones among them: worst distance."""
+    world, worst = dist.get_world_size(), 0.0
+    acc, rng = LossAccumulator(grad_reduction="sum"), random.Random(0)
+    for trial in range(25):
+        M = rng.randint(1, 5)
+        sizes = [[rng.choice([0, 0, 1, 5, 30]) for _ in range(M)] for _ in range(world)]
+        weight = new_weight()
+        (run_window, run_streaming)[trial % 2](acc, weight, batches(sizes[rank], 10 * trial + rank))
+        dist.all_reduce(weight.grad)
+        parts = [x for r in range(world) for x in batches(sizes[r], 10 * trial + r)]
+        hidden, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+        exact = new_weight()
+        fused_ce(hidden, exact, labels).mean().backward()
+        worst = max(worst, distance(weight.grad, exact.grad))
+    return worst, acc.metrics()["n_windows"]
+
+
+def a_loss(n, weight=None):
+    hidden, labels = batches([n])[0]
+    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
 
 
 def ranks_differ(rank):
-    try:
-        with LossAccumulator().window([1] * (rank + 1)):
-            pass
-    except RuntimeError as e:
-        return str(e)
+    """Declared counts, then streaming: rank 0 has one micro-batch fewer."""
+    declared = ranks.error_of(LossAccumulator().window([1] * (rank + 1)).__enter__)
+    acc, weight = LossAccumulator(), new_weight()
+    for _ in range(rank + 1):
+        acc.backward(a_loss(2, weight))
+    return declared, ranks.error_of(acc.finish, [weight])
 
 
-def empty_raises(rank):
-    try:
-        with LossAccumulator(on_empty="raise").window([0]):
-            pass
-    except RuntimeError as e:
-        return str(e)
+def one_rank_ran_out(rank):
+    """Rank 1 has a window less: it reads metrics, or finishes, where rank 0 goes on."""
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([3]))
+    reads = ranks.error_of(acc.metrics if rank else acc.window([3]).__enter__)
+    acc = LossAccumulator()
+    if rank:
+        return reads, ranks.error_of(acc.finish, [weight])
+    return reads, ranks.error_of(acc.backward, a_loss(3))
 
 
-def one_rank_empty(rank):
+def on_empty(rank):
+    raises = ranks.error_of(LossAccumulator(on_empty="raise").window([0]).__enter__)
     with LossAccumulator(on_empty="raise").window([rank]) as acc:
-        hidden, labels = torch.randn(1, H), torch.tensor([1 if rank else -100])
-        acc.backward(fused_ce(hidden, torch.randn(V, H, requires_grad=True), labels))
-    return acc.metrics()["n_tokens"]
+        acc.backward(a_loss(rank))
+    skip = LossAccumulator(on_empty="skip")
+    with skip.window([0]):
+        skip.backward(a_loss(0))
+    first = skip.should_step
+    with skip.window([rank]):  # tokens on rank 1 only: both step
+        skip.backward(a_loss(rank))
+    return raises, acc.metrics()["n_tokens"], first, skip.should_step
 
 
-CASES = {
-    "window_ddp": lambda rank: train(rank, False, True),
-    "streaming_ddp": lambda rank: train(rank, True, True),
-    "window_sum": lambda rank: train(rank, False, False),
-    "streaming_sum": lambda rank: train(rank, True, False),
-    "ranks_differ": ranks_differ,
-    "empty_raises": empty_raises,
-    "one_rank_empty": one_rank_empty,
+def auxiliary(rank):
+    """Divided by micro-batches and ranks, whether gradients are added or averaged."""
+    found = []
+    for reduction in ("mean", "sum"):
+        acc, extra = LossAccumulator(grad_reduction=reduction), torch.zeros(1, requires_grad=True)
+        with acc.window([1, 5 * rank]):
+            for n in (1, 5 * rank):
+                acc.add_auxiliary((extra * (rank + 1)).sum())
+                acc.backward(a_loss(n))
+        dist.all_reduce(extra.grad)
+        found.append(extra.grad.item() / (dist.get_world_size() if reduction == "mean" else 1))
+    return found
+
+
+def errors_travel(rank):
+    """A device error of one rank (test double) is raised on all, so that none waits for another."""
+    readable, _faults.readable = _faults.readable, lambda device: False
+    try:
+        acc = LossAccumulator()
+        with acc.window([2 + rank]):
+            acc.backward(a_loss(2))
+        first = ranks.error_of(acc.metrics)
+        acc.metrics(reset=True)
+    finally:
+        _faults.readable = readable
+    return first
+
+
+def state(rank):
+    acc = LossAccumulator()
+    with acc.window([2]):
+        acc.backward(a_loss(2))
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, acc.state_dict())
+    new = LossAccumulator()
+    new.load_state_dict(states[rank])
+    other = ranks.error_of(new.load_state_dict, states[1 - rank])
+    return new.metrics() == acc.metrics(), other
+
+
+def collectives(rank):
+    """Elements of every all-reduce, per call."""
+    calls, original = [], dist.all_reduce
+    weight, found = new_weight(), {}
+
+    def spy(x, *args, **kwargs):
+        calls.append((x.numel(), x.dtype))
+        return original(x, *args, **kwargs)
+
+    def counted(name, f):
+        calls.clear()
+        f()
+        found[name] = list(calls)
+
+    dist.all_reduce = spy
+    try:
+        acc = LossAccumulator()
+        counted("window", lambda: run_window(acc, weight, batches([3, 0, 4])))
+        counted("first streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("add", lambda: acc.add(a_loss(3)))
+        counted("metrics", acc.metrics)
+        counted("state", acc.state_dict)
+    finally:
+        dist.all_reduce = original
+    return found
+
+
+def meshes(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    acc = {
+        "dp": LossAccumulator.from_mesh(mesh, "dp"),
+        "both": LossAccumulator.from_mesh(mesh, ["tp", "dp"]),
+        "none": LossAccumulator.from_mesh(mesh, []),
+        "1-D": LossAccumulator(mesh["tp"]),
+    }
+    tokens = {}
+    for name, one in acc.items():
+        one.add(a_loss(rank + 1))
+        tokens[name] = one.metrics()["n_tokens"]
+    LossAccumulator.from_mesh(mesh, ["dp", "tp"])  # the same group again
+    return (
+        tokens,
+        ranks.error_of(LossAccumulator, mesh),
+        ranks.error_of(LossAccumulator.from_mesh, mesh, ["cp"]),
+    )
+
+
+EQUAL = {
+    f"{reduction}, {'streaming' if streaming else 'window'}": functools.partial(
+        reduced, reduction, streaming
+    )
+    for reduction in ("mean", "sum")
+    for streaming in (False, True)
 }
+OTHERS = (ranks_differ, one_rank_ran_out, on_empty, auxiliary, errors_travel, state, collectives)
+TWO = EQUAL | {f.__name__: f for f in (any_split, *OTHERS)}
+FOUR = EQUAL | {f.__name__: f for f in (any_split, meshes)}
 
 
-def spawn(mode):
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
-        results = manager.dict()
-        mp.start_processes(
-            worker, (os.path.join(folder, "store"), mode, results), nprocs=2, start_method="fork"
-        )
-        return [results[0], results[1]]
+@functools.cache
+def results(world):
+    return ranks.run({2: TWO, 4: FOUR}[world], world)
 
 
-@pytest.mark.parametrize("mode", ["window_ddp", "streaming_ddp", "window_sum", "streaming_sum"])
-def test_two_ranks_are_one_big_batch(mode):
-    results = spawn(mode)
-    total, tokens = 0.0, 0
-    for window in range(len(WINDOWS)):
-        parts = [p for rank in range(2) for p in micro_batches(window, rank)]
-        hidden, labels = (torch.cat(x) for x in zip(*parts, strict=True))
-        head = new_model()
-        out = fused_ce(hidden, head.weight, labels)
-        out.mean().backward()
-        total, tokens = total + out.loss_sum.item(), tokens + out.n_valid.item()
-        for grads, _ in results:
-            error = (grads[window] - head.weight.grad).norm() / head.weight.grad.norm()
-            assert error < 1e-6
-    for _, metrics in results:
-        assert metrics["n_tokens"] == tokens
-        assert metrics["loss"] == pytest.approx(total / tokens, rel=1e-6)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", EQUAL)
+def test_ranks_are_one_big_batch(name, world):
+    for found in ranks.of(results(world), name):
+        parallel.assert_equal_to_single_process(found, world)
 
 
-def test_ranks_with_different_numbers_of_micro_batches():
-    a, b = spawn("ranks_differ")
-    assert "1 here, 3 on 2 ranks" in a
-    assert "2 here, 3 on 2 ranks" in b
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_split_over_ranks(world):
+    for worst, windows in ranks.of(results(world), "any_split"):
+        assert 0 < worst < 1e-6
+        assert windows == 25
+
+
+def test_different_numbers_of_micro_batches():
+    for rank, messages in enumerate(ranks.of(results(2), "ranks_differ")):
+        for message in messages:
+            assert (
+                "RuntimeError: ranks have different numbers of micro-batches in this window: "
+                in message
+            )
+            assert f"{rank + 1} here, 3 on 2 ranks" in message
+
+
+def test_one_rank_ran_out_of_data():
+    goes_on, out = ranks.of(results(2), "one_rank_ran_out")
+    assert "this rank wants to open a window, another one to do something else" in goes_on[0]
+    assert "this rank wants to read metrics, another one to do something else" in out[0]
+    assert "this rank wants to start streaming, another" in goes_on[1]
+    assert "this rank wants to finish a window, another" in out[1]
 
 
 def test_empty_is_a_matter_of_all_ranks():
-    assert all("no valid token" in message for message in spawn("empty_raises"))
-    assert spawn("one_rank_empty") == [1, 1]
+    for raises, tokens, first, second in ranks.of(results(2), "on_empty"):
+        assert "RuntimeError: no valid token in this window on any rank" in raises
+        assert tokens == 1
+        assert (first, second) == (False, True)
+
+
+def test_auxiliary_loss_over_ranks():
+    for found in ranks.of(results(2), "auxiliary"):
+        assert found == pytest.approx([1.5, 1.5])
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    a, b = ranks.of(results(2), "errors_travel")
+    assert a == "RuntimeError: 1 other ranks found an error in this interval and name it there"
+    assert "micro-batch 0 was declared with 3 valid tokens, its loss counts 2" in b
+
+
+def test_state_is_per_rank():
+    for rank, (equal, other) in enumerate(ranks.of(results(2), "state")):
+        assert equal
+        assert f"saved by rank {1 - rank} of 2, this is rank {rank} of 2" in other
+
+
+def test_the_collectives_are_those_of_the_docstring():
+    one = [(5, torch.float64)]
+    for found in ranks.of(results(2), "collectives"):
+        assert found == {
+            "window": one,
+            "first streaming": 2 * one,
+            "streaming": one,
+            "add": [],
+            "metrics": one,
+            "state": [],
+        }
+
+
+def test_meshes():
+    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(4), "meshes")):
+        dp, tp = divmod(rank, 2)
+        assert tokens == {
+            "dp": (tp + 1) + (tp + 3),
+            "both": 1 + 2 + 3 + 4,
+            "none": rank + 1,
+            "1-D": (2 * dp + 1) + (2 * dp + 2),
+        }
+        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
+        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
