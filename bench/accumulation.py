@@ -150,11 +150,16 @@ class Fused:
 
 
 def train(
-    model: nn.Module, start: dict[str, Tensor], batches: list[Batch], rows: int, way: Callable
+    model: nn.Module,
+    start: dict[str, Tensor],
+    batches: list[Batch],
+    rows: int,
+    way: Callable,
+    learning_rate: float = LEARNING_RATE,
 ) -> Run:
     begin = time.perf_counter()
     model.load_state_dict(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     logged, true, first = [], [], 0.0
     for batch in batches:
         optimizer.zero_grad()

@@ -248,7 +248,7 @@ def test_padding_free_batch():
         ours = loss(shift_labels(packed, position_ids=positions), packed, position_ids=positions)
     assert int(ours.n_valid) == int(exact.n_valid)
     assert ours.mean().item() == pytest.approx(exact.mean().item(), rel=1e-5)
-    assert abs(naive.mean() - exact.mean()) > 0.1
+    assert abs(naive.mean() - exact.mean()) > 0.02
 
 
 def test_clipping_per_micro_step():
