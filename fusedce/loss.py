@@ -121,6 +121,8 @@ def fused_ce(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    _check_labels(labels)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
     if process_group is not None or hasattr(weight, "placements"):
         from fusedce.sharded import sharded_ce  # sits on this module
 
@@ -137,8 +139,6 @@ def fused_ce(
             logit_scale=logit_scale,
             chunk_tokens=chunk_tokens,
         )
-    _check_labels(labels)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_tensors(hidden, weight, labels, bias)
     softcap = _check_softcap(softcap)
     logit_scale = _check_logit_scale(logit_scale)

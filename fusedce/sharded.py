@@ -6,14 +6,14 @@ the logits of a chunk of tokens at a time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedce._ranks import Ranks
+from fusedce._layout import agree, layout_of
 from fusedce.autograd import _scaled
 from fusedce.backends.sharded import Options, Shard, Wanted, loss_and_grads
 from fusedce.labels import _check_labels
@@ -21,7 +21,6 @@ from fusedce.loss import (
     LossSum,
     _autocast,
     _check_chunk_tokens,
-    _check_logit_scale,
     _check_softcap,
     _check_tensors,
 )
@@ -87,7 +86,8 @@ def sharded_ce(
         ignore_index, softcap, logit_scale, chunk_tokens: as in :func:`fusedce.fused_ce`.
         label_smoothing: in ``[0, 1]``, spread evenly over the classes.
         z_loss: factor of ``lse^2`` (PaLM, arXiv:2204.02311).
-        token_weight: ``(...)``, factor of each token's loss. ``n_valid`` does not depend on it.
+        token_weight: ``(...)``, factor of each token's loss. Tokens of weight 0 are left out,
+            whatever their hidden state holds; they still count in ``n_valid``.
 
     Returns:
         :class:`fusedce.LossSum`, equal on all ranks, in nats and tokens.
@@ -104,7 +104,7 @@ def sharded_ce(
         >>> weight.grad.placements
         (Shard(dim=0),)
     """
-    layout = _layout(hidden, weight, labels, bias, token_weight, process_group, tokens_sharded)
+    layout = layout_of(hidden, weight, labels, bias, token_weight, process_group, tokens_sharded)
     _check_labels(layout.labels)
     h, w, b = _autocast(layout.hidden, layout.weight, layout.bias)
     if len(w):
@@ -114,8 +114,8 @@ def sharded_ce(
     options = Options(
         ignore_index=ignore_index,
         softcap=_check_softcap(softcap),
-        logit_scale=_check_logit_scale(logit_scale),
-        label_smoothing=_check_number("label_smoothing", label_smoothing, most=1.0),
+        logit_scale=_check_number("logit_scale", logit_scale),
+        label_smoothing=_check_number("label_smoothing", label_smoothing, 0.0, 1.0),
         z_loss=_check_number("z_loss", z_loss),
         chunk_tokens=chunk_tokens,
     )
@@ -123,18 +123,15 @@ def sharded_ce(
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
     _check_chunk_tokens(chunk_tokens)
     weights = layout.token_weight
-    if weights is not None and weights.shape != layout.labels.shape:
-        raise ValueError(
-            f"token_weight must have the shape of labels {tuple(layout.labels.shape)}, "
-            f"got {tuple(weights.shape)}"
-        )
-    shard = _agree(layout, vocab_size)
+    if weights is not None:
+        weights = _check_weights(weights, layout.labels)
+    shard = agree(layout, vocab_size)
     loss_sum, n_valid = _ShardedCE.apply(
         h.reshape(-1, h.shape[-1]),
         w,
         b,
         layout.labels.reshape(-1),
-        None if weights is None else weights.reshape(-1).detach(),
+        weights,
         shard,
         options,
         torch.is_grad_enabled(),
@@ -142,137 +139,27 @@ def sharded_ce(
     return LossSum(loss_sum, n_valid)
 
 
-class _Layout(NamedTuple):
-    """Local tensors, and who holds the rest of the vocabulary."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    token_weight: Tensor | None
-    group: dist.ProcessGroup
-    tokens_sharded: bool
-
-
-def _layout(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    process_group: Any,
-    tokens_sharded: bool,
-) -> _Layout:
-    tensors = {"hidden": hidden, "weight": weight, "labels": labels}
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not is_dtensor(weight):
-        group = Ranks(process_group).group()
-        if group is None:
-            raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return _Layout(hidden, weight, labels, bias, token_weight, group, tokens_sharded)
-    if process_group is not None:
-        raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
-    whole: Any = weight
-    mesh, dim = whole.device_mesh, shard_dim("weight", whole)
-    group = mesh.get_group(dim)
-
-    def local(name: str, x: Any) -> Any:
-        if x is None or not is_dtensor(x):
-            return x
-        if x.device_mesh != mesh:
-            raise ValueError(f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}")
-        return x.to_local()
-
-    if bias is not None and (not is_dtensor(bias) or shard_dim("bias", bias) != dim):
-        raise ValueError("bias must be a DTensor sharded like weight")
-    if is_dtensor(hidden):
-        tokens_sharded = _tokens_sharded(hidden, dim)
-    return _Layout(
-        local("hidden", hidden),
-        whole.to_local(),
-        local("labels", labels),
-        local("bias", bias),
-        local("token_weight", token_weight),
-        group,
-        tokens_sharded,
-    )
-
-
-def is_dtensor(x: object) -> bool:
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
-
-
-def shard_dim(name: str, x: Any) -> int:
-    """The mesh dimension over which ``x`` has ``Shard(0)``, all others replicated.
-
-    Raises:
-        ValueError: it is placed in another way.
-    """
-    sharded = [i for i, p in enumerate(x.placements) if not p.is_replicate()]
-    if len(sharded) != 1 or not x.placements[sharded[0]].is_shard(0):
-        raise ValueError(
-            f"{name} must have Shard(0) over one dimension of its mesh and Replicate() over the "
-            f"others, got {x.placements}"
-        )
-    return sharded[0]
-
-
-def _tokens_sharded(hidden: Any, dim: int) -> bool:
-    for i, placement in enumerate(hidden.placements):
-        tokens = placement.is_shard() and placement.dim % hidden.ndim != hidden.ndim - 1
-        if not placement.is_replicate() and not (i == dim and tokens):
-            raise ValueError(
-                f"hidden must be replicated, or sharded over tokens on the weight's mesh "
-                f"dimension, got {hidden.placements}"
-            )
-    return not hidden.placements[dim].is_replicate()
-
-
-def _agree(layout: _Layout, vocab_size: int | None) -> Shard:
-    """What ranks must know of each other; raises on all of them where they do not fit."""
-    if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
-        raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
-    labels = layout.labels.reshape(-1).long()
-    order = torch.arange(1, len(labels) + 1, device=labels.device)
-    checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
-    mine = torch.tensor(
-        [len(layout.weight), len(labels), layout.hidden.shape[-1], vocab_size or 0],
-        device=labels.device,
-    )
-    ranks = dist.get_world_size(layout.group)
-    told = mine.new_empty(ranks, 5)
-    dist.all_gather_into_tensor(
-        told.view(-1), torch.cat([mine, checksum[None]]), group=layout.group
-    )
-    rows, tokens, H, V, checksums = (list(x) for x in zip(*told.tolist(), strict=True))
-    if len(set(H)) > 1 or len(set(V)) > 1:
-        raise ValueError(f"ranks must agree on H and vocab_size, got H={H}, vocab_size={V}")
-    if not layout.tokens_sharded and (len(set(tokens)) > 1 or len(set(checksums)) > 1):
-        raise ValueError(
-            f"labels must be the same on all ranks that share the vocabulary, they hold {tokens} "
-            f"tokens with different labels. (A weight sharded by FSDP is no sharded vocabulary: "
-            f"compute the loss inside the module's forward, where it is whole. Tokens that differ "
-            f"by design need tokens_sharded=True.)"
-        )
-    if vocab_size is not None and not 0 < vocab_size <= sum(rows):
-        raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
-    return Shard(
-        group=layout.group,
-        first=sum(rows[: dist.get_rank(layout.group)]),
-        V=vocab_size or sum(rows),
-        largest=max(rows),
-        tokens=tuple(tokens) if layout.tokens_sharded else None,
-    )
-
-
-def _check_number(name: str, value: float, most: float = float("inf")) -> float:
+def _check_number(
+    name: str, value: float, least: float = -math.inf, most: float = math.inf
+) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not (0 <= value <= most and value < float("inf")):
-        raise ValueError(f"{name} must be in [0, {most}], got {value}")
+    if not math.isfinite(value) or not least <= value <= most:
+        bounds = "" if least == -math.inf else f" and in [{least:g}, {most:g}]"
+        raise ValueError(f"{name} must be finite{bounds}, got {value}")
     return float(value)
+
+
+def _check_weights(token_weight: Tensor, labels: Tensor) -> Tensor:
+    if not isinstance(token_weight, Tensor) or not token_weight.is_floating_point():
+        kind = getattr(token_weight, "dtype", type(token_weight).__name__)
+        raise TypeError(f"token_weight must be a floating tensor, got {kind}")
+    if token_weight.shape != labels.shape or token_weight.device != labels.device:
+        raise ValueError(
+            f"token_weight must have the shape and device of labels, {tuple(labels.shape)} on "
+            f"{labels.device}, got {tuple(token_weight.shape)} on {token_weight.device}"
+        )
+    return token_weight.detach().reshape(-1)
 
 
 class _ShardedCE(torch.autograd.Function):

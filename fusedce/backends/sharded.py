@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.autograd import grad_dtype
-from fusedce.backends.chunked import _valid_rows
 from fusedce.backends.plan import chunk_size
+from fusedce.labels import bad_label_code, bad_label_message
 
 
 class Shard(NamedTuple):
@@ -72,7 +72,7 @@ def loss_and_grads(
 
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    rows, n_valid = _valid_rows(labels, shard.V, options.ignore_index)
+    rows, n_valid = _rows(labels, shard.V, options.ignore_index, token_weight)
     C = chunk_size(
         len(rows),
         max(shard.largest, 1),
@@ -175,7 +175,7 @@ class _Tile:
 
         top = ks.amax(0)
         others = (sums * (ks - top).exp()).sum(0)
-        # A label that is no class (NaN, see _valid_rows) must not index anywhere.
+        # A label that is no class (NaN, see _rows) must not index anywhere.
         z_label = z_labels.amax(0).masked_fill((y < 0) | (y >= shard.V), math.nan)
         gap = top + others.log() - z_label
         self.nll = torch.logaddexp(gap, torch.zeros_like(gap))  # (C,) float64
@@ -210,6 +210,28 @@ class _Tile:
         if self.head.real:
             old = self.e.gather(1, self.at)[:, 0]
             self.e.scatter_(1, self.at, torch.where(self.inside, values, old)[:, None])
+
+
+def _rows(
+    labels: Tensor, V: int, ignore_index: int, token_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Positions to compute, and the number of valid ones (those of weight 0 count as well).
+
+    A label that is no class raises on a CPU; elsewhere the number is a code (see `LossSum`), and
+    the loss NaN.
+    """
+    valid = labels != ignore_index
+    n_valid = valid.sum()
+    bad = valid & ((labels < 0) | (labels >= V))
+    if bad.any():
+        position = int(bad.nonzero()[0, 0])
+        code = bad_label_code(position, int(labels[position]))
+        if labels.device.type == "cpu":
+            raise ValueError(bad_label_message(code, V, ignore_index))
+        n_valid.fill_(code)
+    if token_weight is not None:
+        valid = valid & ((token_weight != 0) | bad)
+    return valid.nonzero()[:, 0], n_valid
 
 
 def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
