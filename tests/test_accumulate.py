@@ -124,6 +124,16 @@ def _arguments(one, weight):
     return one[0], weight, one[1]
 
 
+def test_a_parameter_given_twice_is_corrected_once():
+    micro = batches([1, 30])
+    weight, exact, _ = weight_and_grad(micro)
+    acc = LossAccumulator()
+    for one in micro:
+        acc.backward(fused_ce(*_arguments(one, weight)))
+    acc.finish([weight, weight])  # tied, and listed by both of its modules
+    assert distance(weight.grad, exact) < 1e-6
+
+
 def test_metrics_do_not_depend_on_the_split():
     """Same tokens as 1, 2 and 6 micro-batches, as 1 and 3 windows."""
     sizes = [5, 0, 11, 1, 8, 2]

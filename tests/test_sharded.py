@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows, truth
 
 from fusedce import LossAccumulator, fused_ce
+from fusedce.backends import plan
 from fusedce.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
@@ -186,6 +187,21 @@ def chunked(rank):
     return found
 
 
+def automatic_chunks(rank):
+    """Chunks are cut for the largest shard, on all ranks alike."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), n=200)
+    local, rows = own_rows(x, sizes, rank)
+    budget, plan.CPU_BUDGET = plan.CPU_BUDGET, 32 * 8 * max(sizes)  # 32 tokens
+    try:
+        with Largest(sizes[rank]) as largest:
+            out = sharded_ce(**local, process_group=dist.group.WORLD)
+    finally:
+        plan.CPU_BUDGET = budget
+    assert sizes[rank] <= 1 or largest.rows == 32  # a column is nothing special
+    compare(local, rows, out, truth(x))
+
+
 def collectives(rank):
     """``[(name, elements of the result)]`` of one training step, forward and backward."""
     sizes = UNEQUAL[dist.get_world_size()]
@@ -281,6 +297,7 @@ CASES = {
     "sharded tokens, all options": functools.partial(sharded_tokens, OPTIONS["everything"]),
     "nothing valid": nothing_valid,
     "frozen and twice": frozen_and_twice,
+    "automatic chunks": automatic_chunks,
     "chunked": chunked,
     "collectives": collectives,
     "errors": errors,
