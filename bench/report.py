@@ -45,6 +45,10 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     return out
 
 
+def ms(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def error(row: Row, name: str) -> str:
     errors = row.get("errors") or {}
     return f"{errors[name]:.1e}" if name in errors else ""
@@ -59,10 +63,10 @@ def table(suite: str, rows: list[Row]) -> str:
         "logits": lambda r: r["data"] if suite == "accuracy" else "",
         "chunk": lambda r: f"{r['chunk_tokens']}" if r["chunk_tokens"] else "",
         "": lambda r: r["name"],
-        "median ms": lambda r: r.get("failed") or ("" if r["ms"] is None else f"{r['ms']:.4g}"),
-        "range": lambda r: "{:.4g} to {:.4g}".format(
-            1e3 * min(r["seconds"]), 1e3 * max(r["seconds"])
-        ) if r.get("seconds") else "",
+        "median ms": lambda r: r.get("failed") or ("" if r["ms"] is None else ms(r["ms"])),
+        "range": lambda r: " to ".join(ms(1e3 * f(r["seconds"])) for f in (min, max))
+        if r.get("seconds")
+        else "",
         "/ bare GEMMs": lambda r: "" if r["ratio"] is None else f"{r['ratio']:.2f}",
         "TFLOP/s": lambda r: "" if r["ms"] is None else f"{r['flops'] / r['ms'] / 1e9:.3g}",
         "extra peak MiB": lambda r: f"{r['extra_peak_bytes'] / MiB:.0f}"
@@ -171,7 +175,7 @@ def main() -> None:
         for suite, body in tables.items():
             body = f"{body}\n\n{data['device']}; {versions}\n"
             marked = rf"(?<=<!-- {suite} {tag} -->\n).*?(?=<!-- end -->)"
-            text = re.sub(marked, lambda _, body=body: body, text, flags=re.DOTALL)
+            text = re.sub(marked, lambda _, body=body: body, text, count=1, flags=re.DOTALL)
         args.readme.write_text(text)
     else:
         print(f"{data['device']}; {versions}")

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.lazy_logits import LazyLogits, State
+from fusedce.lazy_logits import LazyLogits, TracedLogits
+from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
 
 _ATTACHED = "_fusedce_head"
@@ -168,10 +169,9 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if (
         not isinstance(hidden, Tensor)
-        or isinstance(hidden, LazyLogits)
+        or isinstance(hidden, Lazy)
         or not hidden.is_floating_point()
         or hidden.dim() == 0
-        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
     ):
@@ -181,7 +181,8 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    return LazyLogits(
+    kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
+    return kind_of_logits(
         State(
             head=attached,
             hidden=hidden,
