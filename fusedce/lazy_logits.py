@@ -97,6 +97,39 @@ def _real(x: Any) -> Any:
 # ---- the loss -------------------------------------------------------------------------------
 
 
+class LossTap:
+    """What the fused losses of a forward come to, and what their means are divided by.
+
+    While it is entered, ``losses`` collects ``(loss_sum, n_valid)`` of every fused
+    ``F.cross_entropy``, and those with ``reduction="mean"`` divide by ``denominator`` (in tokens)
+    instead of their own count, where one is given.
+    """
+
+    def __init__(self, denominator: Tensor | None = None) -> None:
+        self.denominator = denominator
+        self.losses: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> LossTap:
+        global _TAP
+        if _TAP is not None:
+            raise RuntimeError("a LossTap is entered already: they do not nest")
+        _TAP = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _TAP
+        _TAP = None
+
+
+_TAP: LossTap | None = None
+
+
+def _denominator(n_valid: Tensor) -> Tensor:
+    if _TAP is not None and _TAP.denominator is not None:
+        return _TAP.denominator
+    return n_valid.clamp(min=1)
+
+
 def _cross_entropy(
     x: Lazy,
     target: Tensor,
@@ -136,7 +169,9 @@ def _cross_entropy(
             softcap=softcap,
             logit_scale=scale,
         )
-        loss = loss_sum if reduction == "sum" else loss_sum / n_valid.clamp(min=1)
+        if _TAP is not None:
+            _TAP.losses.append((loss_sum.detach(), n_valid))
+        loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
     kind = state.hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return loss  # autocast takes cross_entropy in float32
