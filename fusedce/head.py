@@ -37,6 +37,7 @@ class _Loss(NamedTuple):
 
     labels: Tensor
     vocabulary: slice
+    bias: Tensor | None  # beside the head's own
     options: dict[str, Any]
 
 
@@ -64,9 +65,10 @@ class _Attached:
         labels: Tensor,
         *,
         vocabulary: slice,
+        bias: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        return self._enter(hidden, _Loss(labels, vocabulary, options))
+        return self._enter(hidden, _Loss(labels, vocabulary, bias, options))
 
     def _enter(self, hidden: Tensor, request: _Loss | None) -> Any:
         """Run here, or through the module's hooks where those bring its parameters (FSDP2).
@@ -85,7 +87,8 @@ class _Attached:
                 return self.original(hidden)
         terms = _terms(self.module, hidden)
         weight = terms.weight.to(hidden.dtype)
-        bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
+        biases = [b.to(hidden.dtype) for b in (terms.bias, request.bias) if b is not None]
+        bias = sum(biases[1:], biases[0]) if biases else None
         if request.vocabulary != slice(0, self.V):
             weight = weight[request.vocabulary]
             bias = None if bias is None else bias[request.vocabulary]
@@ -324,7 +327,7 @@ def _probe_once(
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
-    request = _Loss(labels, slice(0, attached.V), {})
+    request = _Loss(labels, slice(0, attached.V), None, {})
     fused = attached.run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

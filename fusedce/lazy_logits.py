@@ -165,6 +165,7 @@ def _cross_entropy(
             state.hidden.reshape(-1, state.hidden.shape[-1]),
             target.reshape(-1),
             vocabulary=state.vocabulary,
+            bias=state.bias,
             ignore_index=ignore_index,
             softcap=softcap,
             logit_scale=scale,
@@ -268,7 +269,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__neg__",
+    "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__neg__",
     "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__len__",
     "__iter__", "__setitem__", "masked_fill_", "add_", "sub_", "fill_", "copy_", "zero_",
 )  # fmt: skip

@@ -24,6 +24,7 @@ class Head(Protocol):
         labels: Tensor,  # (N,)
         *,
         vocabulary: slice,
+        bias: Tensor | None,  # (V,), beside the head's own
         ignore_index: int,
         softcap: float | None,
         logit_scale: float,
@@ -40,6 +41,7 @@ class State(NamedTuple):
     dtype: torch.dtype
     vocabulary: slice  # the entries that are left
     class_dim: int  # where the vocabulary is among the dimensions
+    bias: Tensor | None = None  # (V,), added to what the head makes before anything else
     steps: tuple[tuple[str, Any], ...] = ()  # ("mul", number), ("tanh", None), ("to", dtype)
     detached: bool = False
 
@@ -57,7 +59,8 @@ class Lazy:
     def wants_graph(self) -> bool:
         """Whether gradients may flow through these logits."""
         s = self._state
-        return not s.detached and (s.hidden.requires_grad or s.head.trainable())
+        bias = s.bias is not None and s.bias.requires_grad
+        return not s.detached and (s.hidden.requires_grad or bias or s.head.trainable())
 
     def materialize(self, *, graph: bool | None = None) -> Tensor:
         """The real logits ``shape``; computed at the first call, and once more with a graph.
@@ -70,7 +73,8 @@ class Lazy:
         if self._real is None or (graph and not self._real.requires_grad and not self._mutated):
             s = self._state
             with torch.set_grad_enabled(graph), torch._C.DisableTorchFunctionSubclass():
-                z = s.head.logits(s.hidden)[..., s.vocabulary]
+                z = s.head.logits(s.hidden)
+                z = (z if s.bias is None else z + s.bias)[..., s.vocabulary]
                 for kind, argument in s.steps:
                     z = _REAL_STEPS[kind](z, argument)
                 self._real = z.movedim(-1, s.class_dim)

@@ -43,6 +43,29 @@ def _div(x: Lazy, other: Any, *, rounding_mode: str | None = None) -> Any:
     return _step(x, "div", other)
 
 
+def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
+    """A bias: one value per entry of the vocabulary, before anything else is done."""
+    s = x._state
+    V = s.vocabulary.stop
+    if (
+        not isinstance(other, Tensor)
+        or isinstance(other, Lazy)
+        or not other.is_floating_point()
+        or other.numel() != V
+        or other.shape[-1:] != (V,)
+        or other.dim() > len(s.shape)
+        or other.device != s.hidden.device
+        or not _last(x)
+        or s.vocabulary.start != 0
+        or s.detached
+        or alpha != 1
+        or any(kind != "to" for kind, _ in s.steps)
+    ):
+        return NotImplemented
+    bias = other.reshape(V) if s.bias is None else s.bias + other.reshape(V)
+    return _with(x, bias=bias, dtype=torch.promote_types(s.dtype, other.dtype))
+
+
 def _tanh(x: Lazy) -> Any:
     return _step(x, "tanh", None)
 
@@ -96,7 +119,9 @@ def _to(x: Lazy, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(x: Lazy) -> Lazy:
-    return _with(x, hidden=x._state.hidden.detach(), detached=True)
+    bias = x._state.bias
+    bias = None if bias is None else bias.detach()
+    return _with(x, hidden=x._state.hidden.detach(), bias=bias, detached=True)
 
 
 # ---- steps on the shape ---------------------------------------------------------------------
@@ -232,6 +257,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         (_mul, ("mul", "multiply", "__mul__", "__rmul__")),
         (_div, ("div", "divide", "true_divide", "__truediv__")),
         (_tanh, ("tanh",)),
+        (_add, ("add", "__add__", "__radd__")),
         (_in_place(_mul), ("mul_", "__imul__")),
         (_in_place(_div), ("div_", "__itruediv__")),
         (_in_place(_tanh), ("tanh_",)),

@@ -56,6 +56,9 @@ LOSSES = {
     "scaled cap": lambda z, y: F.cross_entropy(
         ((3 * z) / 2.0).tanh().mul(-2.0).view(-1, V), y.view(-1)
     ),
+    "added bias": lambda z, y: F.cross_entropy(
+        ((z + torch.linspace(-1, 1, V)[None]).float() * 2).view(-1, V), y.view(-1)
+    ),
     "in place": lambda z, y: F.cross_entropy(z.mul_(0.5).div_(3).tanh_().view(-1, V), y.view(-1)),
     "some classes": lambda z, y: F.cross_entropy(z[..., 5:40].reshape(-1, 35), y.view(-1) % 35),
     "ignore": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), ignore_index=int(y[0, 0])),
@@ -94,6 +97,7 @@ REAL = {
         z.view(-1, V), y.view(-1), torch.arange(1.0, V + 1)
     ),
     "two caps": lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)),
+    "late bias": lambda z, y: F.cross_entropy((z * 2 + torch.arange(V)).view(-1, V), y.view(-1)),
     "added": lambda z, y: F.cross_entropy((z + 0.1 * z.square()).view(-1, V), y.view(-1)),
     "tensor scale": lambda z, y: F.cross_entropy((z * torch.arange(V)).view(-1, V), y.view(-1)),
     "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), F.one_hot(y.view(-1), V).float()),
