@@ -8,6 +8,7 @@ the head's ``forward``.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
@@ -134,17 +135,29 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
+    attach(model, head)
+    if any(_is_trl_head(m.__dict__.get("forward")) for m in model.modules()):
+        warnings.warn(
+            "TRL has installed its own fused head on this model: SFTTrainer calls that one and "
+            "never this one. Use a trainer with fusedce.FusedTrainerMixin",
+            stacklevel=2,
+        )
+    return model
+
+
+def attach(model: nn.Module, head: nn.Module | None = None) -> None:
+    """:func:`replace_loss_head` without its warnings."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     head = _find_head(model) if head is None else head
     if _ATTACHED in head.__dict__:
-        return model
+        return
     _check_linear(head)
+    restore_loss_head(head)  # of a head that was replaced before an adapter was put around it
     attached = _Attached(head)
     _probe(attached)
     head.__dict__[_ATTACHED] = attached
     head.forward = MethodType(_forward, head)
-    return model
 
 
 def restore_loss_head(model: nn.Module) -> nn.Module:
@@ -177,6 +190,7 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or hidden.dim() == 0
         or torch.jit.is_tracing()
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
+        or not _is_sum_of_products(self)  # an adapter that has been switched to since
     ):
         forward = attached.previous or MethodType(type(self).forward, self)
         return forward(*args, **kwargs)
@@ -219,7 +233,7 @@ def _find_head(model: nn.Module) -> nn.Module:
     return linears[-1]
 
 
-def _check_linear(head: object) -> None:
+def _check_linear(head: Any) -> None:
     if not isinstance(head, nn.Module):
         raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
     try:
@@ -230,6 +244,11 @@ def _check_linear(head: object) -> None:
         raise TypeError(
             f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
             + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
+        )
+    if not _is_sum_of_products(head):
+        raise ValueError(
+            f"head must be linear, or linear with LoRA, got the adapters "
+            f"{list(head.active_adapters)} of {type(head).__module__}.{type(head).__name__}"
         )
 
 
@@ -249,6 +268,21 @@ def _plain_weight(module: Any) -> Tensor:
     module = _active(module)
     weight: Tensor = getattr(module, "base_layer", module).weight
     return weight
+
+
+def _is_sum_of_products(module: Any) -> bool:
+    """Whether :func:`_terms` knows the adapter of a head, if it has one."""
+    module = _active(module)
+    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+        return True
+    variants = getattr(module, "lora_variant", {})  # DoRA and others
+    return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
+
+
+def _is_trl_head(forward: Any) -> bool:
+    """Whether a model's forward is the one that TRL's trainers install."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames
 
 
 def _terms(module: Any, hidden: Tensor) -> _Terms:

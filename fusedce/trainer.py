@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import LossAccumulator
-from fusedce.head import replace_loss_head
+from fusedce.head import attach
 from fusedce.lazy_logits import LossTap
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class FusedTrainerMixin:
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
                 "model's own, computed by fusedce; entropy and mean_token_accuracy are not logged."
             )
-        replace_loss_head(self.model)
+        attach(self.model)
         self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
         self._train_totals = LossAccumulator()
         self._declared: Tensor | int = 0
