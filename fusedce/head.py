@@ -50,12 +50,13 @@ class _Attached:
         self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
         self.V = _plain_weight(module).shape[0]
 
-    def trainable(self) -> bool:
-        return any(p.requires_grad for p in self.module.parameters())
+    def trainable(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if p.requires_grad]
 
-    def original(self, hidden: Tensor) -> Tensor:
-        forward = self.previous or MethodType(type(self.module).forward, self.module)
-        return forward(hidden)
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._enter(hidden, None)
@@ -192,14 +193,13 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
         or not _is_sum_of_products(self)  # an adapter that has been switched to since
     ):
-        forward = attached.previous or MethodType(type(self).forward, self)
-        return forward(*args, **kwargs)
+        return attached.original(*args, **kwargs)
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
-    return kind_of_logits(
+    return kind_of_logits.make(
         State(
             head=attached,
             hidden=hidden,
@@ -248,7 +248,7 @@ def _check_linear(head: Any) -> None:
     if not _is_sum_of_products(head):
         raise ValueError(
             f"head must be linear, or linear with LoRA, got the adapters "
-            f"{list(head.active_adapters)} of {type(head).__module__}.{type(head).__name__}"
+            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
         )
 
 

@@ -33,6 +33,18 @@ class LazyLogits(Lazy, torch.Tensor):
             cls, state.shape, dtype=state.dtype, device=state.hidden.device
         )
 
+    @classmethod
+    def make(cls, state: State) -> LazyLogits:
+        """Lazy logits, with an edge to all that their gradient would flow to.
+
+        DDP looks for unused parameters from a model's outputs down such edges.
+        """
+        new = cls(state)
+        if not (torch.is_grad_enabled() and new.wants_graph()):
+            return new
+        bias = () if state.bias is None else (state.bias,)
+        return _Anchor.apply(new, state.hidden, *bias, *state.head.trainable())
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         s = self._state
         return f"LazyLogits(shape={s.shape}, dtype={s.dtype}, steps={[k for k, _ in s.steps]})"
@@ -74,9 +86,34 @@ class LazyLogits(Lazy, torch.Tensor):
         return func(*_real(args), **_real(kwargs or {}))
 
 
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, *sources: Tensor) -> LazyLogits:
+        return LazyLogits(logits._state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "lazy logits have been differentiated without being looked at: this is a bug of "
+            "fusedce, please report the operation that did it"
+        )
+
+
+def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
+    """FSDP2's hook before a backward serves as well on the hidden state; others want real logits.
+
+    They see the gradient of the logits.
+    """
+    if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+        return NotImplemented
+    return x._state.hidden.register_hook(hook) if x._state.hidden.requires_grad else None
+
+
 def _writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation changes its first argument in place."""
+    """Whether only real logits will do from now on: one that writes, or asks for gradients."""
     name = getattr(func, "__name__", "")
+    if name in ("register_hook", "retain_grad"):
+        return True
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_")
@@ -291,6 +328,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     _getter("requires_grad"): lambda x: torch.is_grad_enabled() and x.wants_graph(),
     _getter("data"): METHODS["detach"],
+    torch.Tensor.register_hook: _register_hook,
     **{
         getattr(owner, name): step
         for name, step in METHODS.items()
@@ -301,8 +339,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 _METADATA = {
     T.size, T.dim, T.ndimension, T.numel, T.nelement, T.element_size, T.is_floating_point,
     T.is_complex, T.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
-    T.get_device, T.stride, T.__hash__,
+    T.get_device, T.stride, T.__hash__, torch.is_tensor,
     *(_getter(name) for name in
-      ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout", "is_sparse",
-       "is_quantized", "is_meta", "is_leaf", "itemsize", "is_nested", "is_mps", "is_xpu")),
+      ("shape", "dtype", "device", "ndim", "layout", "itemsize", "is_leaf", "grad_fn", "_base",
+       "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
+       "is_nested")),
 }  # fmt: skip
+
+# Where a wrapper sends the tensors among a model's outputs through a node of its own (DDP), that
+# must be the hidden state: the loss may be computed from it outside.
+torch.utils._pytree.register_pytree_node(
+    LazyLogits,
+    lambda x: ([x._state.hidden], x._state),
+    lambda leaves, state: LazyLogits.make(state._replace(hidden=next(iter(leaves)))),
+)

@@ -12,8 +12,8 @@ from torch import Tensor
 class Head(Protocol):
     """What lazy logits need of the output head they came from."""
 
-    def trainable(self) -> bool:
-        """Whether a parameter of the head requires grad."""
+    def trainable(self) -> list[Tensor]:
+        """The parameters of the head that require grad."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Real logits ``(..., V)`` of ``hidden (..., H)``, as the original head makes them."""
@@ -56,11 +56,16 @@ class Lazy:
     _real: Tensor | None  # the real logits, once somebody has looked
     _mutated: bool  # somebody has written into them: from then on they are what counts
 
+    @classmethod
+    def make(cls, state: State) -> Any:
+        """Lazy logits of this kind."""
+        return cls(state)
+
     def wants_graph(self) -> bool:
         """Whether gradients may flow through these logits."""
         s = self._state
         bias = s.bias is not None and s.bias.requires_grad
-        return not s.detached and (s.hidden.requires_grad or bias or s.head.trainable())
+        return not s.detached and (s.hidden.requires_grad or bias or bool(s.head.trainable()))
 
     def materialize(self, *, graph: bool | None = None) -> Tensor:
         """The real logits ``shape``; computed at the first call, and once more with a graph.

@@ -23,7 +23,7 @@ def _with(x: Lazy, hidden: Tensor | None = None, **changes: Any) -> Any:
         state = state._replace(hidden=hidden)
     shape = [*state.hidden.shape[:-1], state.vocabulary.stop - state.vocabulary.start]
     shape.insert(state.class_dim, shape.pop())
-    return type(x)(state._replace(shape=tuple(shape)))
+    return x.make(state._replace(shape=tuple(shape)))
 
 
 # ---- steps on the values --------------------------------------------------------------------
