@@ -318,7 +318,7 @@ def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
 CLASSES = [
     "gpt2", "llama", "gemma", "gemma2", "gemma3_text", "cohere", "granite", "mistral", "mixtral",
     "qwen2", "qwen3", "qwen2_moe", "phi3", "olmo2", "opt", "bloom", "gpt_neox", "mamba", "bart",
-    "bert", "roberta", "t5gemma", "falcon_h1", "deepseek_v3", "gpt_oss", "smollm3", "starcoder2",
+    "bert", "roberta", "gpt_neo", "falcon_h1", "deepseek_v3", "gpt_oss", "smollm3", "starcoder2",
 ]  # fmt: skip
 
 
