@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from report import put
 
 import fusedce
 from fusedce import _measure
@@ -62,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     rows = []
@@ -78,11 +80,14 @@ def main() -> None:
             rows.append(
                 {"step": mode, "head": name, "seconds": seconds[name], "extra_peak_bytes": peak}
             )
-    print("| step | head | median ms | extra peak MiB |\n|---|---|---|---|")
+    lines = ["| step | head | median ms | extra peak MiB |", "|---|---|---|---|"]
     for row in rows:
         ms = 1e3 * statistics.median(row["seconds"])
         mib = row["extra_peak_bytes"] / MiB
-        print(f"| {row['step']} | {row['head']} | {ms:.0f} | {mib:.0f} |")
+        lines.append(f"| {row['step']} | {row['head']} | {ms:.0f} | {mib:.0f} |")
+    print("\n".join(lines))
+    if args.readme:
+        put(args.readme, f"head {args.device}", "\n".join(lines))
     data = {
         "shape": SHAPE, "device": args.device, "dtype": args.dtype, "rows": rows,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
