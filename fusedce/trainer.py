@@ -10,6 +10,7 @@ averaging over ranks, then gives ``sum of loss_sum / sum of n_valid``, and leave
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,6 +153,7 @@ class FusedTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; ``training_loss`` of what it returns is in nats per token as well."""
         self._run_sum, self._run_count, self._declared = 0.0, 0, 0
+        self._shift = None  # a `model_init` makes another model for each run
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
@@ -192,6 +194,7 @@ class FusedTrainerMixin:
             raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
         row[name] = row[name].clamp(min=0)
         model: Any = self.model
+        attach(model)
         training = model.training
         model.eval()
         try:
@@ -213,16 +216,17 @@ class FusedTrainerMixin:
             model.train(training)
         return row[name].numel() - int(tap.losses[0][1])
 
+    def _parallel_size(self, *kinds: str) -> int:
+        return math.prod(getattr(self, f"get_{kind}_size", lambda: 1)() for kind in kinds)
+
     def _n_ranks(self) -> int:
-        """Ranks that hold distinct tokens and average their gradients."""
-        tp = getattr(self, "get_tp_size", lambda: 1)()
-        return int(self.accelerator.num_processes // tp)
+        """Ranks whose gradients are averaged: those of tensor parallelism are one."""
+        return int(self.accelerator.num_processes // self._parallel_size("tp"))
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
-        """The sum of a count over ranks; those that hold the same tokens count once."""
+        """The sum over ranks of a count of whole batches; ranks that share a batch count once."""
         total = self.accelerator.reduce(count.to(self.args.device), reduction="sum")
-        same = getattr(self, "get_tp_size", lambda: 1)()
-        return total // same
+        return total // self._parallel_size("tp", "cp", "sp")
 
 
 def _refuse_other_losses(trainer: Any, settings: Any) -> None:
