@@ -1,5 +1,6 @@
 """A replaced head under DDP, FSDP2 and Trainer: two gloo processes equal one."""
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -129,17 +130,19 @@ def worker(rank, path, results):
 def two_processes():
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(
-            worker, (os.path.join(folder, "store"), results), nprocs=2, start_method="fork"
-        )
-        yield dict(results)
+        path = os.path.join(folder, "store")
+        with contextlib.suppress(mp.ProcessRaisedException, mp.ProcessExitedException):
+            mp.start_processes(worker, (path, results), nprocs=2, start_method="fork")
+        yield dict(results)  # without those that came after a failure
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name, two_processes):
     expected = two_steps(model("tied" in name), None)
     for rank in range(2):
-        losses, parameters = two_processes[name, rank]
+        result = two_processes.get((name, rank), "did not get that far")
+        assert isinstance(result, tuple), result
+        losses, parameters = result
         torch.testing.assert_close(losses, expected[0], rtol=1e-6, atol=0)
         torch.testing.assert_close(parameters, expected[1], rtol=1e-5, atol=1e-6)
 
