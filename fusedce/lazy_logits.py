@@ -257,6 +257,8 @@ class TracedLogits(Lazy):
         return self.shape if dim is None else self._state.shape[dim]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not one of a tensor's, or this object is half made
+            raise AttributeError(name)
         return getattr(self.tensor(), name)
 
     @classmethod
