@@ -2,10 +2,11 @@
 
     python bench/report.py bench/results/loss-cpu.json              # Markdown to the terminal
     python bench/report.py bench/results/loss-cpu.json --plots docs # PNGs beside the README
-    python bench/report.py bench/results/loss-cpu.json --readme README.md
+    python bench/report.py bench/results/loss-cpu.json --readme README.md --full docs/cpu.md
 
 ``--readme`` rewrites what stands between ``<!-- time cpu -->`` and ``<!-- end -->`` (and so on for
-other suites and devices), so that no number in it is typed by hand.
+other suites and devices), so that no number in it is typed by hand; ``--full`` writes every suite
+with every column.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     return out
 
 
+def ms(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def error(row: Row, name: str) -> str:
     errors = row.get("errors") or {}
     return f"{errors[name]:.1e}" if name in errors else ""
 
 
-def table(suite: str, rows: list[Row]) -> str:
-    """One suite as Markdown; columns that no row fills are left out."""
+def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
+    """One suite as Markdown; columns that no row fills are left out, and those of ``without``."""
     columns = {
         "N, H, V": lambda r: f"{r['N']}, {r['H']}, {r['V']}",
         "dtype": lambda r: r["dtype"],
@@ -59,10 +64,10 @@ def table(suite: str, rows: list[Row]) -> str:
         "logits": lambda r: r["data"] if suite == "accuracy" else "",
         "chunk": lambda r: f"{r['chunk_tokens']}" if r["chunk_tokens"] else "",
         "": lambda r: r["name"],
-        "median ms": lambda r: r.get("failed") or ("" if r["ms"] is None else f"{r['ms']:.4g}"),
-        "range": lambda r: "{:.4g} to {:.4g}".format(
-            1e3 * min(r["seconds"]), 1e3 * max(r["seconds"])
-        ) if r.get("seconds") else "",
+        "median ms": lambda r: r.get("failed") or ("" if r["ms"] is None else ms(r["ms"])),
+        "range": lambda r: " to ".join(ms(1e3 * f(r["seconds"])) for f in (min, max))
+        if r.get("seconds")
+        else "",
         "/ bare GEMMs": lambda r: "" if r["ratio"] is None else f"{r['ratio']:.2f}",
         "TFLOP/s": lambda r: "" if r["ms"] is None else f"{r['flops'] / r['ms'] / 1e9:.3g}",
         "extra peak MiB": lambda r: f"{r['extra_peak_bytes'] / MiB:.0f}"
@@ -75,7 +80,7 @@ def table(suite: str, rows: list[Row]) -> str:
     }  # fmt: skip
     chosen = [r for r in with_ratios(rows) if r["suite"] == suite]
     cells = {name: [str(cell(r)) for r in chosen] for name, cell in columns.items()}
-    cells = {name: column for name, column in cells.items() if any(column)}
+    cells = {k: column for k, column in cells.items() if any(column) and k not in without}
     lines = ["| " + " | ".join(cells) + " |", "|" + "---|" * len(cells)]
     lines += ["| " + " | ".join(line) + " |" for line in zip(*cells.values(), strict=True)]
     return "\n".join(lines)
@@ -153,11 +158,19 @@ def plots(rows: list[Row], device: str, folder: Path, tag: str) -> list[Path]:
     return written
 
 
+def put(readme: Path, marker: str, body: str) -> None:
+    """Replace what stands between ``<!-- marker -->`` and ``<!-- end -->``."""
+    text = readme.read_text()
+    marked = rf"(?<=<!-- {re.escape(marker)} -->\n).*?(?=<!-- end -->)"
+    readme.write_text(re.sub(marked, lambda _: f"{body}\n", text, count=1, flags=re.DOTALL))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
     parser.add_argument("--plots", type=Path, help="folder for PNGs")
     parser.add_argument("--readme", type=Path, help="file whose marked tables to rewrite")
+    parser.add_argument("--full", type=Path, help="file for all tables")
     args = parser.parse_args()
     data = json.loads(args.json.read_text())
     tag = args.json.stem.removeprefix("loss-")
@@ -166,17 +179,17 @@ def main() -> None:
     tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
     if "scaling" in tables:
         tables["scaling"] += "\n\n" + exponents(rows)
+    where = f"{data['device']}; {versions}"
     if args.readme:
-        text = args.readme.read_text()
-        for suite, body in tables.items():
-            body = f"{body}\n\n{data['device']}; {versions}\n"
-            marked = rf"(?<=<!-- {suite} {tag} -->\n).*?(?=<!-- end -->)"
-            text = re.sub(marked, lambda _, body=body: body, text, flags=re.DOTALL)
-        args.readme.write_text(text)
-    else:
-        print(f"{data['device']}; {versions}")
-        for suite, body in tables.items():
-            print(f"\n## {suite}\n\n{body}")
+        for suite in tables:
+            body = table(suite, rows, without=("range", "TFLOP/s"))
+            put(args.readme, f"{suite} {tag}", f"{body}\n\n{where}")
+    full = f"# Every suite of `bench/loss.py`\n\n{where}\n"
+    full += "".join(f"\n## {suite}\n\n{body}\n" for suite, body in tables.items())
+    if args.full:
+        args.full.write_text(full)
+    elif not args.readme:
+        print(full)
     if args.plots:
         for path in plots(rows, data["device"], args.plots, tag):
             print(f"written: {path}")

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import transformers
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -76,24 +77,48 @@ ATTEMPTS: list[dict[str, Any]] = [
     {"sliding_window": ..., "pad_token_id": ...},
     {"hidden_size": 64, "head_dim": 16, "d_model": 64, "n_embd": 64},
     {"num_hidden_layers": ..., "hidden_size": 64},
+    {"layer_types": ...},
+    {"part": "text_config"},
 ]
+# Classes that need something of their own.
+RECIPES: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "layer_types": ...},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    # Reformer draws its dropout and its hashes from torch.seed(), another one each time.
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local"],
+                 "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "kimi_linear": {"num_experts_per_token": 2, "num_experts": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "layer_types": ...,
+                   "n_groups": 1},
+}  # fmt: skip
 
 
 def small_config(config_class: type, attempt: dict[str, Any]) -> Any:
     """A configuration of that class with everything that has a name of size made small."""
     default = config_class()
-    config = default.get_text_config(decoder=True)
     changes = {k: v for k, v in (SMALL | STEPS | attempt).items() if v is not ...}
-    known = config.to_dict()
+    known = default.to_dict()
     values = {}
     for name, value in changes.items():
-        if name not in known and name not in getattr(config, "attribute_map", {}):
+        if name not in known and name not in getattr(default, "attribute_map", {}):
             continue
         may_be_unset = name in ("pad_token_id", "layer_types") or name in STEPS
         if known.get(name) is None and not may_be_unset:
             continue
         values[name] = value
-    small = type(config)(**values)
+    for name, part in default.sub_configs.items():  # text and vision towers
+        if attempt.get("part") == name and part is not AutoConfig:
+            return small_config(part, attempt)
+        if isinstance(getattr(default, name, None), PretrainedConfig):
+            values[name] = small_config(type(getattr(default, name)), attempt)
+    values |= {k: v for k, v in attempt.items() if k in known and v is not ...}
+    small = config_class(**values)
     small.use_cache = False
     return small
 
@@ -174,7 +199,8 @@ def compare(model: torch.nn.Module) -> dict[str, Any]:
 def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     first = None
-    for attempt in ATTEMPTS:
+    recipe = [RECIPES[model_type]] if model_type in RECIPES else []
+    for attempt in recipe + ATTEMPTS:
         try:
             model = build(model_type, class_name, attempt)
             run(model, batch(model.config))

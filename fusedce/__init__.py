@@ -13,10 +13,12 @@ from fusedce.head import replace_loss_head, restore_loss_head
 from fusedce.labels import count_valid, shift_labels
 from fusedce.loss import LossSum, fused_ce
 from fusedce.reference import reference_ce
+from fusedce.trainer import FusedTrainerMixin
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FusedTrainerMixin",
     "LossAccumulator",
     "LossSum",
     "count_valid",

@@ -8,6 +8,7 @@ the head's ``forward``.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.lazy_logits import LazyLogits, State
+from fusedce.lazy_logits import LazyLogits, TracedLogits
+from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
 
 _ATTACHED = "_fusedce_head"
@@ -36,6 +38,7 @@ class _Loss(NamedTuple):
 
     labels: Tensor
     vocabulary: slice
+    bias: Tensor | None  # beside the head's own
     options: dict[str, Any]
 
 
@@ -47,12 +50,13 @@ class _Attached:
         self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
         self.V = _plain_weight(module).shape[0]
 
-    def trainable(self) -> bool:
-        return any(p.requires_grad for p in self.module.parameters())
+    def trainable(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if p.requires_grad]
 
-    def original(self, hidden: Tensor) -> Tensor:
-        forward = self.previous or MethodType(type(self.module).forward, self.module)
-        return forward(hidden)
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._enter(hidden, None)
@@ -63,9 +67,10 @@ class _Attached:
         labels: Tensor,
         *,
         vocabulary: slice,
+        bias: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        return self._enter(hidden, _Loss(labels, vocabulary, options))
+        return self._enter(hidden, _Loss(labels, vocabulary, bias, options))
 
     def _enter(self, hidden: Tensor, request: _Loss | None) -> Any:
         """Run here, or through the module's hooks where those bring its parameters (FSDP2).
@@ -84,7 +89,8 @@ class _Attached:
                 return self.original(hidden)
         terms = _terms(self.module, hidden)
         weight = terms.weight.to(hidden.dtype)
-        bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
+        biases = [b.to(hidden.dtype) for b in (terms.bias, request.bias) if b is not None]
+        bias = sum(biases[1:], biases[0]) if biases else None
         if request.vocabulary != slice(0, self.V):
             weight = weight[request.vocabulary]
             bias = None if bias is None else bias[request.vocabulary]
@@ -130,17 +136,29 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
+    attach(model, head)
+    if any(_is_trl_head(m.__dict__.get("forward")) for m in model.modules()):
+        warnings.warn(
+            "TRL has installed its own fused head on this model: SFTTrainer calls that one and "
+            "never this one. Use a trainer with fusedce.FusedTrainerMixin",
+            stacklevel=2,
+        )
+    return model
+
+
+def attach(model: nn.Module, head: nn.Module | None = None) -> None:
+    """:func:`replace_loss_head` without its warnings."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     head = _find_head(model) if head is None else head
     if _ATTACHED in head.__dict__:
-        return model
+        return
     _check_linear(head)
+    restore_loss_head(head)  # of a head that was replaced before an adapter was put around it
     attached = _Attached(head)
     _probe(attached)
     head.__dict__[_ATTACHED] = attached
     head.forward = MethodType(_forward, head)
-    return model
 
 
 def restore_loss_head(model: nn.Module) -> nn.Module:
@@ -168,20 +186,20 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if (
         not isinstance(hidden, Tensor)
-        or isinstance(hidden, LazyLogits)
+        or isinstance(hidden, Lazy)
         or not hidden.is_floating_point()
         or hidden.dim() == 0
-        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
+        or not _is_sum_of_products(self)  # an adapter that has been switched to since
     ):
-        forward = attached.previous or MethodType(type(self).forward, self)
-        return forward(*args, **kwargs)
+        return attached.original(*args, **kwargs)
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    return LazyLogits(
+    kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
+    return kind_of_logits.make(
         State(
             head=attached,
             hidden=hidden,
@@ -215,7 +233,7 @@ def _find_head(model: nn.Module) -> nn.Module:
     return linears[-1]
 
 
-def _check_linear(head: object) -> None:
+def _check_linear(head: Any) -> None:
     if not isinstance(head, nn.Module):
         raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
     try:
@@ -226,6 +244,11 @@ def _check_linear(head: object) -> None:
         raise TypeError(
             f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
             + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
+        )
+    if not _is_sum_of_products(head):
+        raise ValueError(
+            f"head must be linear, or linear with LoRA, got the adapters "
+            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
         )
 
 
@@ -245,6 +268,21 @@ def _plain_weight(module: Any) -> Tensor:
     module = _active(module)
     weight: Tensor = getattr(module, "base_layer", module).weight
     return weight
+
+
+def _is_sum_of_products(module: Any) -> bool:
+    """Whether :func:`_terms` knows the adapter of a head, if it has one."""
+    module = _active(module)
+    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+        return True
+    variants = getattr(module, "lora_variant", {})  # DoRA and others
+    return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
+
+
+def _is_trl_head(forward: Any) -> bool:
+    """Whether a model's forward is the one that TRL's trainers install."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames
 
 
 def _terms(module: Any, hidden: Tensor) -> _Terms:
@@ -323,7 +361,7 @@ def _probe_once(
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
-    request = _Loss(labels, slice(0, attached.V), {})
+    request = _Loss(labels, slice(0, attached.V), None, {})
     fused = attached.run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

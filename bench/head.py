@@ -1,0 +1,100 @@
+"""What replacing the head of a causal LM changes in a whole step: time and peak memory.
+
+    python bench/head.py               # a table, and bench/results/head-cpu.json
+    python bench/head.py --device cuda
+
+A small Llama with a large vocabulary, where the logits are what fills memory. Each peak comes from
+a process of its own; times from one process, the two models taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from report import put
+
+import fusedce
+from fusedce import _measure
+
+MiB = 2**20
+SHAPE = {"batch": 4, "tokens": 256, "hidden": 256, "layers": 2, "vocabulary": 128256}
+
+
+def make_step(fused: bool, training: bool, device: str, dtype: str) -> Callable[[], object]:
+    """One training step (forward, backward) or evaluation step of the model, as Trainer does it."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=SHAPE["vocabulary"], hidden_size=SHAPE["hidden"], intermediate_size=512,
+        num_hidden_layers=SHAPE["layers"], num_attention_heads=4, use_cache=False,
+        tie_word_embeddings=True, max_position_embeddings=SHAPE["tokens"],
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device, getattr(torch, dtype))
+    if fused:
+        fusedce.replace_loss_head(model)
+    shape = (SHAPE["batch"], SHAPE["tokens"])
+    ids = torch.randint(0, SHAPE["vocabulary"], shape, device=device)
+    labels = ids.clone()
+    labels[:, : SHAPE["tokens"] // 4] = -100
+
+    def train() -> float:
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return float(model(input_ids=ids, labels=labels).loss)
+
+    model.train(training)
+    for p in model.parameters():  # gradients are there in every step but the first
+        p.grad = torch.zeros_like(p) if training else None
+    return train if training else evaluate
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    rows = []
+    for mode in ("training", "evaluation"):
+        kwargs = {"training": mode == "training", "device": args.device, "dtype": args.dtype}
+        calls = {n: make_step(n == "fusedce", **kwargs) for n in ("native", "fusedce")}
+        losses = {n: call() for n, call in calls.items()}
+        assert abs(losses["native"] - losses["fusedce"]) < 1e-5 * losses["native"], losses
+        seconds = _measure.median_seconds(calls, args.repeats)
+        for name in calls:
+            peak = _measure.peak_extra_bytes(
+                "head:make_step", {"fused": name == "fusedce", **kwargs}, device=args.device
+            )
+            rows.append(
+                {"step": mode, "head": name, "seconds": seconds[name], "extra_peak_bytes": peak}
+            )
+    lines = ["| step | head | median ms | extra peak MiB |", "|---|---|---|---|"]
+    for row in rows:
+        ms = 1e3 * statistics.median(row["seconds"])
+        mib = row["extra_peak_bytes"] / MiB
+        lines.append(f"| {row['step']} | {row['head']} | {ms:.0f} | {mib:.0f} |")
+    print("\n".join(lines))
+    if args.readme:
+        put(args.readme, f"head {args.device}", "\n".join(lines))
+    data = {
+        "shape": SHAPE, "device": args.device, "dtype": args.dtype, "rows": rows,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }  # fmt: skip
+    out = Path(__file__).parent / "results" / f"head-{args.device}.json"
+    out.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

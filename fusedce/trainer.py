@@ -1,0 +1,297 @@
+"""A mixin that makes the Trainer of transformers, and TRL's SFTTrainer, count tokens right.
+
+The model's own forward runs as it is, with its own loss code; only the denominator of the mean in
+its fused ``F.cross_entropy`` is replaced. For ``M`` micro-batches on each of ``R`` ranks that
+denominator is ``sum of n_valid / (M * R)``: what Trainer does afterwards, dividing by ``M`` and
+averaging over ranks, then gives ``sum of loss_sum / sum of n_valid``, and leaves auxiliary losses
+(MoE routers) the mean over micro-batches that they should be.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedce.accumulate import LossAccumulator
+from fusedce.head import attach
+from fusedce.lazy_logits import LossTap
+
+logger = logging.getLogger(__name__)
+
+
+class FusedTrainerMixin:
+    """``class MyTrainer(FusedTrainerMixin, Trainer)``: the fused loss, one denominator per step.
+
+    Works with ``transformers.Trainer`` and ``trl.SFTTrainer``. What changes, for every model whose
+    loss is an ``F.cross_entropy`` of its output head:
+
+    * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
+    * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
+      micro-batches and ranks. Tokens are counted as the model's own loss counts them, after its
+      shift if it has one (found out with one forward of one row), and also for models that take no
+      ``num_items_in_batch`` or ignore it;
+    * auxiliary losses in the model's loss are averaged over micro-batches and ranks;
+    * ``loss`` in the logs is in nats per token over the logging interval and all ranks, without
+      auxiliary losses; ``train_loss`` the same over the whole run;
+    * evaluation and prediction report sum / count over all tokens, whatever the batch size; samples
+      that are repeated to fill the last batch of a distributed evaluation are not counted twice;
+    * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
+      trained across a document's border, and one warning says so where the model attends across it.
+
+    TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
+    its scales from the configuration; here the model's own loss runs instead. Its metrics
+    ``entropy`` and ``mean_token_accuracy`` are not logged.
+
+    Raises (when training begins):
+        ValueError: the model's loss is not one fused cross-entropy (its logits go elsewhere), or a
+            setting defines another loss: ``compute_loss_func``, ``label_smoothing_factor``,
+            TRL's ``loss_type`` other than "nll".
+        RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
+            model's loss has counted other tokens than the labels hold.
+
+    Example:
+        >>> class MyTrainer(FusedTrainerMixin, Trainer):
+        ...     pass
+        >>> MyTrainer(model=model, args=args, train_dataset=dataset).train()
+    """
+
+    if TYPE_CHECKING:  # what the Trainer behind it brings
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.args
+        _refuse_other_losses(self, settings)
+        if settings.n_gpu > 1:
+            raise RuntimeError(
+                f"FusedTrainerMixin does not work with nn.DataParallel, which Trainer uses for "
+                f"{settings.n_gpu} GPUs in one process: start one process per GPU with torchrun"
+            )
+        if hasattr(settings, "loss_type"):
+            logger.warning(
+                "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
+                "model's own, computed by fusedce; entropy and mean_token_accuracy are not logged."
+            )
+        attach(self.model)
+        self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
+        self._train_totals = LossAccumulator()
+        self._declared: Tensor | int = 0
+        self._run_sum, self._run_count = 0.0, 0
+        self._eval_totals: LossAccumulator | None = None
+        self._shift: int | None = None
+
+    # ---- training ---------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(
+        self, batch_samples: list[dict[str, Any]], device: torch.device
+    ) -> Tensor | None:
+        """All valid tokens of an optimizer step, over its micro-batches and ranks.
+
+        Collectives: one all-reduce of one int64, on all ranks.
+        """
+        if self._eval_totals is not None or not batch_samples:
+            return None
+        if self._shift is None:
+            self._shift = self._find_shift(batch_samples[0])
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        for batch in batch_samples:
+            _mask_borders(batch)
+            count += _labels(batch, self._shift).ne(-100).sum().to(device)
+        self._declared = self._declared + count
+        return self._sum_over_ranks(count)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """The model's loss, its cross-entropy over the optimizer step's denominator in training."""
+        denominator = None
+        if self._eval_totals is None and num_items_in_batch is not None:
+            steps = self.current_gradient_accumulation_steps
+            denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
+        if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
+            inputs = {**inputs, "output_router_logits": True}
+        _mask_borders(inputs)
+        with LossTap(denominator) as tap:
+            outputs = model(**inputs)
+        totals = self._train_totals if self._eval_totals is None else self._eval_totals
+        for loss in tap.losses:
+            totals.add(loss)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Puts the loss per token into what Trainer logs."""
+        if "loss" in logs or "train_loss" in logs:
+            metrics = self._train_totals.metrics(reset=True)
+            n_tokens = int(metrics["n_tokens"])
+            if n_tokens:
+                self._run_sum += metrics["loss"] * n_tokens
+                self._run_count += n_tokens
+            declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
+            self._declared = 0
+            if declared != n_tokens:
+                raise RuntimeError(
+                    f"the model's loss has counted {n_tokens} tokens since the last logging step, "
+                    f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
+                    f"would be divided by a wrong number"
+                )
+            if "loss" in logs:
+                logs["loss"] = metrics["loss"]
+            if "train_loss" in logs:
+                logs["train_loss"] = self._run_sum / max(self._run_count, 1)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; ``training_loss`` of what it returns is in nats per token as well."""
+        self._run_sum, self._run_count, self._declared = 0.0, 0, 0
+        self._shift = None  # a `model_init` makes another model for each run
+        output = super().train(*args, **kwargs)  # type: ignore[misc]
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    # ---- evaluation -------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the loss as sum / count over all tokens."""
+        self._eval_totals = LossAccumulator()
+        try:
+            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            metrics = self._eval_totals.metrics()
+        finally:
+            self._eval_totals = None
+        for name in output.metrics:
+            if name.endswith("_loss") and metrics["n_tokens"]:
+                output.metrics[name] = metrics["loss"]
+        return output
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, without the samples that fill up the last batch."""
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0 and "labels" in inputs:
+            rank = self.accelerator.process_index
+            real = max(state.remainder - rank * len(inputs["labels"]), 0)
+            inputs = {**inputs, "labels": inputs["labels"].clone()}
+            inputs["labels"][real:] = -100
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    # ---- what the model does ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def _find_shift(self, batch: dict[str, Any]) -> int:
+        """How many labels of a row the model's loss leaves out: 1 if it shifts, 0 if not."""
+        row = {k: v[:1] if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in batch.items()}
+        row = self._prepare_inputs(row)
+        name = "shift_labels" if "shift_labels" in row else "labels"
+        if name not in row:
+            raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
+        row[name] = row[name].clamp(min=0)
+        model: Any = self.model
+        attach(model)
+        training = model.training
+        model.eval()
+        try:
+            with LossTap() as tap, self.compute_loss_context_manager():
+                model(**row)
+            if len(tap.losses) != 1:
+                raise ValueError(
+                    f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
+                    f"output head, but there were {len(tap.losses)}: use the stock Trainer"
+                )
+            if _attends_across_documents(model, row):
+                logger.warning(
+                    "Documents are packed into one row, but %s attends across their borders: the "
+                    "loss of a token depends on other documents. Use an attention implementation "
+                    "with variable lengths, such as flash_attention_2.",
+                    type(model).__name__,
+                )
+        finally:
+            model.train(training)
+        return row[name].numel() - int(tap.losses[0][1])
+
+    def _parallel_size(self, *kinds: str) -> int:
+        return math.prod(getattr(self, f"get_{kind}_size", lambda: 1)() for kind in kinds)
+
+    def _n_ranks(self) -> int:
+        """Ranks whose gradients are averaged: those of tensor parallelism are one."""
+        return int(self.accelerator.num_processes // self._parallel_size("tp"))
+
+    def _sum_over_ranks(self, count: Tensor) -> Tensor:
+        """The sum over ranks of a count of whole batches; ranks that share a batch count once."""
+        total = self.accelerator.reduce(count.to(self.args.device), reduction="sum")
+        return total // self._parallel_size("tp", "cp", "sp")
+
+
+def _refuse_other_losses(trainer: Any, settings: Any) -> None:
+    """Settings that replace the model's loss by another one, which would be lost here."""
+    found = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": settings.label_smoothing_factor != 0,
+        f"loss_type={getattr(settings, 'loss_type', None)!r}": (
+            getattr(settings, "loss_type", None) not in (None, "nll")
+        ),
+    }
+    for name, is_set in found.items():
+        if is_set:
+            raise ValueError(
+                f"FusedTrainerMixin computes the model's own cross-entropy, but {name} asks for "
+                f"another loss: leave it out, or use the Trainer without the mixin"
+            )
+
+
+def _labels(batch: dict[str, Any], shift: int) -> Tensor:
+    """The labels that the model's loss can see."""
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    return batch["labels"][..., shift:]
+
+
+def _document_starts(batch: dict[str, Any]) -> Tensor | None:
+    """Where packed documents begin, but for the first of a row: bool like the labels, or None."""
+    if "attention_mask" in batch or "labels" not in batch:
+        return None
+    labels = batch["labels"]
+    if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
+        starts = positions == 0
+    elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
+        starts = torch.zeros_like(labels, dtype=torch.bool)
+        starts[0, cu_seqlens[:-1].long()] = True
+    else:
+        return None
+    starts[:, 0] = False
+    return starts
+
+
+def _mask_borders(batch: dict[str, Any]) -> None:
+    """The first token of a packed document is no label: the token before it is of another one.
+
+    Before the model's own shift, hence where the document starts.
+    """
+    starts = _document_starts(batch)
+    if starts is not None:
+        batch["labels"] = batch["labels"].masked_fill(starts, -100)
+
+
+def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
+    """Whether the loss of the last packed document of a row changes with the tokens before it."""
+    starts = _document_starts(row)
+    if starts is None or "input_ids" not in row or not bool(starts.any()):
+        return False
+    begin = int(starts[0].nonzero().max())
+    labels = row["labels"].clone()
+    labels[:, : begin + 1] = -100
+    other = row["input_ids"].clone()
+    other[:, :begin] = other[:, :begin].flip(1)
+    sums = []
+    for ids in (row["input_ids"], other):
+        with LossTap() as tap:
+            model(**{**row, "input_ids": ids, "labels": labels})
+        sums.append(tap.losses[0][0])
+    return not torch.allclose(sums[0], sums[1], rtol=1e-5)
