@@ -2,6 +2,7 @@
 
     python bench/accumulation.py --device cpu     # a small Llama, under 15 minutes on 2 cores
     python bench/accumulation.py --device cuda    # SmolLM-135M's configuration, up to 2048 tokens
+    python bench/accumulation.py --regime bimodal --steps 5
     python bench/accumulation.py --plot bench/results/accumulation-cpu.json
 
 The same 32 sequences of a step are trained on as 32x1, 16x2, 2x16 and 1x32 (sequences in a
@@ -236,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
+    parser.add_argument("--regime", default="", help="only regimes whose name begins so")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--picture", type=Path, help="default: beside the data")
@@ -259,7 +261,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     config = LlamaConfig(**setup.model, attention_dropout=0.0, use_cache=False)
     model = LlamaForCausalLM(config).float().train().to(options.device)
+    if kind != "cpu":  # 32 padded sequences of 2048 tokens at a time
+        model.gradient_checkpointing_enable()
     sequences = regimes([encode(text) for text in texts], setup, options.seed)
+    sequences = {k: v for k, v in sequences.items() if k.startswith(options.regime)}
     with demo.exactly_repeatable():
         found = grid(model, sequences, steps, options.seed, options.device)
     data = {

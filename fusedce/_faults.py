@@ -76,13 +76,13 @@ class DeviceFaults:
         padded = (1 + _KINDS.index(kind), *numbers, *[0] * (_MOST_NUMBERS - len(numbers)))
         fault = torch.stack(
             [
-                x.to(device, torch.int64)
+                moved(x, device).long()
                 if isinstance(x, Tensor)
                 else torch.full((), x, dtype=torch.int64, device=device)
                 for x in padded
             ]
         )
-        old = torch.zeros_like(fault) if self._first is None else self._first.to(device)
+        old = torch.zeros_like(fault) if self._first is None else moved(self._first, device)
         self._first = torch.where((old[0] == 0) & condition, fault, old)
 
     def count(self, device: torch.device) -> Tensor:
@@ -100,6 +100,11 @@ class DeviceFaults:
         if kind:
             fault = _KINDS[kind - 1]
             raise fault(*numbers[: fault.__code__.co_argcount])
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on ``device``. From the host without waiting for what is queued there already."""
+    return x.to(device, non_blocking=x.device.type == "cpu")
 
 
 def readable(device: torch.device) -> bool:

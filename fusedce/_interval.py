@@ -140,6 +140,8 @@ class Interval:
         if window.totals is not None:
             before = self._totals
             self._totals = (
-                window.totals if before is None else before.to(window.totals.device) + window.totals
+                window.totals
+                if before is None
+                else _faults.moved(before, window.totals.device) + window.totals
             )
         self._n_windows += 1

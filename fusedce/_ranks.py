@@ -66,11 +66,12 @@ class Ranks:
         if group is None:
             return values
         kind = MEETINGS.index(what)
-        total = self._all_reduce(torch.cat([values, values.new_tensor([kind, kind * kind])]), group)
-        *_, kinds, kinds2 = total.unbind()
+        kinds = torch.stack([torch.full_like(values[0], x) for x in (kind, kind * kind)])
+        total = self._all_reduce(torch.cat([values, kinds]), group)
+        *_, sum_k, sum_k2 = total.unbind()
         ranks = dist.get_world_size(group)
         # Numbers are equal exactly where their variance is zero.
-        faults.note(_faults.ranks_elsewhere, ranks * kinds2 != kinds * kinds, kind)
+        faults.note(_faults.ranks_elsewhere, ranks * sum_k2 != sum_k * sum_k, kind)
         return total[:3]
 
     @staticmethod
@@ -79,7 +80,7 @@ class Ranks:
         if device.type == "cpu" and dist.get_backend(group) in ("nccl", "xccl"):
             accelerator = torch.accelerator.current_accelerator()
             device = device if accelerator is None else accelerator
-        values = values.to(device, copy=True)
+        values = _faults.moved(values, device)
         dist.all_reduce(values, group=group)
         return values
 

@@ -56,7 +56,7 @@ class Streaming(Interval):
         total = self._reduce_counts(_faults.FINISH, window.totals[1], window.seen)
         self._window = None
         self._decide_step(total)
-        correction = (window.denominator.to(total.device) / total.clamp(min=1)).float()
+        correction = (_faults.moved(window.denominator, total.device) / total.clamp(min=1)).float()
         for p in trained:
             if self._should_step:
                 scale_(_local(p.grad), correction)
@@ -66,7 +66,7 @@ class Streaming(Interval):
         self._previous_count = (
             total.clamp(min=1)
             if previous is None
-            else torch.where(total > 0, total, previous.to(total.device))
+            else torch.where(total > 0, total, _faults.moved(previous, total.device))
         )
         self._close(window)
         return self._should_step

@@ -29,7 +29,7 @@ class Window:
                     f"window: {len(self.declared)} micro-batches were declared, "
                     f"this is number {self.seen + 1}"
                 )
-            expected = self.declared[self.seen].to(n_valid.device)
+            expected = _faults.moved(self.declared[self.seen], n_valid.device)
             faults.note(_faults.count_differs, expected != n_valid, self.seen, expected, n_valid)
         self.seen += 1
         self.totals = add_totals(self.totals, loss_sum, n_valid)
@@ -122,7 +122,7 @@ def unpack(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def add_totals(totals: Tensor | None, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
     """``totals (2,)`` float64 with a batch added, on the batch's device."""
     new = torch.stack([loss_sum.detach().double(), n_valid.clamp(min=0).double()])
-    return new if totals is None else totals.to(new.device) + new
+    return new if totals is None else _faults.moved(totals, new.device) + new
 
 
 def describe(x: object) -> str:

@@ -233,7 +233,7 @@ class LossAccumulator(Streaming):
         ranks, divisor = self._ranks.size(), self._engine.divisor()
         mean = self._grad_reduction == "mean"
         factor = divisor * (ranks if mean else 1) / window.denominator
-        scaled = loss_sum * factor.to(loss_sum.device, loss_sum.dtype)
+        scaled = loss_sum * _faults.moved(factor, loss_sum.device).to(loss_sum.dtype)
         auxiliary = window.take_auxiliary()
         if auxiliary is not None:
             scaled = scaled + auxiliary.to(scaled) * (divisor / (1 if mean else ranks))

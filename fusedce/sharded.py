@@ -57,7 +57,8 @@ def sharded_ce(
     (``from_mesh(mesh, ["dp"])``).
 
     A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``.
-    Deterministic; all ranks compute the same bits of the loss.
+    Deterministic; all ranks compute the same bits of the loss. Waits for the device: the host cuts
+    the chunks, and first compares what the ranks hold.
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
