@@ -133,6 +133,11 @@ class LossAccumulator(Streaming):
 
         Raises:
             TypeError, ValueError: ``mesh`` is not a ``DeviceMesh`` or has no such dimensions.
+
+        Example:
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+            >>> acc = LossAccumulator.from_mesh(mesh, "dp")
         """
         return cls(
             submesh(mesh, token_dims),
@@ -161,6 +166,10 @@ class LossAccumulator(Streaming):
         Raises:
             TypeError: not an ``Accelerator``.
             ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+            >>> acc = LossAccumulator.from_accelerator(accelerator)
         """
         new = cls(token_mesh(accelerator), on_empty=on_empty)
         new._engine = AccelerateEngine(accelerator)

@@ -98,9 +98,11 @@ def sharded_ce(
             rows (on all ranks); a placement other than those above.
 
     Example:
-        >>> # 2 ranks, V = 11: rank 0 holds rows 0 to 5, rank 1 rows 6 to 10
-        >>> mesh = init_device_mesh("cpu", (2,))
+        >>> # every rank; alone, it holds the whole vocabulary
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         >>> weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
+        >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
         >>> sharded_ce(hidden, weight, labels).mean().backward()
         >>> weight.grad.placements
         (Shard(dim=0),)

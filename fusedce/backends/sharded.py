@@ -24,6 +24,15 @@ from fusedce.autograd import grad_dtype
 from fusedce.backends.plan import chunk_size
 from fusedce.labels import bad_label_code, bad_label_message
 
+# torch 2.13 gave these two new names
+ALL_GATHER, REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
 
 class Shard(NamedTuple):
     """Which rows of the vocabulary lie here, and who has the others."""
@@ -244,18 +253,20 @@ def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``(k, C)`` of every rank, as ``(k, ranks, C)``."""
     k, C = numbers.shape
-    ranks = dist.get_world_size(group)
-    out = numbers.new_empty(ranks * k, C)
-    dist.all_gather_into_tensor(out, numbers.contiguous(), group=group)
-    return out.view(ranks, k, C).transpose(0, 1)
+    return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
 
 
 def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
     """``(n, ...)`` of every rank, each filled up to ``most`` tokens, one after the other."""
     padded = x.new_full((most, *x.shape[1:]), value)
     padded[: len(x)] = x
-    out = x.new_empty(dist.get_world_size(group) * most, *x.shape[1:])
-    dist.all_gather_into_tensor(out, padded, group=group)
+    return all_gather(padded, group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
     return out
 
 
@@ -271,5 +282,5 @@ def _sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Sh
     d_hidden[rows] = d_rows
     mine = d_rows.new_empty(max(shard.tokens), H)
     if N:
-        dist.reduce_scatter_tensor(mine, d_hidden, group=shard.group)
+        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
     return mine[:n_here]

@@ -1,0 +1,44 @@
+"""The examples in the docstrings of accumulator and sharded loss run as they stand."""
+
+import doctest
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fusedce
+from fusedce.sharded import sharded_ce
+
+OBJECTS = {
+    "LossAccumulator": fusedce.LossAccumulator,
+    "from_mesh": fusedce.LossAccumulator.from_mesh,
+    "from_accelerator": fusedce.LossAccumulator.from_accelerator,
+    "metrics": fusedce.LossAccumulator.metrics,
+    "sharded_ce": sharded_ce,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_example(name):
+    if name == "from_accelerator":
+        pytest.importorskip("accelerate")
+    names = vars(fusedce) | globals() | {"fusedce": fusedce}
+    if name == "from_accelerator":
+        from accelerate import Accelerator
+
+        names["Accelerator"] = Accelerator
+    (found,) = [
+        test
+        for test in doctest.DocTestFinder(recurse=False).find(OBJECTS[name], name, globs=names)
+        if test.examples
+    ]
+    try:
+        result = doctest.DocTestRunner().run(found)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert result.attempted > 1
+    assert result.failed == 0
+    assert (torch, init_device_mesh, Shard, distribute_tensor)  # what the examples use
