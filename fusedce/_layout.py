@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce._ranks import Ranks
-from fusedce.backends.sharded import Shard
+from fusedce.backends.sharded import Shard, all_gather
 
 
 class Layout(NamedTuple):
@@ -116,11 +116,7 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
         [len(layout.weight), len(labels), layout.hidden.shape[-1], vocab_size or 0],
         device=labels.device,
     )
-    ranks = dist.get_world_size(layout.group)
-    told = mine.new_empty(ranks, 5)
-    dist.all_gather_into_tensor(
-        told.view(-1), torch.cat([mine, checksum[None]]), group=layout.group
-    )
+    told = all_gather(torch.cat([mine, checksum[None]]), layout.group).view(-1, 5)
     rows, tokens, H, V, checksums = (list(x) for x in zip(*told.tolist(), strict=True))
     if len(set(H)) > 1 or len(set(V)) > 1:
         raise ValueError(f"ranks must agree on H and vocab_size, got H={H}, vocab_size={V}")

@@ -210,7 +210,7 @@ MUTANTS = [
            "d_weight[: head.real] =", SHARDS),
     Mutant("shards: labels may differ", "_layout.py", "or len(set(checksums)) > 1", "", SHARDS),
     Mutant("shards: tokens get each other's gradients", SHARDED,
-           "dist.reduce_scatter_tensor(mine, d_hidden, group=shard.group)",
+           "getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)",
            "mine.copy_(d_hidden[: len(mine)])", SHARDS),
     Mutant("shards: smoothing left out of the gradient", SHARDED, "g -= (outer", "g -= 0 * (outer",
            SHARDS),

@@ -19,12 +19,22 @@ OBJECTS = {
     "sharded_ce": sharded_ce,
 }
 
+NAMES = {
+    "Shard": Shard,
+    "dist": dist,
+    "distribute_tensor": distribute_tensor,
+    "fusedce": fusedce,
+    "init_device_mesh": init_device_mesh,
+    "sharded_ce": sharded_ce,
+    "torch": torch,
+}
+
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_example(name):
     if name == "from_accelerator":
         pytest.importorskip("accelerate")
-    names = vars(fusedce) | globals() | {"fusedce": fusedce}
+    names = vars(fusedce) | NAMES
     if name == "from_accelerator":
         from accelerate import Accelerator
 
@@ -41,4 +51,3 @@ def test_example(name):
             dist.destroy_process_group()
     assert result.attempted > 1
     assert result.failed == 0
-    assert (torch, init_device_mesh, Shard, distribute_tensor)  # what the examples use

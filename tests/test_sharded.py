@@ -14,6 +14,7 @@ from vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows,
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.backends import plan
+from fusedce.backends.sharded import ALL_GATHER
 from fusedce.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
@@ -333,8 +334,8 @@ def test_the_collectives_are_those_of_the_docstring(world):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            ("all_gather_into_tensor", world * 5),
-            *[("all_gather_into_tensor", world * 3 * C) for C in chunks],
+            (ALL_GATHER, world * 5),
+            *[(ALL_GATHER, world * 3 * C) for C in chunks],
             ("all_reduce", n_valid * H),
         ]
 
