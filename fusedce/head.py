@@ -17,20 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.lazy_logits import LazyLogits, TracedLogits
+from fusedce._linear import check_linear, is_sum_of_products, plain_weight, terms_of
+from fusedce.lazy_logits import LazyLogits
 from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
+from fusedce.traced_logits import TracedLogits
 
 _ATTACHED = "_fusedce_head"
 _PROBE_TOKENS = 4
-
-
-class _Terms(NamedTuple):
-    """``logits = hidden @ weight.T + bias``, and a low-rank term beside it where LoRA adds one."""
-
-    hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
 
 
 class _Loss(NamedTuple):
@@ -48,7 +42,7 @@ class _Attached:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
-        self.V = _plain_weight(module).shape[0]
+        self.V = plain_weight(module).shape[0]
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -84,10 +78,10 @@ class _Attached:
     def run(self, hidden: Tensor, request: _Loss | None) -> Any:
         if request is None:
             # The hidden state may have been cast by an autocast that has ended since.
-            mixed = hidden.dtype != _plain_weight(self.module).dtype
+            mixed = hidden.dtype != plain_weight(self.module).dtype
             with torch.autocast(hidden.device.type, hidden.dtype) if mixed else nullcontext():
                 return self.original(hidden)
-        terms = _terms(self.module, hidden)
+        terms = terms_of(self.module, hidden)
         weight = terms.weight.to(hidden.dtype)
         biases = [b.to(hidden.dtype) for b in (terms.bias, request.bias) if b is not None]
         bias = sum(biases[1:], biases[0]) if biases else None
@@ -153,7 +147,7 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
     head = _find_head(model) if head is None else head
     if _ATTACHED in head.__dict__:
         return
-    _check_linear(head)
+    check_linear(head)
     restore_loss_head(head)  # of a head that was replaced before an adapter was put around it
     attached = _Attached(head)
     _probe(attached)
@@ -191,7 +185,7 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or hidden.dim() == 0
         or torch.jit.is_tracing()
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
-        or not _is_sum_of_products(self)  # an adapter that has been switched to since
+        or not is_sum_of_products(self)  # an adapter that has been switched to since
     ):
         return attached.original(*args, **kwargs)
     kind = hidden.device.type
@@ -233,83 +227,10 @@ def _find_head(model: nn.Module) -> nn.Module:
     return linears[-1]
 
 
-def _check_linear(head: Any) -> None:
-    if not isinstance(head, nn.Module):
-        raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
-    try:
-        weight = _plain_weight(head)
-    except AttributeError:
-        weight = None
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise TypeError(
-            f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
-            + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
-        )
-    if not _is_sum_of_products(head):
-        raise ValueError(
-            f"head must be linear, or linear with LoRA, got the adapters "
-            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
-        )
-
-
-def _active(module: Any) -> Any:
-    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
-    while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
-        names = getattr(module, "active_adapters", None) or [module.active_adapter]
-        disabled = getattr(module, "disable_adapters", False)
-        saved = [n for n in names if n in module.modules_to_save]
-        module = (
-            module.original_module if disabled or not saved else module.modules_to_save[saved[0]]
-        )
-    return module
-
-
-def _plain_weight(module: Any) -> Tensor:
-    module = _active(module)
-    weight: Tensor = getattr(module, "base_layer", module).weight
-    return weight
-
-
-def _is_sum_of_products(module: Any) -> bool:
-    """Whether :func:`_terms` knows the adapter of a head, if it has one."""
-    module = _active(module)
-    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
-        return True
-    variants = getattr(module, "lora_variant", {})  # DoRA and others
-    return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
-
-
 def _is_trl_head(forward: Any) -> bool:
     """Whether a model's forward is the one that TRL's trainers install."""
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
-
-
-def _terms(module: Any, hidden: Tensor) -> _Terms:
-    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
-    module = _active(module)
-    base = getattr(module, "base_layer", module)
-    weight, bias = _full(base.weight), getattr(base, "bias", None)
-    bias = None if bias is None else _full(bias)
-    if base is module or module.disable_adapters or module.merged:
-        return _Terms(hidden, weight, bias)
-    hiddens, weights = [hidden], [weight]
-    for name in module.active_adapters:
-        if name not in module.lora_A:
-            continue
-        a, b = module.lora_A[name], module.lora_B[name]
-        x = module.lora_dropout[name](hidden.to(a.weight.dtype))
-        hiddens.append((module.scaling[name] * a(x)).to(hidden.dtype))
-        weights.append(b.weight.to(weight.dtype))
-        if b.bias is not None:
-            extra = module.scaling[name] * b.bias.to(weight.dtype)
-            bias = extra if bias is None else bias + extra
-    return _Terms(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
-
-
-def _full(x: Tensor) -> Tensor:
-    """A parameter that is still sharded (a DTensor) as a whole; other tensors as they are."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _is_fsdp_unit(module: nn.Module) -> bool:
@@ -322,7 +243,7 @@ def _is_fsdp_unit(module: nn.Module) -> bool:
 
 def _probe(attached: _Attached) -> None:
     """Fused against native on a few tokens; refuses a head that is not what it looks like."""
-    module, weight = attached.module, _plain_weight(attached.module)
+    module, weight = attached.module, plain_weight(attached.module)
     if weight.is_meta or hasattr(weight, "full_tensor") or _is_fsdp_unit(module):
         return  # nothing to compute with, or other ranks would have to take part
     training = module.training

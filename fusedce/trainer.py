@@ -79,7 +79,7 @@ class FusedTrainerMixin:
             )
         attach(self.model)
         self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
-        self._train_totals = LossAccumulator()
+        self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
         self._eval_totals: LossAccumulator | None = None
@@ -161,7 +161,7 @@ class FusedTrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, with the loss as sum / count over all tokens."""
-        self._eval_totals = LossAccumulator()
+        self._eval_totals = LossAccumulator.from_accelerator(self.accelerator)
         try:
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             metrics = self._eval_totals.metrics()

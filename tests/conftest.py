@@ -36,6 +36,17 @@ def interpreter_rounds_to_bf16():
     interpreter.InterpreterBuilder.cast_impl = original
 
 
+@pytest.fixture
+def no_logits(monkeypatch):
+    """Fails the test where anybody computes the real logits of a replaced head."""
+    from fusedce.lazy_state import Lazy
+
+    def materialize(self, **kwargs):
+        raise AssertionError("real logits were computed")
+
+    monkeypatch.setattr(Lazy, "materialize", materialize)
+
+
 def pytest_collection_modifyitems(items):
     if torch.accelerator.is_available():
         return

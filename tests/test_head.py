@@ -26,16 +26,6 @@ def tokens(*shape, seed=0):
     return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def no_logits(monkeypatch):
-    """Fails the test where anybody computes real logits."""
-
-    def materialize(self, **kwargs):
-        raise AssertionError("real logits were computed")
-
-    monkeypatch.setattr(LazyLogits, "materialize", materialize)
-
-
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
     "module": lambda z, y: nn.CrossEntropyLoss()(z.view(-1, z.size(-1)), y.view(-1)),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import fusedce
 from fusedce import FusedTrainerMixin, replace_loss_head, restore_loss_head
-from fusedce.lazy_state import Lazy
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -24,14 +23,6 @@ def llama(**kwargs):
         **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | kwargs,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
-
-
-@pytest.fixture
-def no_logits(monkeypatch):
-    def materialize(self, **kwargs):
-        raise AssertionError("real logits were computed")
-
-    monkeypatch.setattr(Lazy, "materialize", materialize)
 
 
 def batch():

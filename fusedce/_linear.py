@@ -1,0 +1,89 @@
+"""What an output head is made of: a linear layer, perhaps inside wrappers of PEFT."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Terms(NamedTuple):
+    """``logits = hidden @ weight.T + bias``, and a low-rank term beside it where LoRA adds one."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+
+
+def check_linear(head: Any) -> None:
+    if not isinstance(head, nn.Module):
+        raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
+    try:
+        weight = plain_weight(head)
+    except AttributeError:
+        weight = None
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise TypeError(
+            f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
+            + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
+        )
+    if not is_sum_of_products(head):
+        raise ValueError(
+            f"head must be linear, or linear with LoRA, got the adapters "
+            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
+        )
+
+
+def _active(module: Any) -> Any:
+    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
+    while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+        names = getattr(module, "active_adapters", None) or [module.active_adapter]
+        disabled = getattr(module, "disable_adapters", False)
+        saved = [n for n in names if n in module.modules_to_save]
+        module = (
+            module.original_module if disabled or not saved else module.modules_to_save[saved[0]]
+        )
+    return module
+
+
+def plain_weight(module: Any) -> Tensor:
+    module = _active(module)
+    weight: Tensor = getattr(module, "base_layer", module).weight
+    return weight
+
+
+def is_sum_of_products(module: Any) -> bool:
+    """Whether :func:`terms_of` knows the adapter of a head, if it has one."""
+    module = _active(module)
+    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+        return True
+    variants = getattr(module, "lora_variant", {})  # DoRA and others
+    return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
+
+
+def terms_of(module: Any, hidden: Tensor) -> Terms:
+    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
+    module = _active(module)
+    base = getattr(module, "base_layer", module)
+    weight, bias = full(base.weight), getattr(base, "bias", None)
+    bias = None if bias is None else full(bias)
+    if base is module or module.disable_adapters or module.merged:
+        return Terms(hidden, weight, bias)
+    hiddens, weights = [hidden], [weight]
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        a, b = module.lora_A[name], module.lora_B[name]
+        x = module.lora_dropout[name](hidden.to(a.weight.dtype))
+        hiddens.append((module.scaling[name] * a(x)).to(hidden.dtype))
+        weights.append(b.weight.to(weight.dtype))
+        if b.bias is not None:
+            extra = module.scaling[name] * b.bias.to(weight.dtype)
+            bias = extra if bias is None else bias + extra
+    return Terms(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
+
+
+def full(x: Tensor) -> Tensor:
+    """A parameter that is still sharded (a DTensor) as a whole; other tensors as they are."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
