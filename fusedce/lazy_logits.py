@@ -12,6 +12,7 @@ Anything else sees real logits, computed once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -60,15 +61,13 @@ class LazyLogits(Lazy, torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        result = take_step(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         first = args[0] if args else None
-        if isinstance(first, LazyLogits) and not first._mutated:
-            handler = HANDLERS.get(func)
-            result = NotImplemented if handler is None else handler(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            if _writes(func):
-                first.materialize(graph=True)
-                first._mutated = True
+        if isinstance(first, LazyLogits) and _writes(func):
+            first.materialize(graph=True)
+            first._mutated = True
         args, kwargs = _real(args), _real(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -83,6 +82,16 @@ class LazyLogits(Lazy, torch.Tensor):
     ) -> Any:
         """Code that comes in below Python's overrides (C++ callers) sees real logits as well."""
         return func(*_real(args), **_real(kwargs or {}))
+
+
+def take_step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function does to lazy logits, if it leaves them lazy; else ``NotImplemented``."""
+    if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], Lazy):
+        args = (args[1], args[0])
+    handler = HANDLERS.get(func)
+    if handler is None or not args or not isinstance(args[0], Lazy) or args[0]._mutated:
+        return NotImplemented
+    return handler(*args, **kwargs)
 
 
 class _Anchor(torch.autograd.Function):
@@ -232,10 +241,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
         getattr(owner, name): step
         for name, step in METHODS.items()
-        for owner in (torch.Tensor, torch)
+        for owner in (torch.Tensor, torch, operator)  # compiled code says `operator.mul`
         if hasattr(owner, name)
     },
 }
+_SYMMETRIC = {T.add, T.__add__, torch.add, operator.add, T.mul, T.__mul__, torch.mul, operator.mul}
 _METADATA = {
     T.size, T.dim, T.ndimension, T.numel, T.nelement, T.element_size, T.is_floating_point,
     T.is_complex, T.__len__, torch.is_floating_point, torch.is_complex, torch.numel,

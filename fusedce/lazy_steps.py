@@ -255,11 +255,11 @@ METHODS: dict[str, Callable[..., Any]] = {
     name: step
     for step, names in (
         (_mul, ("mul", "multiply", "__mul__", "__rmul__")),
-        (_div, ("div", "divide", "true_divide", "__truediv__")),
+        (_div, ("div", "divide", "true_divide", "truediv", "__truediv__")),
         (_tanh, ("tanh",)),
         (_add, ("add", "__add__", "__radd__")),
-        (_in_place(_mul), ("mul_", "__imul__")),
-        (_in_place(_div), ("div_", "__itruediv__")),
+        (_in_place(_mul), ("mul_", "imul", "__imul__")),
+        (_in_place(_div), ("div_", "itruediv", "__itruediv__")),
         (_in_place(_tanh), ("tanh_",)),
         (lambda x: _cast(x, torch.float32), ("float",)),
         (lambda x: _cast(x, torch.float64), ("double",)),
@@ -276,7 +276,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         (_unsqueeze, ("unsqueeze",)),
         (_permute, ("permute",)),
         (_transpose, ("transpose", "swapaxes", "swapdims")),
-        (_getitem, ("__getitem__",)),
+        (_getitem, ("getitem", "__getitem__")),
     )
     for name in names
 }

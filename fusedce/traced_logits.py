@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.lazy_logits import HANDLERS, LazyLogits
+from fusedce.lazy_logits import LazyLogits, take_step
 from fusedce.lazy_state import Lazy
 from fusedce.lazy_steps import METHODS
 
@@ -64,12 +64,9 @@ class TracedLogits(Lazy):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, TracedLogits) and not first._mutated:
-            handler = HANDLERS.get(func)
-            result = NotImplemented if handler is None else handler(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        result = take_step(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         args, kwargs = _tensors(args), _tensors(kwargs)
         return func(*args, **kwargs)
 

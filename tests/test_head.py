@@ -49,6 +49,9 @@ LOSSES = {
     "added bias": lambda z, y: F.cross_entropy(
         ((z + torch.linspace(-1, 1, V)[None]).float() * 2).view(-1, V), y.view(-1)
     ),
+    "bias added to": lambda z, y: F.cross_entropy(
+        (torch.linspace(-1, 1, V) + z).view(-1, V), y.view(-1)
+    ),
     "in place": lambda z, y: F.cross_entropy(z.mul_(0.5).div_(3).tanh_().view(-1, V), y.view(-1)),
     "some classes": lambda z, y: F.cross_entropy(z[..., 5:40].reshape(-1, 35), y.view(-1) % 35),
     "ignore": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), ignore_index=int(y[0, 0])),
