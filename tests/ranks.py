@@ -50,7 +50,7 @@ def _worker(rank, folder, ranks, cases):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=120),
     )
     results = {}
     try:

@@ -14,7 +14,7 @@ from vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows,
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.backends import plan
-from fusedce.backends.sharded import ALL_GATHER
+from fusedce.backends.sharded import ALL_GATHER, REDUCE_SCATTER
 from fusedce.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
@@ -208,15 +208,8 @@ def collectives(rank):
     sizes = UNEQUAL[dist.get_world_size()]
     x = inputs(sum(sizes))
     local, _ = own_rows(x, sizes, rank)
-    calls = []
-    kept = {}
-    for name in (
-        "all_gather_into_tensor",
-        "all_reduce",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "all_gather",
-    ):
+    calls, kept = [], {}
+    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
         kept[name] = getattr(dist, name)
 
         def spy(out, *args, _name=name, **kwargs):
