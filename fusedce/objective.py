@@ -55,6 +55,30 @@ class Objective(NamedTuple):
 PLAIN = Objective()
 
 
+class Stats(NamedTuple):
+    """Per token; 0 at positions that are ignored or have weight 0 (``argmax``: -1)."""
+
+    nll: Tensor  # (N,) -log p(label), fp32 or fp64
+    lse: Tensor  # (N,)
+    entropy: Tensor  # (N,), or (0,) where not asked for
+    zmean: Tensor  # (N,) sum_v c_v z_v / V, or (0,)
+    argmax: Tensor  # (N,) int64, or (0,)
+    n_valid: Tensor  # () int64
+
+
+class Upstream(NamedTuple):
+    """What turns a token's logits into their gradient, (N,) each.
+
+    ``g = p * (alpha - beta * log p) + gamma * c``, but ``at_label`` at the label.
+    """
+
+    alpha: Tensor
+    beta: Tensor | None
+    gamma: Tensor | None
+    at_label: Tensor
+    used: Tensor  # bool: any of it is not 0
+
+
 def token_losses(
     objective: Objective,
     y: Tensor,  # (n,) labels, in range

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends import chunked
+from fusedce.backends import chunked, chunked_tiles
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ def bf16_units(request, monkeypatch):
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
-    monkeypatch.setattr(chunked._Head, "tiles", _tiles_of(tile))
+    monkeypatch.setattr(chunked_tiles.Head, "tiles", _tiles_of(tile))
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
