@@ -45,7 +45,7 @@ class Objective(NamedTuple):
         w = c if self.token_weight is None else self.token_weight * c
         return self._replace(token_weight=w, class_weight=None)
 
-    def rows(self, chosen: Tensor) -> Objective:
+    def rows(self, chosen: Tensor | slice) -> Objective:
         """Of the tokens at ``chosen``."""
         if self.token_weight is None:
             return self

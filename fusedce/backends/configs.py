@@ -48,6 +48,9 @@ FORWARD = {
 # Where bias, scale or soft-cap would spill the registers of the one above.
 FORWARD_WITH_OPTIONS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
 
+# Entropy and argmax need more registers.
+STATS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
+
 # What tuning tries besides the default, by family; two-byte inputs.
 CANDIDATES = {
     "sm_80": (
@@ -80,6 +83,7 @@ EXP_BLOCK_V = 2048
 EXP_WARPS = 4
 COMPACT_BLOCK_N = 1024
 SCALE_BLOCK = 8192
+MERGE_BLOCK_N = 128
 
 
 def architecture(device: torch.device) -> str:
@@ -97,6 +101,11 @@ def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
     """The default; ``options``: whether bias, scale or soft-cap are in use."""
     default = FORWARD[family, element_size]
     return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
+
+
+def stats(family: str, element_size: int) -> ForwardConfig:
+    """Blocks of ``stats_kernel``, which carries more along than the loss."""
+    return STATS.get((family, element_size), FORWARD[family, element_size])
 
 
 def exp_block(device: torch.device) -> int:
