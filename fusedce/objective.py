@@ -41,7 +41,7 @@ class Objective(NamedTuple):
         """
         if self.class_weight is None or self.label_smoothing or self.z_loss:
             return self
-        c = self.class_weight[labels.long().clamp(0, len(self.class_weight) - 1)]
+        c = self.class_weight.double()[labels.long().clamp(0, len(self.class_weight) - 1)]
         w = c if self.token_weight is None else self.token_weight * c
         return self._replace(token_weight=w, class_weight=None)
 

@@ -250,13 +250,6 @@ def test_chunk_plan():
     assert plan.chunk_size(100, logit_bytes=2, **{**common, "chunk_tokens": 7}) == 7
 
 
-def test_later_options_are_not_accepted_yet():
-    hidden, weight, labels = inputs()
-    for option in ("label_smoothing", "z_loss", "token_weight", "reduction"):
-        with pytest.raises(TypeError, match=option):
-            fused_ce(hidden, weight, labels, **{option: 0.1})
-
-
 H, W, L = (torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64))
 BAD = [
     ({"hidden": [1.0]}, TypeError, "hidden must be a tensor"),

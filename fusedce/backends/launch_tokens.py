@@ -158,7 +158,7 @@ def token_grads(
         d_bias_sum = None if d_bias is None else torch.zeros(V, device=device)
         chunks = Chunks(weight, bias, softcap, logit_scale, C)
         for begin in range(0, n, C):
-            chosen = rows[begin : begin + C].long()
+            chosen = rows[begin : min(begin + C, n)].long()
             h, y = hidden[chosen], labels[chosen]
             if capturing:  # unused rows take part, as zeros
                 padding = torch.arange(begin, begin + len(y), device=device) >= count
