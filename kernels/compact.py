@@ -26,7 +26,8 @@ def compact_kernel(
     BLOCK_N: tl.constexpr,
 ):
     found = tl.zeros((), dtype=tl.int32)
-    counted = tl.zeros((), dtype=tl.int32)
+    if HAS_TOKEN_WEIGHT:
+        counted = tl.zeros((), dtype=tl.int32)
     # A bad label is reported as position * 2^32 + (value + 2^31); the minimum is the first one.
     none_bad = tl.full((), 0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
     first_bad = none_bad
@@ -35,20 +36,22 @@ def compact_kernel(
         mask_n = offs_n < N
         y = tl.load(labels + offs_n, mask=mask_n, other=0).to(tl.int64)
         valid = mask_n & (y != ignore_index)
-        bad = valid & ((y < 0) | (y >= V))
+        left = mask_n & (y == ignore_index)
         used = valid
         if HAS_TOKEN_WEIGHT:
             w = tl.load(token_weight + offs_n, mask=mask_n, other=0.0)
-            used = valid & ((w != 0.0) | bad)
+            used = valid & ((w != 0.0) | (y < 0) | (y >= V))
+            left = mask_n & (used == 0)
             counted += tl.sum(valid.to(tl.int32), axis=0)
         rank = found + tl.cumsum(used.to(tl.int32), axis=0) - 1
         tl.store(rows + rank, offs_n, mask=used)
         ignored_before = offs_n - 1 - rank  # of an ignored row, whose rank is the last used one's
-        tl.store(rows + (N - 1 - ignored_before), offs_n, mask=mask_n & (used == 0))
+        tl.store(rows + (N - 1 - ignored_before), offs_n, mask=left)
         found += tl.sum(used.to(tl.int32), axis=0)
 
         clamped = tl.minimum(tl.maximum(y, -0x80000000), 0x7FFFFFFF)
         code = (offs_n.to(tl.int64) << 32) | (clamped + 0x80000000)
+        bad = valid & ((y < 0) | (y >= V))
         first_bad = tl.minimum(first_bad, tl.min(tl.where(bad, code, none_bad), axis=0))
 
     tl.store(count, found)

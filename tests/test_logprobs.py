@@ -71,7 +71,7 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None):
     eps = torch.finfo(case.dtype).eps
     for name, o, t, e in zip(("hidden", "weight", "bias"), d_ours, d_torchs, d_exact, strict=False):
         spread = {"hidden": weight, "weight": hidden.reshape(-1, case.H)}.get(name)
-        spread = float(spread.double().abs().sum(0).max()) if spread is not None else len(labels)
+        spread = float(spread.double().abs().sum(0).max()) if spread is not None else labels.numel()
         floor = 2 * eps * float(e.abs().max()) if e.numel() else 0
         floor += 2 * rounding * condition * spread * scale
         error = float((o - e).abs().max()) if e.numel() else 0

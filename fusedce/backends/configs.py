@@ -48,8 +48,14 @@ FORWARD = {
 # Where bias, scale or soft-cap would spill the registers of the one above.
 FORWARD_WITH_OPTIONS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
 
-# Entropy and argmax need more registers.
+# Entropy, argmax and the mean of the logits need registers as well.
 STATS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
+_HOPPER_NARROW = ForwardConfig(128, 64, 64, 8, 4, DESCRIPTOR=True)
+STATS_WITH_OPTIONS = {
+    ("sm_80", 2): ForwardConfig(128, 64, 64, 8, 3),
+    ("sm_90", 2): _HOPPER_NARROW,
+    ("sm_100", 2): _HOPPER_NARROW,
+}
 
 # What tuning tries besides the default, by family; two-byte inputs.
 CANDIDATES = {
@@ -103,9 +109,10 @@ def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
     return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
 
 
-def stats(family: str, element_size: int) -> ForwardConfig:
-    """Blocks of ``stats_kernel``, which carries more along than the loss."""
-    return STATS.get((family, element_size), FORWARD[family, element_size])
+def stats(family: str, element_size: int, *, options: bool) -> ForwardConfig:
+    """Blocks of ``stats_kernel``; ``options`` as in :func:`forward`, or class weights."""
+    table = STATS_WITH_OPTIONS if options else STATS
+    return table.get((family, element_size), FORWARD[family, element_size])
 
 
 def exp_block(device: torch.device) -> int:

@@ -36,7 +36,9 @@ def token_stats(
     N, H = hidden.shape
     V = weight.shape[0]
     device = hidden.device
-    config = configs.stats(configs.architecture(device), hidden.element_size())
+    options = bias is not None or logit_scale != 1.0 or softcap is not None or want_zmean
+    family = configs.architecture(device)
+    config = configs.stats(family, hidden.element_size(), options=options)
     blocks = triton.cdiv(N, config.BLOCK_N)
     tiles_per_split, splits = configs.vocabulary_splits(V, config)
     weight_tiles = one_pass.descriptor(weight, config)
