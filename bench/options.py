@@ -175,9 +175,9 @@ def _median(row: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--N", type=int, default=512)
-    parser.add_argument("--H", type=int, default=576)
-    parser.add_argument("--V", type=int, default=32003)
+    parser.add_argument("--N", type=int, default=256)
+    parser.add_argument("--H", type=int, default=384)
+    parser.add_argument("--V", type=int, default=16003)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-memory", action="store_true")

@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant("rows: padding of a graph is trained", ROWS, "first + c >= tl.load(count)",
            "first + c < 0", "test_one_pass.py -k inside_a_graph"),
     Mutant("rows: fp16 without amplification", "backends/launch_chunks.py",
-           "return 2.0 ** (14", "return 1.0 * 0 ** 0 * 2.0 ** (0 * 14", "test_fused_ce.py -k fp16"),
+           "return 2.0 ** (14", "return 1.0 * 0 ** 0 * 2.0 ** (0 * 14", f"{OPTIONS} -k fp16_factors"),
     Mutant("loss: rounded where p -> 1", "kernels/tile.py",
            "tl.log(1.0 + tl.exp(-tl.abs(gap)))",
            "tl.log((1.0 + tl.exp(-tl.abs(gap))).to(tl.float32)).to(tl.float64)",

@@ -53,10 +53,12 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
         backend = "torch"
     case = dataclasses.replace(case, leading=(int(torch.Size(case.leading).numel()),))
 
-    def in_two_parts(hidden, weight, labels, **options):
+    def in_two_parts(hidden, weight, labels, token_weight=None, **options):
         n = round(cut * len(labels))
-        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], backend=backend, **options)
-        b = fusedce.fused_ce(hidden[n:], weight, labels[n:], backend=backend, **options)
+        w_a, w_b = (None, None) if token_weight is None else (token_weight[:n], token_weight[n:])
+        options["backend"] = backend
+        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], token_weight=w_a, **options)
+        b = fusedce.fused_ce(hidden[n:], weight, labels[n:], token_weight=w_b, **options)
         return a.loss_sum + b.loss_sum, a.n_valid + b.n_valid
 
     check(in_two_parts, case)
