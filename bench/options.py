@@ -29,9 +29,8 @@ from fusedce._measure import median_seconds, memory_method, peak_extra_bytes
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLOOR = "bare GEMMs"
-# A process each: where the options differ in memory at all.
-WITH_MEMORY = ("plain", "label_smoothing", "label_smoothing + softcap", 'reduction="none"', "eager",
-               "fused_logprobs")  # fmt: skip
+# A process each, for both passes: where the options differ in memory at all.
+WITH_MEMORY = ("plain", 'reduction="none"', "eager", "fused_logprobs")
 
 
 def _options(N: int, V: int, device: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -130,7 +129,7 @@ def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
             del calls
             for name in names:
                 memory = None
-                if name in WITH_MEMORY and not args.no_memory:
+                if mode == "both" and name in WITH_MEMORY and not args.no_memory:
                     memory = peak_extra_bytes("options:prepare", make[name], device=args.device)
                 times = seconds[name]
                 rows.append(make[name] | {"seconds": times, "peak_extra_bytes": memory})
@@ -151,8 +150,8 @@ def table(data: dict[str, Any]) -> str:
             out += [
                 f"{dtype}, N={here[0]['N']}, H={here[0]['H']}, V={here[0]['V']}:\n",
                 f"| call | forward ms | of {base} | of one GEMM | both ms | of {base} "
-                f"| of {4 if group == 'logprobs' else 3} GEMMs | peak MiB, forward | both |",
-                "|---|---|---|---|---|---|---|---|---|",
+                f"| of {4 if group == 'logprobs' else 3} GEMMs | peak MiB |",
+                "|---|---|---|---|---|---|---|---|",
             ]
             for name in dict.fromkeys(r["name"] for r in here):
                 cells = [name]
@@ -160,9 +159,8 @@ def table(data: dict[str, Any]) -> str:
                     t = _median(by[name, mode])
                     of = [t / _median(by[other, mode]) for other in (base, FLOOR)]
                     cells += [f"{t * 1e3:.0f}", *(f"{x:.2f}" for x in of)]
-                for mode in ("forward", "both"):
-                    peak = by[name, mode]["peak_extra_bytes"]
-                    cells.append("-" if peak is None else f"{peak / 2**20:.0f}")
+                peak = by[name, "both"]["peak_extra_bytes"]
+                cells.append("-" if peak is None else f"{peak / 2**20:.0f}")
                 out.append("| " + " | ".join(cells) + " |")
             out.append("")
     return "\n".join(out)

@@ -40,7 +40,7 @@ def compact_kernel(
         used = valid
         if HAS_TOKEN_WEIGHT:
             w = tl.load(token_weight + offs_n, mask=mask_n, other=0.0)
-            used = valid & ((w != 0.0) | (y < 0) | (V <= y))
+            used = valid & ((w != 0.0) | (y < 0) | (y >= V))
             left = mask_n & (used == 0)
             counted += tl.sum(valid.to(tl.int32), axis=0)
         rank = found + tl.cumsum(used.to(tl.int32), axis=0) - 1
