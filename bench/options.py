@@ -15,7 +15,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,7 @@ def _gemms(hidden: Tensor, weight: Tensor, count: int, both: bool) -> None:
         logits.T @ hidden
 
 
-def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    rows = []
+def measure(args: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
     sizes = {"N": args.N, "H": args.H, "V": args.V, "dtype": dtype, "device": args.device}
     for group in ("options", "logprobs"):
         names = [FLOOR, *losses(group, 4, 16, args.device, getattr(torch, dtype))]
@@ -132,10 +131,9 @@ def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
                 if mode == "both" and name in WITH_MEMORY and not args.no_memory:
                     memory = peak_extra_bytes("options:prepare", make[name], device=args.device)
                 times = seconds[name]
-                rows.append(make[name] | {"seconds": times, "peak_extra_bytes": memory})
+                yield make[name] | {"seconds": times, "peak_extra_bytes": memory}
                 median = times[len(times) // 2]
                 print(f"{dtype} {mode} {name}: {median * 1e3:.1f} ms", file=sys.stderr, flush=True)
-    return rows
 
 
 def table(data: dict[str, Any]) -> str:
@@ -185,16 +183,19 @@ def main() -> None:
     if args.table:
         print(table(json.loads(args.table.read_text())))
         return
-    data = {
+    out = args.out or Path(__file__).parent / "results" / f"options-{args.device}.json"
+    out.parent.mkdir(exist_ok=True)
+    data: dict[str, Any] = {
         "torch": torch.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "memory": memory_method(args.device),
-        "rows": [row for dtype in args.dtype for row in measure(args, dtype)],
+        "rows": [],
     }
-    out = args.out or Path(__file__).parent / "results" / f"options-{args.device}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(data, indent=1) + "\n")
+    for dtype in args.dtype:
+        for row in measure(args, dtype):
+            data["rows"].append(row)
+            out.write_text(json.dumps(data, indent=1) + "\n")
     print(table(data))
 
 
