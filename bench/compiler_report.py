@@ -33,6 +33,8 @@ from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.scale import scale_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
+from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
+from fusedce.kernels.token_grad import token_grad_kernel
 
 KiB = 1024
 
@@ -60,8 +62,13 @@ TYPES = dict.fromkeys(INTEGERS, "i32") | {
     "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
     "block_losses": "*fp64", "partials": "*fp32", "lse": "*fp32", "loss_sum": "*fp32",
     "losses": "*fp32", "products": "*fp32", "g": "*fp32", "maxima": "*fp32", "sums": "*fp32",
-    "z_label": "*fp32", "residuals": "*fp32", "factor": "fp32", "scale": "fp32", "softcap": "fp32",
-}  # fmt: skip
+    "places": "*i32", "argmax": "*i64", "z_label": "*fp32",
+    "residuals": "*fp32", "factor": "fp32", "scale": "fp32", "softcap": "fp32",
+} | dict.fromkeys(
+    ("terms", "row_factors", "mean_row", "mean_factors", "token_weight", "class_weight", "nll",
+     "entropy", "zmean", "z_labels", "alpha", "beta", "gamma", "at_label"),
+    "*fp32",
+)  # fmt: skip
 # What triton finds to be multiples of 16 at launch, for an aligned head.
 ALIGNED = ("hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "products",
            "exps", "stride_pc", "stride_ec", "T", "x", "labels", "rows")  # fmt: skip
@@ -95,7 +102,7 @@ def compile_one(kernel: Any, dtype: str, arch: str, constants: dict[str, Any]) -
     compiled = triton.compile(source, target=ARCHS[arch].target, options=options)
     shared, limit = compiled.metadata.shared, ARCHS[arch].shared_limit
     asm = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
-    registers, spills = (
+    registers, spills, instructions = (
         _ptxas(asm, ARCHS[arch].ptxas) if "ptx" in compiled.asm else _amdgcn_metadata(asm)
     )
     matrix = re.findall(MATRIX, asm)
@@ -108,11 +115,12 @@ def compile_one(kernel: Any, dtype: str, arch: str, constants: dict[str, Any]) -
         "matrix": {x: matrix.count(x) for x in sorted(set(matrix))},
         "async": len(re.findall(ASYNC, asm)),
         "exp2": len(re.findall(r"ex2\.approx|v_exp_f32", asm)),
+        "instructions": instructions,
     }
 
 
-def _ptxas(ptx: str, arch: str) -> tuple[int, int]:
-    """Registers per thread and bytes spilled (stores and loads)."""
+def _ptxas(ptx: str, arch: str) -> tuple[int, int, int]:
+    """Registers per thread, bytes spilled (stores and loads), machine instructions."""
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     # Blackwell has an assembler of its own beside the usual one.
     binary = folder / ("ptxas-blackwell" if arch.startswith("sm_1") else "ptxas")
@@ -122,18 +130,23 @@ def _ptxas(ptx: str, arch: str) -> tuple[int, int]:
         file.write_text(ptx)
         command = [str(binary), "-v", f"--gpu-name={arch}", str(file), "-o", f"{scratch}/out"]
         done = subprocess.run(command, capture_output=True, text=True)
+        disassemble = [str(folder / "nvdisasm"), "-c", f"{scratch}/out"]
+        code = subprocess.run(disassemble, capture_output=True, text=True).stdout
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     report = done.stderr + done.stdout
     spills = re.findall(r"(\d+) bytes spill", report)
-    return int(re.findall(r"Used (\d+) registers", report)[0]), sum(map(int, spills))
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)\S", code, re.M))
+    registers = int(re.findall(r"Used (\d+) registers", report)[0])
+    return registers, sum(map(int, spills)), instructions
 
 
-def _amdgcn_metadata(asm: str) -> tuple[int, int]:
+def _amdgcn_metadata(asm: str) -> tuple[int, int, int]:
     def number(key: str) -> int:
         return int(re.findall(rf"\.{key}:\s+(\d+)", asm)[0])
 
-    return number("vgpr_count"), 4 * number("vgpr_spill_count")
+    instructions = len(re.findall(r"^\t[sv]_|^\t(?:ds|global|buffer|flat)_", asm, re.M))
+    return number("vgpr_count"), 4 * number("vgpr_spill_count"), instructions
 
 
 def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,27 +177,52 @@ def variants(arch: str, kernel: str, config: str | None) -> Iterator[tuple[str, 
                     "BLOCK_V": configs.EXP_BLOCK_V,
                     "num_warps": configs.EXP_WARPS,
                 }
-                row = compile_one(exp_tile_kernel, dtype, arch, constants)
-                yield f"exp_tile {dtype}{suffix}", row
-                del constants["HAS_BIAS"]
-                row = compile_one(softmax_grad_kernel, dtype, arch, constants | {"BLOCKS": 64})
-                yield f"softmax_grad {dtype}{suffix}", row
+                # "terms": label smoothing, z-loss, token and class weights, argmax beside the loss
+                for extra in (False, True) if option else (False,):
+                    label = f"{dtype}{suffix}{' terms' if extra else ''}"
+                    row = compile_one(
+                        exp_tile_kernel, dtype, arch, constants | {"HAS_ARGMAX": extra}
+                    )
+                    yield f"exp_tile {label}", row
+                    more = {"HAS_ARGMAX": extra, "HAS_TERMS": extra, "BLOCKS": 64}
+                    without = {k: v for k, v in constants.items() if k != "HAS_BIAS"}
+                    row = compile_one(softmax_grad_kernel, dtype, arch, without | more)
+                    yield f"softmax_grad {label}", row
+                    more = {"HAS_BETA": extra, "HAS_GAMMA": extra, "HAS_CLASS_WEIGHT": extra}
+                    row = compile_one(token_grad_kernel, dtype, arch, constants | more)
+                    yield f"token_grad {label}", row
+            if kernel in ("all", "stats"):
+                constants = configs.stats(family, size, options=option)._asdict() | flags | {
+                    "HAS_ENTROPY": True, "HAS_ARGMAX": True, "HAS_ZSUM": option,
+                    "HAS_CLASS_WEIGHT": option, "EVEN_H": True, "INPUT_PRECISION": precision,
+                    "UPCAST": False,
+                }  # fmt: skip
+                del constants["MAX_SPLITS"], constants["FLATTEN"]
+                yield f"stats {dtype}{suffix}", compile_one(stats_kernel, dtype, arch, constants)
         if kernel in ("all", "softmax_grad"):
             constants = {"BLOCK_H": 1024, "num_warps": configs.EXP_WARPS}
-            row = compile_one(hidden_grad_kernel, dtype, arch, constants)
-            yield f"hidden_grad {dtype}", row
+            for extra in (False, True):
+                more = {"HAS_FACTORS": extra, "HAS_MEAN": extra}
+                row = compile_one(hidden_grad_kernel, dtype, arch, constants | more)
+                yield f"hidden_grad {dtype}{' terms' if extra else ''}", row
         if kernel in ("all", "scale"):
             constants = {"BLOCK": configs.SCALE_BLOCK, "num_warps": 8}
             yield f"scale {dtype}", compile_one(scale_kernel, dtype, arch, constants)
     if kernel in ("all", "compact"):
-        constants = {"BLOCK_N": configs.COMPACT_BLOCK_N}
-        yield "compact", compile_one(compact_kernel, "i64", arch, constants)
+        for extra in (False, True):
+            constants = {"BLOCK_N": configs.COMPACT_BLOCK_N, "HAS_TOKEN_WEIGHT": extra}
+            label = f"compact{' terms' if extra else ''}"
+            yield label, compile_one(compact_kernel, "i64", arch, constants)
+    if kernel in ("all", "stats"):
+        constants = {"BLOCK_N": configs.MERGE_BLOCK_N, "HAS_ENTROPY": True, "HAS_ARGMAX": True,
+                     "HAS_ZSUM": True}  # fmt: skip
+        yield "merge_stats", compile_one(merge_stats_kernel, "i64", arch, constants)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", choices=list(ARCHS), default=list(ARCHS))
-    names = ["all", "forward", "softmax_grad", "scale", "compact"]
+    names = ["all", "forward", "softmax_grad", "stats", "scale", "compact"]
     parser.add_argument("--kernel", choices=names, default="all")
     parser.add_argument("--config", help="BLOCK_N,BLOCK_V,BLOCK_H,num_warps,num_stages of forward")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
@@ -192,9 +230,10 @@ def main() -> None:
     rows = []
     if not args.json:
         print(
-            "| kernel | arch | registers | spills B | shared KiB / limit | matrix | async | exp2 |"
+            "| kernel | arch | registers | spills B | shared KiB / limit | matrix | async | exp2 "
+            "| instructions |"
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|")
     for arch in args.arch:
         for label, row in variants(arch, args.kernel, args.config):
             rows.append({"kernel": label, "arch": arch} | row)
@@ -203,7 +242,8 @@ def main() -> None:
                 print(
                     f"| {label} | {arch} | {row['registers']} x {row['warps']} warps "
                     f"| {row['spill_bytes']} | {row['shared'] / KiB:.0f} / "
-                    f"{row['shared_limit'] // KiB} | {matrix} | {row['async']} | {row['exp2']} |",
+                    f"{row['shared_limit'] // KiB} | {matrix} | {row['async']} | {row['exp2']} "
+                    f"| {row['instructions']} |",
                     flush=True,
                 )
     if args.json:

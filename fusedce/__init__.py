@@ -9,8 +9,10 @@ Vocabulary used everywhere in this package:
 """
 
 from fusedce.accumulate import LossAccumulator
+from fusedce.cross_entropy import fused_cross_entropy
 from fusedce.head import replace_loss_head, restore_loss_head
 from fusedce.labels import count_valid, shift_labels
+from fusedce.logprobs import TokenStats, fused_argmax, fused_logprobs
 from fusedce.loss import LossSum, fused_ce
 from fusedce.reference import reference_ce
 from fusedce.trainer import FusedTrainerMixin
@@ -21,8 +23,12 @@ __all__ = [
     "FusedTrainerMixin",
     "LossAccumulator",
     "LossSum",
+    "TokenStats",
     "count_valid",
+    "fused_argmax",
     "fused_ce",
+    "fused_cross_entropy",
+    "fused_logprobs",
     "reference_ce",
     "replace_loss_head",
     "restore_loss_head",

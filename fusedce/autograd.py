@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends import get_backend, resolve_backend
+from fusedce.objective import PLAIN, Objective
+from fusedce.token_stats import token_ce
 
 
 def linear_ce(
@@ -27,9 +29,27 @@ def linear_ce(
     logit_scale: float,
     chunk_tokens: int | None,
     backend: str,
+    objective: Objective = PLAIN,
+    argmax: Tensor | None = None,  # (N,) int64 to fill
 ) -> tuple[Tensor, Tensor]:
-    """``(loss_sum, n_valid)``; computes the gradients of those inputs that require one."""
+    """``(loss_sum, n_valid)``; computes the gradients of those inputs that require one.
+
+    Two ways lead there. The plain one takes the gradients in the forward pass. What needs more
+    than that is summed up from the statistics of the tokens: options without gradients, and label
+    smoothing of soft-capped logits, whose gradient is no outer product.
+    """
     grad = torch.is_grad_enabled()
+    train = grad and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    objective = objective.folded(labels)
+    by_token = softcap is not None and objective.label_smoothing > 0
+    if by_token or (not train and not (objective.plain and argmax is None)):
+        losses, stats = token_ce(
+            hidden, weight, labels, bias, ignore_index, softcap, logit_scale, chunk_tokens,
+            backend, objective, want_argmax=argmax is not None,
+        )  # fmt: skip
+        if argmax is not None:
+            argmax.copy_(stats.argmax)
+        return losses.sum(dtype=torch.float64).to(losses.dtype), stats.n_valid
     out = torch.ops.fusedce.linear_ce(
         hidden,
         weight,
@@ -43,7 +63,11 @@ def linear_ce(
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
+        *objective,
+        argmax is not None,
     )
+    if argmax is not None:
+        argmax.copy_(out[5])
     return out[0], out[1]
 
 
@@ -61,7 +85,9 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index, "
     "float? softcap, float logit_scale, int? chunk_tokens, str backend, bool grad_hidden, "
-    "bool grad_weight, bool grad_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool grad_weight, bool grad_bias, float label_smoothing=0., float z_loss=0., "
+    "Tensor? token_weight=None, Tensor? class_weight=None, bool want_argmax=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_ce(
     hidden: Tensor,
@@ -76,7 +102,12 @@ def _linear_ce(
     grad_hidden: bool,
     grad_weight: bool,
     grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    want_argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = get_backend(backend)
     # Autocast would reach the products inside, which are in the dtype they must be in already.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -84,10 +115,11 @@ def _linear_ce(
             loss_sum, n_valid, _ = run.loss(
                 hidden, weight, labels, bias, ignore_index, softcap, logit_scale
             )
-            return loss_sum, n_valid, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+            return (loss_sum, n_valid, *_nothing(hidden))
         d_hidden, d_weight, d_bias = _empty_grads(
             hidden, weight, bias, grad_hidden, grad_weight, grad_bias
         )
+        argmax = labels.new_full((len(labels) if want_argmax else 0,), -1, dtype=torch.int64)
         loss_sum, n_valid = run.loss_and_grads(
             hidden,
             weight,
@@ -100,8 +132,14 @@ def _linear_ce(
             d_hidden if grad_hidden else None,
             d_weight if grad_weight else None,
             d_bias if grad_bias else None,
+            Objective(label_smoothing, z_loss, token_weight, class_weight),
+            argmax if want_argmax else None,
         )
-        return loss_sum, n_valid, d_hidden, d_weight, d_bias
+        return loss_sum, n_valid, d_hidden, d_weight, d_bias, argmax
+
+
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
 
 
 def _empty_grads(
@@ -129,39 +167,50 @@ def _(
     grad_hidden: bool,
     grad_weight: bool,
     grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    want_argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     loss_sum = hidden.new_empty((), dtype=dtype)
     n_valid = labels.new_empty((), dtype=torch.int64)
     if not (grad_hidden or grad_weight or grad_bias):
-        return loss_sum, n_valid, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+        return (loss_sum, n_valid, *_nothing(hidden))
     grads = _empty_grads(hidden, weight, bias, grad_hidden, grad_weight, grad_bias)
-    return loss_sum, n_valid, *grads
+    argmax = labels.new_empty((len(labels) if want_argmax else 0,), dtype=torch.int64)
+    return loss_sum, n_valid, *grads, argmax
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, n_valid, *grads = output
-    ctx.mark_non_differentiable(n_valid, *grads)
+    _, n_valid, *grads, argmax = output
+    ctx.mark_non_differentiable(n_valid, *grads, argmax)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*grads)
-    ctx.needed = inputs[-3:]
+    ctx.needed = inputs[9:12]
     ctx.dtype = inputs[0].dtype
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    result: list[Tensor | None] = [None] * 12
+    result: list[Tensor | None] = [None] * 17
     if grad_loss is None:
         return tuple(result)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "fused_ce: the gradient of loss_sum is not differentiable (create_graph=True was "
-            "given): it is computed in the forward pass. Use F.cross_entropy(F.linear(...)) for "
-            "second derivatives."
-        )
+    refuse_second_derivatives()
     for position, grad, needed in zip((0, 1, 3), ctx.saved_tensors, ctx.needed, strict=True):
         if needed:
             result[position] = _scaled(grad, grad_loss).to(ctx.dtype)
     return tuple(result)
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError where a backward pass is itself recorded."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "fused_ce: the gradient of the loss is not differentiable (create_graph=True was "
+            "given): its formula is written by hand. Use F.cross_entropy(F.linear(...)) for "
+            "second derivatives."
+        )
 
 
 def _scaled(grad: Tensor, g: Tensor) -> Tensor:

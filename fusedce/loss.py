@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedce.autograd import linear_ce
 from fusedce.backends import resolve_backend
 from fusedce.labels import _check_labels
+from fusedce.objective import Objective
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,9 +59,13 @@ def fused_ce(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...) fp32
     chunk_tokens: int | None = None,
     backend: str | None = None,
     process_group: Any = None,
+    argmax_out: Tensor | None = None,  # (...) int64
 ) -> LossSum:
     """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
 
@@ -68,7 +73,9 @@ def fused_ce(
     ``softcap * tanh(z / softcap)`` where a cap is given (Gemma 2, arXiv:2408.00118)::
 
         loss_sum = sum over positions i with labels[i] != ignore_index of
-                   logsumexp(z[i]) - z[i, labels[i]]
+                   token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
+        CE[i]    = (1 - label_smoothing) * nll[i, labels[i]] + label_smoothing * mean(nll[i])
+        nll[i]   = logsumexp(z[i]) - z[i]
 
     Labels are already aligned: position ``i`` predicts ``labels[i]`` (:func:`shift_labels`).
     The sum is not normalised: divide by the number of valid tokens of the whole optimizer step
@@ -92,6 +99,12 @@ def fused_ce(
         ignore_index: the label of positions that do not count.
         softcap: positive cap on the size of a logit, or ``None``.
         logit_scale: finite factor on the logits (their bias included).
+        label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; free of
+            cost without a soft-cap, a fourth product of the head's size with one.
+        z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        token_weight: ``(...)``, float32 (float64 beside float64 inputs), without gradient: a factor
+            on each token's loss, any sign. Tokens of weight 0 are left out, whatever their hidden
+            state holds, and cost no time. They still count in ``n_valid``.
         chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
             a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
@@ -99,6 +112,8 @@ def fused_ce(
         process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
             shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
             results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
+        argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
+            other than 0 and with -1 elsewhere, in the same pass (token accuracy for monitoring).
 
     Returns:
         :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
@@ -118,16 +133,15 @@ def fused_ce(
         >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    _check_labels(labels)
+    _check_tensor_types(hidden, weight, labels, bias)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     if process_group is not None or hasattr(weight, "placements"):
         from fusedce.sharded import sharded_ce  # sits on this module
 
         if backend == "triton":
             raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
+        if argmax_out is not None:
+            raise ValueError("argmax_out must be None with a sharded vocabulary")
         return sharded_ce(
             hidden,
             weight,
@@ -137,16 +151,22 @@ def fused_ce(
             ignore_index=ignore_index,
             softcap=softcap,
             logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            token_weight=token_weight,
             chunk_tokens=chunk_tokens,
         )
     _check_tensors(hidden, weight, labels, bias)
     softcap = _check_softcap(softcap)
-    logit_scale = _check_logit_scale(logit_scale)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    logit_scale = _check_number("logit_scale", logit_scale)
+    _check_ignore_index(ignore_index)
     _check_chunk_tokens(chunk_tokens)
+    objective = _check_objective(hidden, weight, label_smoothing, z_loss, token_weight, None)
+    if argmax_out is not None:
+        _check_argmax_out(argmax_out, labels)
+    argmax = None if argmax_out is None else argmax_out.new_empty(labels.numel())
 
-    out = linear_ce(
+    loss_sum, n_valid = linear_ce(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
@@ -156,8 +176,19 @@ def fused_ce(
         logit_scale,
         chunk_tokens,
         resolve_backend(backend, hidden),
+        objective,
+        argmax,
     )
-    return LossSum(*out)
+    if argmax_out is not None and argmax is not None:
+        argmax_out.copy_(argmax.view_as(argmax_out))
+    return LossSum(loss_sum, n_valid)
+
+
+def _check_tensor_types(hidden: object, weight: object, labels: object, bias: object) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    _check_labels(labels)
 
 
 def _autocast(
@@ -217,12 +248,76 @@ def _check_softcap(softcap: float | None) -> float | None:
     return float(softcap)
 
 
-def _check_logit_scale(logit_scale: float) -> float:
-    if isinstance(logit_scale, bool) or not isinstance(logit_scale, (int, float)):
-        raise TypeError(f"logit_scale must be a number, got {type(logit_scale).__name__}")
-    if not -math.inf < logit_scale < math.inf:
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    return float(logit_scale)
+def _check_ignore_index(ignore_index: int) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+
+
+def _check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def _check_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+) -> Objective:
+    """Everything beyond plain cross-entropy, with the tokens flattened."""
+    label_smoothing = _check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    _check_weights("token_weight", token_weight, hidden, hidden.shape[:-1], "(...)")
+    _check_weights("class_weight", class_weight, hidden, weight.shape[:1], "(V,)")
+    return Objective(
+        label_smoothing,
+        _check_number("z_loss", z_loss),
+        None if token_weight is None else token_weight.reshape(-1),
+        class_weight,
+    )
+
+
+def _check_weights(
+    name: str, x: Tensor | None, hidden: Tensor, shape: torch.Size, letters: str
+) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    allowed = {torch.float32, torch.float64 if hidden.dtype == torch.float64 else torch.float32}
+    if name == "class_weight":  # torch wants it in the dtype of the logits
+        allowed.add(hidden.dtype)
+    if x.dtype not in allowed:
+        raise TypeError(
+            f"{name} must be {' or '.join(sorted(str(d) for d in allowed))}, got {x.dtype}"
+        )
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
+    if x.device != hidden.device:
+        raise ValueError(f"{name} must be on the device of hidden {hidden.device}, got {x.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require grad: it receives none here. Detach it, or, for weights of "
+            'tokens, multiply fused_cross_entropy(..., reduction="none") by them'
+        )
+
+
+def _check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
+    if not isinstance(argmax_out, Tensor):
+        raise TypeError(f"argmax_out must be a tensor, got {type(argmax_out).__name__}")
+    if argmax_out.dtype != torch.int64:
+        raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
+    if argmax_out.shape != labels.shape or argmax_out.device != labels.device:
+        raise ValueError(
+            f"argmax_out must have the shape and device of labels, {tuple(labels.shape)} on "
+            f"{labels.device}, got {tuple(argmax_out.shape)} on {argmax_out.device}"
+        )
 
 
 def _check_chunk_tokens(chunk_tokens: int | None) -> None:

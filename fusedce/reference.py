@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.loss import LossSum
@@ -17,11 +18,17 @@ def reference_ce(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...)
+    class_weight: Tensor | None = None,  # (V,)
 ) -> LossSum:
     """Cross-entropy sum over valid tokens and their number, computed in float64 with all logits.
 
     ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)``;
-    ``loss_sum = sum over valid i of (logsumexp(z_i) - z_i[labels_i])``.
+    ``loss_sum = sum over valid i of token_weight_i * (CE_i + z_loss * logsumexp(z_i)**2)``, where
+    ``CE_i`` is what ``F.cross_entropy`` calls by that name: ``-sum over v of t_v * log p_v`` with
+    the smoothed and weighted target ``t = class_weight * ((1 - s) * onehot(labels_i) + s / V)``.
 
     Differentiable by autograd. Memory ``8 * N * V`` bytes: for tests and documentation only.
 
@@ -37,9 +44,11 @@ def reference_ce(
     """
     hidden = hidden.reshape(-1, hidden.shape[-1]).double()
     labels = labels.reshape(-1).long()
-    valid = labels != ignore_index
-    # Ignored rows leave before anything is computed: a NaN in one must reach nobody.
-    hidden, labels = hidden[valid], labels[valid]
+    counted = labels != ignore_index
+    # What does not count leaves before anything is computed: a NaN in it must reach nobody.
+    w = torch.ones_like(hidden[:, 0]) if token_weight is None else token_weight.reshape(-1).double()
+    used = counted & (w != 0)
+    hidden, labels, w = hidden[used], labels[used], w[used]
 
     logits = hidden @ weight.double().T
     if bias is not None:
@@ -48,6 +57,12 @@ def reference_ce(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
-    log_normaliser = torch.logsumexp(logits, dim=-1)
-    target = logits.gather(-1, labels[:, None])[:, 0]
-    return LossSum((log_normaliser - target).sum(), valid.sum())
+    lse = torch.logsumexp(logits, dim=-1)
+    V = logits.shape[-1]
+    target = (1 - label_smoothing) * F.one_hot(labels, V) + label_smoothing / V  # (N, V)
+    if class_weight is not None:
+        target = target * class_weight.double()
+    # A class that is no target at all may have a logit of -inf: 0 * inf is 0 here.
+    losses = torch.where(target == 0, 0.0, target * (lse[:, None] - logits)).sum(-1)
+    losses = losses + z_loss * lse**2
+    return LossSum((w * losses).sum(), counted.sum())

@@ -31,6 +31,10 @@ from fusedce.reference import reference_ce
 LogitsKind = Literal["flat", "peaked", "huge"]
 Loss = Callable[..., tuple[Tensor, Tensor]]
 _NAMES = ("hidden", "weight", "bias")
+OPTIONS = (
+    "bias", "softcap", "logit_scale", "ignore_index", "label_smoothing", "z_loss", "token_weight",
+)  # fmt: skip
+"""Options of :func:`fusedce.fused_ce` that :func:`cases` draws subsets of."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,10 @@ class Case:
         contiguous: False takes every tensor as a strided view of a larger one.
         requires_grad: which of hidden, weight and bias require grad.
         upstream: gradient that arrives at ``loss_sum``.
-        options: keyword arguments of the loss besides bias (softcap, logit_scale, ignore_index).
+        options: keyword arguments of the loss besides bias and the weights: softcap, logit_scale,
+            ignore_index, label_smoothing, z_loss.
+        token_weight, class_weight: draw these weights, between 0 (a quarter of the tokens and a few
+            classes have it) and about 3, and give them to the loss.
         seed: of the random numbers.
     """
 
@@ -62,7 +69,22 @@ class Case:
     requires_grad: tuple[str, ...] = _NAMES
     upstream: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    token_weight: bool = False
+    class_weight: bool = False
     seed: int = 0
+
+    def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Those of ``token_weight (...)`` and ``class_weight (V,)`` that the case has."""
+        rng = torch.Generator().manual_seed(self.seed + 1)
+        w = 3 * torch.rand(self.leading, generator=rng)
+        w[torch.rand(self.leading, generator=rng) < 0.25] = 0
+        c = 3 * torch.rand(self.V, generator=rng)
+        c[torch.rand(self.V, generator=rng) < 0.1] = 0
+        found = {"token_weight": w} if self.token_weight else {}
+        return {
+            k: x.to(device)
+            for k, x in (found | ({"class_weight": c} if self.class_weight else {})).items()
+        }
 
     def tensors(
         self, device: torch.device | str = "cpu"
@@ -122,13 +144,14 @@ def cases(
     max_tokens: int = 40,
     max_vocabulary: int = 300,
     max_hidden: int = 70,
-    options: Collection[str] = ("bias", "softcap", "logit_scale", "ignore_index"),
+    options: Collection[str] = OPTIONS,
 ) -> Case:
     """Strategy of :class:`Case`: shapes, dtypes, strides, ignore patterns, logits and options.
 
     Args:
         dtypes: to draw from; max_tokens, max_vocabulary, max_hidden: largest N, V, H.
-        options: which options of :func:`fusedce.fused_ce` the loss under test accepts.
+        options: which options the loss under test accepts; besides those of
+            :func:`fusedce.fused_ce`, "class_weight".
     """
     leading = draw(
         st.one_of(
@@ -151,6 +174,12 @@ def cases(
     if "ignore_index" in options:
         index = draw(st.sampled_from([None, None, -1, 0, V - 1, V + 5]), label="ignore_index")
         chosen |= {} if index is None else {"ignore_index": index}
+    if "label_smoothing" in options:
+        smoothing = draw(st.sampled_from([None, None, 0.1, 1.0]), label="label_smoothing")
+        chosen |= {} if smoothing is None else {"label_smoothing": smoothing}
+    if "z_loss" in options:
+        z_loss = draw(st.sampled_from([None, None, 1e-4, 0.3]), label="z_loss")
+        chosen |= {} if z_loss is None else {"z_loss": z_loss}
     with_bias = "bias" in options and draw(st.booleans(), label="bias")
     inputs = _NAMES if with_bias else _NAMES[:2]
     return Case(
@@ -166,6 +195,8 @@ def cases(
         requires_grad=tuple(x for x in inputs if draw(st.booleans(), label=f"{x} requires grad")),
         upstream=draw(st.sampled_from([1.0, 0.37, -2.0, 1 / 1234567])),
         options=chosen,
+        token_weight="token_weight" in options and draw(st.booleans(), label="token_weight"),
+        class_weight="class_weight" in options and draw(st.booleans(), label="class_weight"),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -225,23 +256,34 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
 
     # ---- bounds: logits are sums of H products, whose absolute values set what rounding can do
+    # (smoothing takes their mean, z-loss multiplies by them, weights multiply all of it)
     valid = labels.reshape(-1) != case.options.get("ignore_index", -100)
     h, w = hidden.reshape(-1, case.H)[valid].double().abs(), weight.double().abs()
     size = h @ w.T + (0 if bias is None else bias.double().abs())
     condition = 1 + abs(case.options.get("logit_scale", 1.0)) * (size.max() if size.numel() else 0)
     eps_acc = torch.finfo(wide).eps
     eps_out = torch.finfo(case.dtype).eps
-    floors = {"loss_sum": 4 * eps_acc * float(condition) * max(int(valid.sum()), 1)}
+    weights = case.weights(device)
+    amplitude = 1.0
+    for x in weights.values():
+        amplitude *= max(float(x.max()) if x.numel() else 0.0, 1.0)
+    z_loss = case.options.get("z_loss", 0.0)
+    amplitude *= 1 + 2 * z_loss * float(condition)
+    floors = {"loss_sum": 4 * eps_acc * float(condition) * amplitude * max(int(valid.sum()), 1)}
     for name in case.requires_grad:
         largest = float(exact[name].abs().max()) if exact[name].numel() else 0.0
-        # Coefficients (p - onehot) carry an absolute error of a rounding of the logits.
+        # Coefficients carry an error of a rounding of the logits, relative to p and to the target,
+        # which sum to at most 2 over a row.
         spread = {
-            "hidden": w.sum(0).max(),
+            "hidden": 4 * w.max(),
             "weight": h.sum(0).max() if len(h) else 0.0,
             "bias": float(valid.sum()),
         }[name]
         coefficient = (
-            eps_acc * float(condition) * abs(case.upstream * case.options.get("logit_scale", 1.0))
+            amplitude
+            * eps_acc
+            * float(condition)
+            * abs(case.upstream * case.options.get("logit_scale", 1.0))
         )
         tiny = torch.finfo(case.dtype).smallest_normal * eps_out if eps_out > 1e-5 else 0.0
         floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny
@@ -281,7 +323,7 @@ def _run(
         name: x if x is None else x.detach().requires_grad_(name in case.requires_grad)
         for name, x in inputs.items()
     }
-    options = dict(case.options)
+    options = case.options | case.weights(hidden.device)
     if leaves["bias"] is not None:
         options["bias"] = leaves["bias"]
     loss_sum, n_valid = fn(leaves["hidden"], leaves["weight"], labels, **options)
@@ -300,13 +342,24 @@ def _eager(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
 ) -> LossSum:
     """What people write: logits in the inputs' dtype, cross-entropy in float32."""
     labels = labels.reshape(-1).long()
-    valid = labels != ignore_index
+    counted = labels != ignore_index
+    w = torch.ones(len(labels), device=hidden.device) if token_weight is None else token_weight
+    valid = counted & (w.reshape(-1) != 0)
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1])[valid], weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return LossSum(F.cross_entropy(logits, labels[valid], reduction="sum"), valid.sum())
+    c = None if class_weight is None else class_weight.to(logits)
+    losses = F.cross_entropy(
+        logits, labels[valid], weight=c, label_smoothing=label_smoothing, reduction="none"
+    )
+    losses = losses + z_loss * logits.logsumexp(-1).square()
+    return LossSum((w.reshape(-1)[valid].to(losses) * losses).sum(), counted.sum())

@@ -4,5 +4,7 @@
 * ``tile``: a tile of logits, and the pointwise steps on it.
 * ``forward``: loss sum, token count and log-sum-exp in one launch, no logits.
 * ``softmax_grad``: loss and gradient of a chunk of logits, in place, two bytes per logit.
+* ``stats``: label, log-sum-exp, entropy, argmax and mean of every row, in one pass.
+* ``token_grad``: gradient of a tile of logits with factors of each row's own.
 * ``scale``: the upstream gradient, applied in place.
 """

@@ -17,13 +17,17 @@ def compact_kernel(
     n_valid,  # () int64 out: the same, or a negative code if a label is out of range
     loss_sum,  # () fp32 out: 0
     tickets,  # (n_tickets,) int32 out: 0
+    token_weight,  # (N,) fp32, if HAS_TOKEN_WEIGHT: rows of weight 0 count but go with the ignored
     N,
     V,
     ignore_index,
     n_tickets,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     found = tl.zeros((), dtype=tl.int32)
+    if HAS_TOKEN_WEIGHT:
+        counted = tl.zeros((), dtype=tl.int32)
     # A bad label is reported as position * 2^32 + (value + 2^31); the minimum is the first one.
     none_bad = tl.full((), 0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
     first_bad = none_bad
@@ -32,11 +36,18 @@ def compact_kernel(
         mask_n = offs_n < N
         y = tl.load(labels + offs_n, mask=mask_n, other=0).to(tl.int64)
         valid = mask_n & (y != ignore_index)
-        rank = found + tl.cumsum(valid.to(tl.int32), axis=0) - 1
-        tl.store(rows + rank, offs_n, mask=valid)
-        ignored_before = offs_n - 1 - rank  # of an ignored row, whose rank is the last valid one's
-        tl.store(rows + (N - 1 - ignored_before), offs_n, mask=mask_n & (y == ignore_index))
-        found += tl.sum(valid.to(tl.int32), axis=0)
+        left = mask_n & (y == ignore_index)
+        used = valid
+        if HAS_TOKEN_WEIGHT:
+            w = tl.load(token_weight + offs_n, mask=mask_n, other=0.0)
+            used = valid & ((w != 0.0) | (y < 0) | (y >= V))
+            left = mask_n & (used == 0)
+            counted += tl.sum(valid.to(tl.int32), axis=0)
+        rank = found + tl.cumsum(used.to(tl.int32), axis=0) - 1
+        tl.store(rows + rank, offs_n, mask=used)
+        ignored_before = offs_n - 1 - rank  # of an ignored row, whose rank is the last used one's
+        tl.store(rows + (N - 1 - ignored_before), offs_n, mask=left)
+        found += tl.sum(used.to(tl.int32), axis=0)
 
         clamped = tl.minimum(tl.maximum(y, -0x80000000), 0x7FFFFFFF)
         code = (offs_n.to(tl.int64) << 32) | (clamped + 0x80000000)
@@ -44,6 +55,8 @@ def compact_kernel(
         first_bad = tl.minimum(first_bad, tl.min(tl.where(bad, code, none_bad), axis=0))
 
     tl.store(count, found)
+    if HAS_TOKEN_WEIGHT:
+        found = counted
     tl.store(n_valid, tl.where(first_bad == none_bad, found.to(tl.int64), -1 - first_bad))
     tl.store(loss_sum, 0.0)
     for start in range(0, n_tickets, BLOCK_N):

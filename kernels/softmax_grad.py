@@ -30,6 +30,7 @@ def exp_tile_kernel(
     maxima,  # (blocks, C) fp32 out, in powers of two, the label's logit left out
     sums,  # (blocks, C) fp32 out, the same
     z_label,  # (C,) fp32 out, where a block holds the label
+    places,  # (blocks, C) int32 out, if HAS_ARGMAX: where the maximum is
     begin,
     C,
     T,
@@ -40,6 +41,7 @@ def exp_tile_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
     AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
     BLOCK_V: tl.constexpr,
 ):
@@ -61,6 +63,8 @@ def exp_tile_kernel(
     block = begin // BLOCK_V + tl.program_id(1)
     tl.store(maxima + block * C + c, m)
     tl.store(sums + block * C + c, tl.sum(e, axis=0))
+    if HAS_ARGMAX:
+        tl.store(places + block * C + c, begin + tl.program_id(1) * BLOCK_V + tl.argmax(z, axis=0))
     g = e * slope
     if AMPLIFY != 1.0:
         g *= AMPLIFY
@@ -77,6 +81,11 @@ def softmax_grad_kernel(
     losses,  # (C,) fp32 out
     residuals,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
+    terms,  # (3, C) fp32, if HAS_TERMS: see below
+    lse,  # (C,) fp32 out, if HAS_TERMS
+    row_factors,  # (C,) fp32 out, if HAS_TERMS: what the row is to be multiplied by
+    places,  # (blocks, C) int32, if HAS_ARGMAX
+    argmax,  # (C,) int64 out, if HAS_ARGMAX
     first,
     C,
     V,
@@ -86,6 +95,8 @@ def softmax_grad_kernel(
     softcap,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_TERMS: tl.constexpr,  # the gradient is a * (p - onehot) + (b + b2 * lse) * p
+    HAS_ARGMAX: tl.constexpr,
     AMPLIFY: tl.constexpr,
     BLOCKS: tl.constexpr,  # at least `blocks`
     BLOCK_V: tl.constexpr,
@@ -99,6 +110,9 @@ def softmax_grad_kernel(
         tl.store(place, tl.zeros((BLOCK_V,), dtype=exps.dtype.element_ty), mask=mask_v)
         tl.store(losses + c, 0.0)
         tl.store(residuals + c, 0.0)
+        if HAS_TERMS:
+            tl.store(lse + c, 0.0)
+            tl.store(row_factors + c, 0.0)
         return
 
     label = tl.load(labels + c).to(tl.int64)
@@ -117,10 +131,26 @@ def softmax_grad_kernel(
     g = tl.load(place, mask=mask_v, other=0.0).to(tl.float32) * factor
     # p - 1 = -(sum of the others), which does not cancel.
     g_label = -others * inverse * logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    if HAS_TERMS:
+        # The row's size is kept aside: whatever the weights, what is stored is at most `scale`.
+        log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
+        a = tl.load(terms + c)
+        b = tl.load(terms + C + c) + tl.load(terms + 2 * C + c) * log_sum.to(tl.float32)
+        size = tl.abs(a) + tl.abs(b)
+        size = tl.where(size == 0.0, 1.0, size)
+        g *= (a + b) / size
+        p = exp(z, top) * inverse * logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        g_label = (a / size) * g_label + (b / size) * p
+        if block == 0:
+            tl.store(lse + c, log_sum.to(tl.float32))
+            tl.store(row_factors + c, size)
     rounded = (g_label * AMPLIFY).to(exps.dtype.element_ty).to(tl.float32)
     if block == 0:
         tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
         tl.store(residuals + c, g_label - rounded / AMPLIFY)
+        if HAS_ARGMAX:
+            best = tl.load(places + tl.argmax(m, axis=0) * C + c)
+            tl.store(argmax + c, tl.where(z * LOG2E > m_others, label, best.to(tl.int64)))
     g = tl.where(offs_v == label, rounded, g)
     g = tl.where(known, g, float("nan"))
     tl.store(place, g.to(exps.dtype.element_ty), mask=mask_v)
@@ -132,6 +162,9 @@ def hidden_grad_kernel(
     weight,  # (V, H)
     labels,  # (C,) int
     residuals,  # (C,) fp32
+    row_factors,  # (C,) fp32, if HAS_FACTORS: multiply all of the above
+    mean_row,  # (H,) fp32, if HAS_MEAN: added last,
+    mean_factors,  # (C,) fp32: with this factor
     rows,  # (N,) int32: where each row belongs
     d_hidden,  # (N, H) out
     first,  # place of the first row in `rows`
@@ -140,6 +173,8 @@ def hidden_grad_kernel(
     stride_wv,
     stride_dn,
     factor,
+    HAS_FACTORS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
@@ -150,5 +185,10 @@ def hidden_grad_kernel(
     g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) * factor
     w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h & known, other=0.0)
     g += tl.load(residuals + c) * w.to(tl.float32)
+    if HAS_FACTORS:
+        g *= tl.load(row_factors + c)
+    if HAS_MEAN:
+        mean = tl.load(mean_row + offs_h, mask=mask_h, other=0.0)
+        g += tl.load(mean_factors + c) * mean
     row = tl.load(rows + first + c).to(tl.int64)
     tl.store(d_hidden + row * stride_dn + offs_h, g.to(d_hidden.dtype.element_ty), mask=mask_h)

@@ -149,4 +149,5 @@ def token_loss(top, others, z_label):
     z_label = z_label.to(tl.float64)
     gap = top.to(tl.float64) / LOG2E + tl.log(others.to(tl.float64)) - z_label
     loss = tl.log(1.0 + tl.exp(-tl.abs(gap)))
-    return tl.where(gap > 0, gap + loss, loss)
+    loss = tl.where(gap > 0, gap + loss, loss)
+    return tl.where(z_label == float("inf"), float("nan"), loss)  # inf - inf

@@ -2,16 +2,14 @@
 
 import functools
 import importlib.util
-import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from test_engines import accelerator
-
-import fusedce
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -90,10 +88,6 @@ def test_epoch_end():
     assert carried[-1]["loss"] < carried[0]["loss"]
 
 
-@pytest.mark.skipif(
-    "token_weight" not in inspect.signature(fusedce.fused_ce).parameters,
-    reason="fused_ce without token_weight",
-)
 def test_policy_gradient():
     rewards, history = example("policy_gradient").train()
     assert sum(rewards[-6:]) / 6 > 10 * max(sum(rewards[:6]) / 6, 0.003)
@@ -104,3 +98,41 @@ def test_runs_as_a_script():
     command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.count("perplexity") == 9 + 8
+
+
+def test_grpo_has_the_eager_gradients():
+    grpo = example("grpo")
+    loss, grads = grpo.one_update(grpo.fused_policy)
+    eager_loss, eager_grads = grpo.one_update(grpo.eager_policy)
+    assert abs(loss - eager_loss) < 1e-6
+    assert grads.keys() == eager_grads.keys()
+    assert "head.weight" in grads
+    for name, grad in eager_grads.items():
+        assert grad.norm() > 1e-3, name
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_the_grpo_example_uses_every_term():
+    """The clip is reached on some tokens, or the example would show less than it says."""
+    grpo = example("grpo")
+    seen = {}
+
+    def policy(hidden, weight, labels):
+        logprob, entropy = grpo.fused_policy(hidden, weight, labels)
+        seen.update(logprob=logprob.detach(), entropy=entropy.detach(), used=labels != grpo.IGNORE)
+        return logprob, entropy
+
+    clipped = []
+    original = torch.minimum
+
+    def minimum(a, b):
+        clipped.append(int((a != b)[seen["used"]].sum()))
+        return original(a, b)
+
+    torch.minimum = minimum
+    try:
+        grpo.one_update(policy)
+    finally:
+        torch.minimum = original
+    assert 0 < clipped[0] < seen["used"].sum()
+    assert (seen["entropy"][seen["used"]] > 1).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends import chunked
+from fusedce.backends import chunked, chunked_tiles
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ def bf16_units(request, monkeypatch):
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
-    monkeypatch.setattr(chunked._Head, "tiles", _tiles_of(tile))
+    monkeypatch.setattr(chunked_tiles.Head, "tiles", _tiles_of(tile))
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
@@ -53,10 +53,12 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
         backend = "torch"
     case = dataclasses.replace(case, leading=(int(torch.Size(case.leading).numel()),))
 
-    def in_two_parts(hidden, weight, labels, **options):
+    def in_two_parts(hidden, weight, labels, token_weight=None, **options):
         n = round(cut * len(labels))
-        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], backend=backend, **options)
-        b = fusedce.fused_ce(hidden[n:], weight, labels[n:], backend=backend, **options)
+        w_a, w_b = (None, None) if token_weight is None else (token_weight[:n], token_weight[n:])
+        options["backend"] = backend
+        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], token_weight=w_a, **options)
+        b = fusedce.fused_ce(hidden[n:], weight, labels[n:], token_weight=w_b, **options)
         return a.loss_sum + b.loss_sum, a.n_valid + b.n_valid
 
     check(in_two_parts, case)

@@ -7,6 +7,11 @@ A backend is a module with three functions, called with checked arguments, grad 
 * ``loss_and_grads(..., chunk_tokens, d_hidden, d_weight, d_bias)`` -> ``(loss_sum, n_valid)``,
   filling those of the three buffers that are not ``None``;
 * ``scale_(x, g)``: ``x *= g`` in place, ``g`` a 0-d tensor.
+
+Beside it is a module for what is wanted token by token:
+
+* ``token_stats(...)`` -> :class:`fusedce.objective.Stats`, one pass over the logits;
+* ``token_grads(..., upstream, d_hidden, d_weight, d_bias)``, from logits computed anew.
 """
 
 from __future__ import annotations
@@ -20,6 +25,10 @@ import torch
 from torch import Tensor
 
 _MODULES = {"torch": "fusedce.backends.chunked", "triton": "fusedce.backends.launch"}
+_TOKEN_MODULES = {
+    "torch": "fusedce.backends.chunked_tokens",
+    "triton": "fusedce.backends.launch_tokens",
+}
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -62,3 +71,8 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
 def get_backend(name: str) -> ModuleType:
     """The backend's module, imported at its first use (triton is slow to import)."""
     return importlib.import_module(_MODULES[name])
+
+
+def get_token_backend(name: str) -> ModuleType:
+    """The backend's module for statistics and gradients token by token."""
+    return importlib.import_module(_TOKEN_MODULES[name])

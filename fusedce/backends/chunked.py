@@ -16,18 +16,15 @@ float32 would have rounded most of the loss away.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from fusedce import _inplace
+from fusedce.backends.chunked_tiles import Head, MeanLogit, TileStats
 from fusedce.backends.plan import chunk_size
 from fusedce.labels import bad_label_code, bad_label_message
+from fusedce.objective import PLAIN, Objective, slopes, token_losses
 
-_TILE_ELEMENTS_CPU = 2**20  # a tile of logits stays in the CPU's cache
-_TILE_ELEMENTS_DEVICE = 2**26
 _FORWARD_CHUNK = 1024  # tokens at a time where no gradient is wanted
 
 
@@ -41,18 +38,17 @@ def loss(
     logit_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, ``n_valid ()`` int64, ``lse (N,)``; holds one tile of logits."""
-    rows, n_valid = _valid_rows(labels, weight.shape[0], ignore_index)
-    head = _Head(weight, bias, softcap, logit_scale)
+    rows, n_valid = valid_rows(labels, weight.shape[0], ignore_index)
+    head = Head(weight, bias, softcap, logit_scale)
     lse_all = torch.zeros(len(labels), dtype=head.acc, device=hidden.device)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for chunk in rows.split(_FORWARD_CHUNK):
         h = hidden[chunk].to(head.acc)  # (C, H)
-        stats = _TileStats(labels[chunk].long(), head.acc)
+        stats = TileStats(labels[chunk].long(), head.acc)
         for begin, end in head.tiles(len(chunk)):
             stats.add(head.logits(h, begin, end), begin)
-        losses = stats.losses()
-        total += losses.sum()
-        lse_all[chunk] = (stats.z_label + losses).to(head.acc)
+        total += stats.losses().sum()
+        lse_all[chunk] = stats.lse().to(head.acc)
     return total.to(head.acc), n_valid, lse_all
 
 
@@ -68,12 +64,14 @@ def loss_and_grads(
     d_hidden: Tensor | None,  # (N, H) to fill
     d_weight: Tensor | None,  # (V, H) to fill
     d_bias: Tensor | None,  # (V,) to fill
+    objective: Objective = PLAIN,  # with a soft-cap: no label smoothing
+    argmax: Tensor | None = None,  # (N,) int64 to fill at valid rows
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()``; the gradients of the sum go to the given buffers."""
     V, H = weight.shape
     device = hidden.device
-    rows, n_valid = _valid_rows(labels, V, ignore_index)
-    head = _Head(weight, bias, softcap, logit_scale)
+    rows, n_valid = valid_rows(labels, V, ignore_index, objective.token_weight)
+    head = Head(weight, bias, softcap, logit_scale)
     acc = head.acc
     gemm = torch.bfloat16 if hidden.dtype == torch.bfloat16 and _fast_bf16(device) else acc
 
@@ -101,13 +99,14 @@ def loss_and_grads(
     d_bias_sum = None if d_bias is None else torch.zeros(V, dtype=acc, device=device)
     buffer = torch.empty(V * len(chunks[0]), dtype=gemm, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
+    mean = MeanLogit(head, objective.class_weight) if objective.label_smoothing else None
 
     for number, chunk in enumerate(chunks):
         h = hidden[chunk].to(acc)  # (C, H)
         y = labels[chunk].long()
         C = len(chunk)
         e = buffer[: V * C].view(V, C)
-        stats = _TileStats(y, acc)
+        stats = TileStats(y, acc, argmax=argmax is not None)
         for begin, end in head.tiles(C):
             in_place = e[begin:end] if gemm == acc else None
             z = head.logits(h, begin, end, out=in_place)
@@ -117,15 +116,20 @@ def loss_and_grads(
                 z.mul_(slope)
             if in_place is None:
                 e[begin:end] = z
-        losses = stats.losses()
-        total += losses.sum()
+        nll, lse = stats.losses(), stats.lse()
+        if argmax is not None:
+            argmax[chunk] = stats.argmax()
 
         y = y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
-        coefficient = torch.expm1(-losses)
+        part = objective.rows(chunk)
+        zmean = None if mean is None else mean.of(h)
+        total += token_losses(part, y, nll, lse, zmean).sum()
+        u_nll, u_lse, u_zmean = slopes(part, y, lse)
+        coefficient = u_nll * torch.expm1(-nll) + u_lse * torch.exp(-nll)
         if softcap is not None:
             coefficient *= 1 - (stats.z_label.double() / softcap).square()
         coefficient = (logit_scale * coefficient).to(acc)  # (C,)
-        factors = stats.factors(losses).mul_(logit_scale).to(acc)  # (tiles, C)
+        factors = stats.factors(lse).mul_(logit_scale * (u_nll + u_lse)).to(acc)  # (tiles, C)
 
         dh = None if d_hidden is None else torch.zeros(C, H, dtype=acc, device=device)
         for (begin, end), factor in zip(head.tiles(C), factors, strict=True):
@@ -135,18 +139,24 @@ def loss_and_grads(
                 dh.addcmul_(torch.mm(tile.t(), w).to(acc), factor[:, None])
             if d_weight_sum is not None:
                 scaled = (h * factor[:, None]).to(gemm)
-                _accumulate(d_weight_sum[begin:end], tile, scaled, first=number == 0)
+                accumulate(d_weight_sum[begin:end], tile, scaled, first=number == 0)
             if d_bias_sum is not None:
                 d_bias_sum[begin:end] += torch.mv(tile.to(acc), factor)
 
         if d_hidden is not None and dh is not None:
             dh.addcmul_(weight[y].to(acc), coefficient[:, None])
+            if mean is not None:
+                mean.add_hidden_gradient(dh, u_zmean)
             d_hidden[chunk] = dh.to(d_hidden.dtype)
         if d_weight_sum is not None:
-            _add_rows(d_weight_sum, y, h * coefficient[:, None])
+            add_rows(d_weight_sum, y, h * coefficient[:, None])
         if d_bias_sum is not None:
-            _add_rows(d_bias_sum, y, coefficient)
+            add_rows(d_bias_sum, y, coefficient)
+        if mean is not None:
+            mean.gather(h, u_zmean)
 
+    if mean is not None:
+        mean.add_head_gradients(d_weight_sum, d_bias_sum)
     if d_weight is not None and d_weight_sum is not None and d_weight_sum is not d_weight:
         d_weight.copy_(d_weight_sum)
     if d_bias is not None and d_bias_sum is not None:
@@ -160,75 +170,10 @@ def scale_(x: Tensor, g: Tensor) -> None:
         _inplace.scale_(x, g)
 
 
-class _Head:
-    """The output projection, read by tiles of the vocabulary."""
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
-    ) -> None:
-        self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, logit_scale
-        self.acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-    def tiles(self, C: int) -> Iterator[tuple[int, int]]:
-        V = self.weight.shape[0]
-        elements = _TILE_ELEMENTS_CPU if self.weight.device.type == "cpu" else _TILE_ELEMENTS_DEVICE
-        step = min(max(elements // max(C, 1), 256), 8192)
-        for begin in range(0, V, step):
-            yield begin, min(begin + step, V)
-
-    def logits(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
-        """``(v, C)`` logits of one tile, from exact products of the inputs."""
-        w = self.weight[begin:end].to(self.acc)
-        if self.bias is not None:
-            b = self.bias[begin:end, None].to(self.acc)
-            z = torch.addmm(b, w, h.t(), beta=self.scale, alpha=self.scale, out=out)
-        else:
-            z = torch.mm(w, h.t(), out=out)
-            if self.scale != 1.0:
-                z.mul_(self.scale)
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z
-
-
-class _TileStats:
-    """Maxima, sums of exponentials and label logits, gathered tile by tile."""
-
-    def __init__(self, y: Tensor, acc: torch.dtype) -> None:
-        self.y = y
-        # NaN stays where no tile holds the label.
-        self.z_label = torch.full((len(y),), math.nan, dtype=acc, device=y.device)
-        self.maxima: list[Tensor] = []
-        self.sums: list[Tensor] = []
-
-    def add(self, z: Tensor, begin: int) -> None:
-        """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place."""
-        local = self.y - begin
-        inside = (local >= 0) & (local < len(z))
-        local = local.clamp(0, len(z) - 1)[None]
-        self.z_label = torch.where(inside, z.gather(0, local)[0], self.z_label)
-        # A tile of nothing but -inf must give exp(-inf) = 0, not exp(-inf + inf).
-        k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
-        z.sub_(k).exp_()
-        z.scatter_(0, local, z.gather(0, local).masked_fill_(inside, 0))
-        self.maxima.append(k)
-        self.sums.append(z.sum(0))
-
-    def losses(self) -> Tensor:
-        """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
-        maxima = torch.stack(self.maxima).double()  # (tiles, C)
-        top = maxima.amax(0)
-        others = (torch.stack(self.sums).double() * (maxima - top).exp_()).sum(0)
-        gap = top + others.log() - self.z_label.double()
-        return torch.logaddexp(gap, torch.zeros_like(gap))
-
-    def factors(self, losses: Tensor) -> Tensor:
-        """``exp(k - lse) (tiles, C)`` float64: what turns each tile into probabilities."""
-        return (torch.stack(self.maxima).double() - (self.z_label.double() + losses)).exp_()
-
-
-def _valid_rows(labels: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Positions with a label to predict, and their number.
+def valid_rows(
+    labels: Tensor, V: int, ignore_index: int, token_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Positions with a label to predict and a weight other than 0; the number of the former.
 
     A bad label raises on a CPU; elsewhere the number is a negative code (see `LossSum`) and the
     label's logit NaN, as with the Triton backend.
@@ -242,10 +187,12 @@ def _valid_rows(labels: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tens
         if labels.device.type == "cpu":
             raise ValueError(bad_label_message(code, V, ignore_index))
         n_valid.fill_(code)
+    if token_weight is not None:
+        valid = valid & ((token_weight != 0) | bad)
     return valid.nonzero()[:, 0], n_valid
 
 
-def _accumulate(d_weight: Tensor, tile: Tensor, scaled: Tensor, *, first: bool) -> None:
+def accumulate(d_weight: Tensor, tile: Tensor, scaled: Tensor, *, first: bool) -> None:
     """``d_weight (v, H) (+)= tile (v, C) @ scaled (C, H)``."""
     if d_weight.dtype == tile.dtype:
         torch.addmm(d_weight, tile, scaled, beta=0 if first else 1, out=d_weight)
@@ -255,7 +202,7 @@ def _accumulate(d_weight: Tensor, tile: Tensor, scaled: Tensor, *, first: bool) 
         d_weight.add_(torch.mm(tile, scaled))
 
 
-def _add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
+def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
     """``total[y] += rows``, repeated labels summed in the dtype of ``rows`` before any rounding."""
     if total.dtype == rows.dtype and total.device.type == "cpu":
         total.index_add_(0, y, rows)

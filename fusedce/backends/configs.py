@@ -48,6 +48,15 @@ FORWARD = {
 # Where bias, scale or soft-cap would spill the registers of the one above.
 FORWARD_WITH_OPTIONS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
 
+# Entropy, argmax and the mean of the logits need registers as well.
+STATS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
+_HOPPER_NARROW = ForwardConfig(128, 64, 64, 8, 4, DESCRIPTOR=True)
+STATS_WITH_OPTIONS = {
+    ("sm_80", 2): ForwardConfig(128, 64, 64, 8, 3),
+    ("sm_90", 2): _HOPPER_NARROW,
+    ("sm_100", 2): _HOPPER_NARROW,
+}
+
 # What tuning tries besides the default, by family; two-byte inputs.
 CANDIDATES = {
     "sm_80": (
@@ -80,6 +89,7 @@ EXP_BLOCK_V = 2048
 EXP_WARPS = 4
 COMPACT_BLOCK_N = 1024
 SCALE_BLOCK = 8192
+MERGE_BLOCK_N = 128
 
 
 def architecture(device: torch.device) -> str:
@@ -97,6 +107,12 @@ def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
     """The default; ``options``: whether bias, scale or soft-cap are in use."""
     default = FORWARD[family, element_size]
     return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
+
+
+def stats(family: str, element_size: int, *, options: bool) -> ForwardConfig:
+    """Blocks of ``stats_kernel``; ``options`` as in :func:`forward`, or class weights."""
+    table = STATS_WITH_OPTIONS if options else STATS
+    return table.get((family, element_size), FORWARD[family, element_size])
 
 
 def exp_block(device: torch.device) -> int:

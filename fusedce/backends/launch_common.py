@@ -13,7 +13,11 @@ from fusedce.labels import bad_label_message
 
 
 def compact(
-    labels: Tensor, V: int, ignore_index: int, tickets: Tensor
+    labels: Tensor,
+    V: int,
+    ignore_index: int,
+    tickets: Tensor,
+    token_weight: Tensor | None = None,  # (N,): rows of weight 0 count, and are left out
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``rows (N,)``, ``count ()`` int32, ``n_valid ()`` int64 and a zero ``loss_sum ()``."""
     N, device = len(labels), labels.device
@@ -28,10 +32,12 @@ def compact(
         n_valid,
         loss_sum,
         tickets,
+        labels if token_weight is None else token_weight.contiguous(),
         N,
         V,
         ignore_index,
         len(tickets),
+        HAS_TOKEN_WEIGHT=token_weight is not None,
         BLOCK_N=configs.COMPACT_BLOCK_N,
     )
     return rows, count, n_valid, loss_sum

@@ -27,7 +27,7 @@ def loss(
     config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, ``n_valid ()`` int64, ``lse (N,)`` fp32 (0 at ignored positions)."""
-    hidden, weight = _unit_stride("hidden", hidden), _unit_stride("weight", weight)
+    hidden, weight = unit_stride("hidden", hidden), unit_stride("weight", weight)
     labels = labels.contiguous()
     for name, x in (("hidden", hidden), ("weight", weight)):
         if not _aligned(x):
@@ -40,7 +40,7 @@ def loss(
         config = _forward_config(hidden, weight, bias, softcap, logit_scale, options)
     blocks = triton.cdiv(N, config.BLOCK_N)
     tiles_per_split, splits = configs.vocabulary_splits(V, config)
-    weight_tiles = _descriptor(weight, config)
+    weight_tiles = descriptor(weight, config)
 
     lse = torch.zeros(N, dtype=torch.float32, device=device)
     partials = torch.empty((2 * splits + 1) * N, dtype=torch.float32, device=device)
@@ -81,7 +81,7 @@ def loss(
                 EVEN_H=H % config.BLOCK_H == 0,
                 DESCRIPTOR=weight_tiles is not None,
                 FLATTEN=config.FLATTEN,
-                INPUT_PRECISION=_input_precision(hidden),
+                INPUT_PRECISION=input_precision(hidden),
                 UPCAST=device.type == "cpu",
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
@@ -117,7 +117,7 @@ def _forward_config(
     return tuning.choose(key, (default, *configs.CANDIDATES[family]), milliseconds)
 
 
-def _unit_stride(name: str, x: Tensor) -> Tensor:
+def unit_stride(name: str, x: Tensor) -> Tensor:
     """The kernels walk along the last dimension; any other stride there is copied away."""
     if x.stride(-1) == 1:
         return x
@@ -130,7 +130,7 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _descriptor(weight: Tensor, config: ForwardConfig) -> TensorDescriptor | None:
+def descriptor(weight: Tensor, config: ForwardConfig) -> TensorDescriptor | None:
     """What TMA reads weight by, where the configuration wants it and the addresses allow it."""
     if not config.DESCRIPTOR or not _aligned(weight):
         return None
@@ -142,6 +142,6 @@ def _say_once(what: str) -> None:
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 
-def _input_precision(x: Tensor) -> str:
+def input_precision(x: Tensor) -> str:
     tf32 = x.is_cuda and torch.version.hip is None and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if x.dtype == torch.float32 and tf32 else "ieee"

@@ -1,0 +1,266 @@
+"""fused_cross_entropy against F.cross_entropy(F.linear(...)), for every rule torch has."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+
+from fusedce import fused_cross_entropy
+
+BACKENDS = ["torch", "triton"]
+REDUCTIONS = ["none", "mean", "sum"]
+
+
+def inputs(leading=(11,), H=12, V=37, dtype=torch.float32, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*leading, H, generator=rng).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=rng).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=rng).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, leading, generator=rng)
+    return hidden, weight, bias, labels
+
+
+def eager(hidden, weight, labels, *, bias=None, class_weight=None, **options):
+    logits = F.linear(hidden, weight, bias)
+    if logits.dim() == 3:  # torch wants the classes in second place
+        logits = logits.transpose(1, 2)
+    return F.cross_entropy(logits, labels, weight=class_weight, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_parity(backend, reduction, smoothing, weighted):
+    """1-D, 2-D and 3-D hidden; ignored: nothing, a negative number, a real class."""
+    for leading, ignore_index in itertools.product([(), (11,), (3, 5)], [-100, -1, 2]):
+        hidden, weight, bias, labels = inputs(leading)
+        if leading:
+            labels.view(-1)[::3] = ignore_index
+        elif labels == ignore_index:
+            continue
+        c = torch.linspace(0.0, 2.0, 37) if weighted else None
+        options = {
+            "bias": bias, "reduction": reduction, "label_smoothing": smoothing,
+            "class_weight": c, "ignore_index": ignore_index,
+        }  # fmt: skip
+        ours = fused_cross_entropy(hidden, weight, labels, backend=backend, **options)
+        torchs = eager(hidden, weight, labels, **options)
+        torch.testing.assert_close(ours, torchs, rtol=2e-6, atol=2e-6)
+        upstream = torch.linspace(-1, 2, ours.numel()).view(ours.shape) if leading else None
+        leaves = (hidden, weight, bias)
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, leaves, upstream if ours.dim() else None),
+            torch.autograd.grad(torchs, leaves, upstream if ours.dim() else None),
+            rtol=1e-5, atol=2e-6,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradcheck(reduction):
+    hidden, weight, bias, labels = inputs((5,), 4, 9, torch.float64)
+    labels[1] = -100
+    c = torch.linspace(0.5, 2, 9, dtype=torch.float64)
+
+    def f(h, w, b):
+        return fused_cross_entropy(
+            h, w, labels, bias=b, class_weight=c, reduction=reduction, softcap=2.0, z_loss=0.1,
+            label_smoothing=0.2, logit_scale=0.7, chunk_tokens=2,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(f, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_none_in_half_precision(backend, dtype, smoothing):
+    """Errors at most twice torch's own, under upstream gradients of many sizes and of 0."""
+    hidden, weight, bias, labels = inputs((90,), 40, 333, dtype)
+    upstream = 10.0 ** torch.linspace(-2, 2, 90)
+    upstream[::5] = 0
+
+    def run(fn, leaves, **options):
+        losses = fn(*leaves[:2], labels, bias=leaves[2], label_smoothing=smoothing,
+                    reduction="none", **options)  # fmt: skip
+        return losses, *torch.autograd.grad(losses, leaves, upstream.to(losses.dtype))
+
+    leaves = (hidden, weight, bias)
+    ours = run(fused_cross_entropy, leaves, backend=backend, chunk_tokens=32)
+    torchs = run(lambda *a, **k: eager(*a, **k).float(), leaves)
+    exact = run(eager, [x.detach().double().requires_grad_() for x in leaves])
+    assert ours[0].dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    for o, t, e in zip(ours, torchs, exact, strict=True):
+        assert (o.double() - e).norm() <= 2 * (t.double() - e).norm() + eps / 4 * e.norm()
+        assert e.norm() > 1
+    assert ours[1][::5].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_none_under_any_upstream(backend):
+    """Twice with other factors; through a mask; and tokens of upstream 0 are never looked at."""
+    hidden, weight, bias, labels = inputs()
+    losses = fused_cross_entropy(
+        hidden, weight, labels, bias=bias, reduction="none", backend=backend
+    )
+    exact = eager(hidden, weight, labels, bias=bias, reduction="none")
+    leaves = (hidden, weight, bias)
+    for upstream in (torch.randn(11), torch.randn(11) * (torch.rand(11) < 0.5), torch.zeros(11)):
+        torch.testing.assert_close(
+            torch.autograd.grad(losses, leaves, upstream, retain_graph=True),
+            torch.autograd.grad(exact, leaves, upstream, retain_graph=True),
+            rtol=1e-5, atol=1e-6,
+        )  # fmt: skip
+    with torch.no_grad():
+        poisoned = hidden.clone()
+        poisoned[4] = float("inf")
+    poisoned.requires_grad_()
+    losses = fused_cross_entropy(
+        poisoned, weight, labels, bias=bias, reduction="none", backend=backend
+    )
+    assert not losses[4].isfinite()
+    kept = losses[torch.arange(11) != 4].sum()
+    for grad in torch.autograd.grad(kept, (poisoned, weight, bias)):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("need", ["h", "w", "b", "wb"])
+def test_none_with_frozen_inputs(backend, need):
+    hidden, weight, bias, labels = inputs()
+    leaves = dict(zip("hwb", (hidden, weight, bias), strict=True))
+    for name, x in leaves.items():
+        x.requires_grad_(name in need)
+    wanted = [leaves[name] for name in need]
+    ours = fused_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", backend=backend)
+    exact = eager(hidden, weight, labels, bias=bias, reduction="none")
+    torch.testing.assert_close(
+        torch.autograd.grad(ours.square().sum(), wanted),
+        torch.autograd.grad(exact.square().sum(), wanted),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("N", [0, 5])
+def test_nothing_valid_is_0_where_torch_says_nan(backend, reduction, weighted, N):
+    hidden, weight, bias, labels = inputs((N,))
+    labels.fill_(-100)
+    with torch.no_grad():
+        hidden.fill_(float("nan"))
+    c = torch.rand(37) if weighted else None
+    loss = fused_cross_entropy(
+        hidden, weight, labels, bias=bias, class_weight=c, reduction=reduction, backend=backend,
+        label_smoothing=0.1,
+    )  # fmt: skip
+    assert loss.eq(0).all()
+    assert loss.shape == ((N,) if reduction == "none" else ())
+    for grad in torch.autograd.grad(loss.sum(), (hidden, weight, bias)):
+        assert grad.eq(0).all()
+    if reduction == "mean":
+        assert eager(hidden, weight, labels, bias=bias).isnan()
+
+
+def test_the_mean_of_token_weights_keeps_the_count():
+    hidden, weight, _, labels = inputs()
+    w = torch.rand(11)
+    w[3] = 0
+    labels[5] = -100
+    got = fused_cross_entropy(hidden, weight, labels, token_weight=w)
+    each = eager(hidden, weight, labels, reduction="none")
+    torch.testing.assert_close(got, (w * each).sum() / 10)
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, _, labels = inputs()
+    loss = fused_cross_entropy(hidden, weight, labels, reduction="none").sum()
+    with pytest.raises(RuntimeError, match="not differentiable"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_compile_and_opcheck():
+    hidden, weight, bias, labels = inputs()
+
+    def step(hidden, weight, labels):
+        losses = fused_cross_entropy(
+            hidden, weight, labels, reduction="none", label_smoothing=0.1, softcap=5.0
+        )
+        return (losses * torch.linspace(0, 1, len(losses))).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight)),
+        torch.autograd.grad(step(hidden, weight, labels), (hidden, weight)),
+    )
+    args = (hidden, weight, labels, bias, torch.rand(37), torch.rand(11), -100, 2.0, 0.5, 4)
+    torch.library.opcheck(torch.ops.fusedce.token_stats, (*args, "torch", True, True, True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torchs_own_samples(backend):
+    """Those of torch's test suite for F.linear_cross_entropy: every one with class indices."""
+    ops = [op for op in op_db if op.name == "nn.functional.linear_cross_entropy"]
+    if not ops:
+        pytest.skip("this torch has no F.linear_cross_entropy")
+    taken = refused = 0
+    for op in ops:
+        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+        for sample in samples[:: 1 if backend == "torch" else 4]:  # (the interpreter is slow)
+            hidden, (weight, target), options = sample.input, sample.args, dict(sample.kwargs)
+            options.pop("options", None)
+            options = {
+                {"weight": "class_weight", "linear_bias": "bias"}.get(k, k): v
+                for k, v in options.items()
+            }
+            if target.is_floating_point():
+                with pytest.raises(TypeError, match="labels must be int64 or int32"):
+                    fused_cross_entropy(hidden, weight, target, backend=backend, **options)
+                refused += 1
+                continue
+            if weight.dim() != 2:  # K-dimensional losses, which have no linear head
+                with pytest.raises(ValueError, match="weight must be"):
+                    fused_cross_entropy(hidden, weight, target, backend=backend, **options)
+                refused += 1
+                continue
+            wanted = op(sample.input, *sample.args, **sample.kwargs)
+            got = fused_cross_entropy(hidden, weight, target, backend=backend, **options)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            leaves = [hidden, weight] + ([options["bias"]] if "bias" in options else [])
+            upstream = torch.linspace(1, 2, got.numel()).view(got.shape)
+            torch.testing.assert_close(
+                torch.autograd.grad(got, leaves, upstream),
+                torch.autograd.grad(wanted, leaves, upstream),
+                rtol=1e-4, atol=1e-4,
+            )  # fmt: skip
+            taken += 1
+    assert taken >= (30 if backend == "torch" else 8)
+    assert refused
+
+
+H, W, L = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
+BAD = [
+    ({"reduction": "average"}, ValueError, "reduction must be 'mean', 'sum' or 'none'"),
+    ({"class_weight": torch.ones(9)}, ValueError, r"class_weight must be \(V,\) = \(10,\)"),
+    ({"class_weight": torch.ones(10).half()}, TypeError, "class_weight must be torch.float32"),
+    ({"class_weight": [1.0] * 10}, TypeError, "class_weight must be a tensor"),
+    ({"class_weight": torch.ones(10, requires_grad=True)}, ValueError, "must not require grad"),
+    ({"labels": torch.tensor([0, 10, 1, 2])}, ValueError, "got 10 at flattened position 1"),
+    ({"labels": torch.zeros(4, 10)}, TypeError, "labels must be int64 or int32"),
+    ({"hidden": None}, TypeError, "hidden must be a tensor"),
+    ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be >= 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_input(change, error, message, reduction, backend):
+    arguments = {"hidden": H, "weight": W, "labels": L, "reduction": reduction} | change
+    with pytest.raises(error, match=message):
+        fused_cross_entropy(**arguments, backend=backend)

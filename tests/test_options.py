@@ -1,0 +1,256 @@
+"""Options of the loss: each alone, in pairs, in any subset, on both backends."""
+
+import dataclasses
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedce import fused_argmax, fused_ce, fused_cross_entropy, reference_ce
+from fusedce.testing import OPTIONS, Case, cases, check
+
+BACKENDS = ["torch", "triton"]
+SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EVERY = (*OPTIONS, "class_weight")
+ALL = ("hidden", "weight", "bias")
+
+
+def summed(hidden, weight, labels, **options):
+    """``fused_cross_entropy`` as a loss of ``fusedce.testing``: it has all options."""
+    n_valid = (labels != options.get("ignore_index", -100)).sum()
+    loss = fused_cross_entropy(hidden, weight, labels, reduction="sum", **options)
+    return loss, n_valid
+
+
+def summed_by_token(hidden, weight, labels, **options):
+    """The same through the other way: gradients from logits that backward computes again."""
+    n_valid = (labels != options.get("ignore_index", -100)).sum()
+    loss = fused_cross_entropy(hidden, weight, labels, reduction="none", **options)
+    return loss.sum(), n_valid
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(options=EVERY), chunk_tokens=st.none() | st.integers(1, 17))
+@pytest.mark.parametrize("fn", [summed, summed_by_token])
+def test_any_subset_torch(fn, case, chunk_tokens):
+    check(partial(fn, backend="torch", chunk_tokens=chunk_tokens), case)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    case=cases(dtypes=SMALL_FLOATS, options=EVERY, max_tokens=20, max_vocabulary=150),
+    chunk_tokens=st.none() | st.integers(1, 9),
+)
+@pytest.mark.parametrize("fn", [summed, summed_by_token])
+def test_any_subset_triton(fn, case, chunk_tokens):
+    check(partial(fn, backend="triton", chunk_tokens=chunk_tokens), case)
+
+
+VALUES = {
+    "softcap": 4.0, "logit_scale": -0.7, "ignore_index": 3, "label_smoothing": 0.2, "z_loss": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", list(combinations(EVERY, 2)), ids="+".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_pair(backend, pair):
+    """With peaked and flat logits, gradients and none, in one chunk and in several."""
+    case = Case(
+        (16,), 20, 300, ignored=0.2,
+        with_bias="bias" in pair,
+        options={name: VALUES[name] for name in pair if name in VALUES},
+        token_weight="token_weight" in pair,
+        class_weight="class_weight" in pair,
+    )  # fmt: skip
+    everything = ALL if case.with_bias else ALL[:2]
+    for logits, dtype, need in (
+        ("flat", torch.bfloat16, everything),
+        ("peaked", torch.float32, everything),
+        ("peaked", torch.float32, ()),
+    ):
+        each = dataclasses.replace(case, logits=logits, dtype=dtype, requires_grad=need)
+        check(partial(summed, backend=backend, chunk_tokens=10), each)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp16_factors_may_leave_its_range(backend):
+    """Weights and z-loss make gradients of the logits of 1e5, and others of 1e-5, beside 1."""
+    case = Case((30,), 16, 200, torch.float16, logits="peaked", options={"z_loss": 1e-4})
+    hidden, weight, labels, _ = case.tensors()
+    w = 10.0 ** torch.linspace(-5, 5, 30)
+
+    def grads(fn, dtype, **options):
+        h, m = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        loss = fn(h, m, labels, token_weight=w, z_loss=0.01, **options).loss_sum
+        return torch.autograd.grad(loss / 1e5, (h, m))
+
+    ours = grads(fused_ce, torch.float16, backend=backend)
+    exact = grads(reference_ce, torch.float64)
+    for x, e in zip(ours, exact, strict=True):
+        assert (x.double() - e).norm() <= 4e-3 * e.norm()
+    # each token by its own size: the light ones are not lost beside the heavy ones
+    unscaled = grads(lambda *a, **k: fused_ce(*a, **k), torch.float32, backend=backend)[0]
+    error = (unscaled.double() - exact[0]).norm(dim=1) / exact[0].norm(dim=1)
+    assert error.max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1},
+                                     {"label_smoothing": 0.1, "softcap": 3.0}])  # fmt: skip
+def test_a_token_of_weight_0_is_left_out_and_counts(backend, poison, options):
+    hidden, weight, labels, _ = Case((30,), 12, 70).tensors()
+    w = torch.rand(30, generator=torch.Generator().manual_seed(0)) - 0.3  # negative ones too
+    w[::4] = 0
+
+    def run(hidden, weight, n=30):
+        hidden.requires_grad_()
+        weight = weight.clone().requires_grad_()
+        out = fused_ce(
+            hidden, weight, labels, token_weight=w, backend=backend, chunk_tokens=7, **options
+        )
+        with torch.no_grad():
+            forward = fused_ce(hidden, weight, labels, token_weight=w, backend=backend, **options)
+        torch.testing.assert_close(forward.loss_sum, out.loss_sum)
+        assert out.n_valid == forward.n_valid == n
+        return out.loss_sum.detach(), *torch.autograd.grad(out.loss_sum, (hidden, weight))
+
+    clean = run(hidden.clone(), weight)
+    dirty = hidden.clone()
+    dirty[w == 0] = poison
+    got = run(dirty, weight)
+    torch.testing.assert_close(got, clean, rtol=0, atol=0)
+    assert got[1][w == 0].eq(0).all()
+    assert got[1][w != 0].ne(0).any(1).all()
+    exact = reference_ce(hidden, weight, labels, token_weight=w, **options).loss_sum
+    torch.testing.assert_close(got[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("grad", [True, False])
+def test_masked_classes_of_weight_0(backend, softcap, grad):
+    """A logit of -inf is no target where its weight is 0: neither inf nor NaN comes of it."""
+    hidden, weight, labels, _ = Case((30,), 12, 300).tensors()
+    labels = labels % 100
+    bias, c = torch.zeros(300), torch.ones(300)
+    bias[100:], c[100:] = float("-inf"), 0
+    if softcap is not None:
+        bias[100:] = -1e30
+    weight.requires_grad_(grad)
+    options = {"label_smoothing": 0.2, "softcap": softcap}
+    for fn in (summed, summed_by_token):
+        loss, _ = fn(hidden, weight, labels, bias=bias, class_weight=c, backend=backend, **options)
+        exact = reference_ce(hidden, weight, labels, bias=bias, class_weight=c, **options).loss_sum
+        torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+        if grad:
+            got = torch.autograd.grad(loss, weight)[0]
+            wanted = torch.autograd.grad(exact, weight)[0]
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"token_weight": torch.full((8,), 2.0)},
+                                     {"z_loss": 0.1}])  # fmt: skip
+def test_a_label_at_plus_inf_is_not_a_loss_of_0(backend, options):
+    hidden, weight, labels, _ = Case((8,), 12, 70).tensors()
+    bias = torch.zeros(70)
+    bias[labels[3]] = float("inf")
+    for grad in (True, False):
+        loss = fused_ce(
+            hidden, weight.requires_grad_(grad), labels[3:4].expand(8), bias=bias,
+            backend=backend, **options,
+        ).loss_sum  # fmt: skip
+        assert loss.isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_terms", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+def test_argmax_at_no_second_pass(backend, with_terms, grad):
+    """In training and in evaluation, in several chunks, tiles and blocks; -1 where nothing is."""
+    hidden, weight, labels, bias = Case(
+        (3, 20), 16, 600, torch.bfloat16, ignored=0.3, with_bias=True
+    ).tensors()
+    # half of the labels are the likeliest class
+    logits = hidden.nan_to_num().double() @ weight.double().T + bias.double()
+    best = logits.argmax(-1)
+    half = (torch.rand(3, 20) < 0.5) & (labels != -100)
+    labels = torch.where(half, best, labels)
+    options = {"token_weight": 1 + torch.rand(3, 20), "z_loss": 0.1} if with_terms else {}
+    argmax = torch.full((20, 3), 77).t()
+    out = fused_ce(
+        hidden, weight.requires_grad_(grad), labels, bias=bias, backend=backend,
+        chunk_tokens=30, argmax_out=argmax, **options,
+    )  # fmt: skip
+    assert argmax.eq(torch.where(labels == -100, -1, best)).all()
+    plain = fused_ce(hidden, weight, labels, bias=bias, backend=backend, **options)
+    torch.testing.assert_close(out.loss_sum, plain.loss_sum)
+    everywhere = fused_argmax(hidden.nan_to_num(), weight, bias=bias, backend=backend)
+    assert everywhere.eq(best).all()
+
+
+def test_plain_means_plain():
+    """Options at their neutral values take the plain way, bit by bit."""
+    hidden, weight, labels, _ = Case((30,), 12, 70).tensors()
+    weight.requires_grad_()
+    plain = fused_ce(hidden, weight, labels).loss_sum
+    neutral = fused_ce(
+        hidden, weight, labels, label_smoothing=0.0, z_loss=0, token_weight=torch.ones(30)
+    ).loss_sum
+    torch.testing.assert_close(neutral, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_compile_and_opcheck(softcap):
+    hidden, weight, labels, _ = Case((9,), 12, 37, ignored=0.3).tensors()
+    hidden = hidden.nan_to_num().requires_grad_()
+    w = torch.rand(9)
+
+    def step(hidden, weight, labels, w):
+        argmax = torch.empty_like(labels)
+        out = fused_ce(
+            hidden, weight, labels, softcap=softcap, label_smoothing=0.1, z_loss=0.1,
+            token_weight=w, argmax_out=argmax,
+        )  # fmt: skip
+        return out.mean(), argmax
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    (got, best), (wanted, best_wanted) = (f(hidden, weight, labels, w) for f in (compiled, step))
+    assert best.equal(best_wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, hidden), torch.autograd.grad(wanted, hidden)
+    )
+    args = (hidden, weight, labels, None, -100, None, 1.0, 4, "torch", True, True, False)
+    more = (0.1, 0.1, w, torch.rand(37), True)
+    torch.library.opcheck(torch.ops.fusedce.linear_ce, args + more)
+
+
+H, W, L = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
+BAD = [
+    ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+    ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be in"),
+    ({"label_smoothing": None}, TypeError, "label_smoothing must be a number"),
+    ({"z_loss": float("nan")}, ValueError, "z_loss must be finite"),
+    ({"z_loss": "1"}, TypeError, "z_loss must be a number"),
+    ({"token_weight": torch.ones(5)}, ValueError, r"token_weight must be .* \(4,\), got \(5,\)"),
+    ({"token_weight": torch.ones(4, dtype=torch.bool)}, TypeError, "token_weight must be .*bool"),
+    ({"token_weight": torch.ones(4).double()}, TypeError, "token_weight must be torch.float32,"),
+    ({"token_weight": 2.0}, TypeError, "token_weight must be a tensor"),
+    ({"token_weight": torch.ones(4, device="meta")}, ValueError, "token_weight must be on"),
+    ({"token_weight": torch.ones(4, requires_grad=True)}, ValueError, "must not require grad"),
+    ({"argmax_out": torch.ones(4)}, TypeError, "argmax_out must be int64"),
+    ({"argmax_out": torch.ones(2, 2, dtype=torch.int64)}, ValueError, "argmax_out must have"),
+    ({"argmax_out": 3}, TypeError, "argmax_out must be a tensor"),
+    ({"reduction": "sum"}, TypeError, "reduction"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_options(change, error, message):
+    with pytest.raises(error, match=message):
+        fused_ce(H, W, L, **change)
