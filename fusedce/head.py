@@ -9,6 +9,7 @@ the head's ``forward``.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _PROBE_TOKENS = 4
 class _Loss(NamedTuple):
     """What the head's forward is asked for when it is entered again for the loss."""
 
+    function: Callable[..., Any]
     labels: Tensor
     vocabulary: slice
     bias: Tensor | None  # beside the head's own
@@ -55,16 +57,17 @@ class _Attached:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._enter(hidden, None)
 
-    def loss_sum(
+    def loss(
         self,
+        function: Callable[..., Any],
         hidden: Tensor,
         labels: Tensor,
         *,
         vocabulary: slice,
         bias: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        return self._enter(hidden, _Loss(labels, vocabulary, bias, options))
+        options: dict[str, Any],
+    ) -> Any:
+        return self._enter(hidden, _Loss(function, labels, vocabulary, bias, options))
 
     def _enter(self, hidden: Tensor, request: _Loss | None) -> Any:
         """Run here, or through the module's hooks where those bring its parameters (FSDP2).
@@ -88,7 +91,8 @@ class _Attached:
         if request.vocabulary != slice(0, self.V):
             weight = weight[request.vocabulary]
             bias = None if bias is None else bias[request.vocabulary]
-        return tuple(fused_ce(terms.hidden, weight, request.labels, bias=bias, **request.options))
+        out = request.function(terms.hidden, weight, request.labels, bias=bias, **request.options)
+        return out if isinstance(out, Tensor) else tuple(out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
         """A copied model has a head of its own, not a link to this one."""
@@ -108,9 +112,10 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     The head returns lazy logits: real ones are computed, once, only for code that looks at them
     (generation, metrics). Parameters, state dict and module types stay as they are. Steps between
     head and loss that are understood: multiplication and division by a number, ``tanh`` soft-caps,
-    changes of dtype, reshaping, slicing, transposing. Where a model does something else, or asks
-    ``F.cross_entropy`` for class weights, label smoothing or ``reduction="none"``, the loss is
-    computed from real logits, as before. Inside ``torch.compile`` the head is the original one.
+    an added bias, changes of dtype, reshaping, slicing, transposing. ``F.cross_entropy`` may have
+    any option but class probabilities as targets. Where a model does something else, the loss is
+    computed from real logits, as before. ``torch.compile`` traces all of it in one graph, but for
+    loss modules (``nn.CrossEntropyLoss()``), which break it.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
@@ -282,7 +287,7 @@ def _probe_once(
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
-    request = _Loss(labels, slice(0, attached.V), None, {})
+    request = _Loss(fused_ce, labels, slice(0, attached.V), None, {})
     fused = attached.run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

@@ -4,8 +4,8 @@
 storage that remembers ``(hidden, head)`` and what was done to it since. Multiplying and dividing by
 a number, ``tanh``, changes of dtype, reshaping and slicing of the leading dimensions, slicing the
 vocabulary: all are remembered, none is computed. ``F.cross_entropy`` on it runs
-:func:`fusedce.fused_ce`, with the remembered steps as its ``logit_scale`` and ``softcap``.
-Anything else sees real logits, computed once.
+:func:`fusedce.fused_ce` or :func:`fusedce.fused_cross_entropy`, with the remembered steps as its
+``logit_scale`` and ``softcap``. Anything else sees real logits, computed once.
 
 ``torch.compile`` cannot trace the making of such a tensor: see :mod:`fusedce.traced_logits`.
 """
@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce.cross_entropy import fused_cross_entropy
 from fusedce.lazy_state import Lazy, State
 from fusedce.lazy_steps import METHODS, scale_and_cap
+from fusedce.loss import fused_ce
 
 
 class LazyLogits(Lazy, torch.Tensor):
@@ -192,11 +194,9 @@ def _cross_entropy(
     if (
         fused is None
         or not at_class
-        or weight is not None
         or size_average is not None
         or reduce is not None
-        or label_smoothing
-        or reduction not in ("mean", "sum")
+        or reduction not in ("mean", "sum", "none")
         or not isinstance(target, Tensor)
         or isinstance(target, Lazy)
         or target.is_floating_point()
@@ -204,20 +204,31 @@ def _cross_entropy(
         or target.device != state.hidden.device
     ):
         return NotImplemented
-    scale, softcap = fused
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "logit_scale": fused[0],
+        "softcap": fused[1],
+        "label_smoothing": label_smoothing,
+    }
+    counted = weight is None and reduction != "none"
+    if not counted:
+        options |= {"class_weight": weight, "reduction": reduction}
     with torch.set_grad_enabled(torch.is_grad_enabled() and not state.detached):
-        loss_sum, n_valid = state.head.loss_sum(
+        loss = state.head.loss(
+            fused_ce if counted else fused_cross_entropy,
             state.hidden.reshape(-1, state.hidden.shape[-1]),
             target.reshape(-1),
             vocabulary=state.vocabulary,
             bias=state.bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=scale,
+            options=options,
         )
-        if _TAP is not None:
-            _TAP.losses.append((loss_sum.detach(), n_valid))
-        loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
+        if counted:
+            loss_sum, n_valid = loss
+            if _TAP is not None:
+                _TAP.losses.append((loss_sum.detach(), n_valid))
+            loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
+        elif reduction == "none":
+            loss = loss.view(target.shape)
     kind = state.hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return loss  # autocast takes cross_entropy in float32

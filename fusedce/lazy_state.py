@@ -18,18 +18,17 @@ class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Real logits ``(..., V)`` of ``hidden (..., H)``, as the original head makes them."""
 
-    def loss_sum(
+    def loss(
         self,
+        function: Callable[..., Any],
         hidden: Tensor,  # (N, H)
         labels: Tensor,  # (N,)
         *,
         vocabulary: slice,
         bias: Tensor | None,  # (V,), beside the head's own
-        ignore_index: int,
-        softcap: float | None,
-        logit_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """``(loss_sum, n_valid)`` without logits."""
+        options: dict[str, Any],
+    ) -> Any:
+        """``function(hidden, weight, labels, bias=..., **options)``, without logits."""
 
 
 class State(NamedTuple):
