@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from report import put
 from torch import Tensor
 
 import fusedce
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--out", type=Path, help="default: results/options-DEVICE.json beside this")
     parser.add_argument("--table", type=Path, help="print the table of measured data and stop")
+    parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     args = parser.parse_args()
     if args.table:
         print(table(json.loads(args.table.read_text())))
@@ -197,6 +199,8 @@ def main() -> None:
             data["rows"].append(row)
             out.write_text(json.dumps(data, indent=1) + "\n")
     print(table(data))
+    if args.readme:
+        put(args.readme, f"options {args.device}", table(data).strip())
 
 
 if __name__ == "__main__":
