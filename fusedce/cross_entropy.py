@@ -7,18 +7,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fusedce._checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_objective,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
+)
 from fusedce.autograd import linear_ce
 from fusedce.backends import resolve_backend
-from fusedce.loss import (
-    _autocast,
-    _check_chunk_tokens,
-    _check_ignore_index,
-    _check_number,
-    _check_objective,
-    _check_softcap,
-    _check_tensor_types,
-    _check_tensors,
-)
 from fusedce.token_stats import token_ce
 
 
@@ -84,20 +84,18 @@ def fused_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    _check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check_tensors(hidden, weight, labels, bias)
-    _check_ignore_index(ignore_index)
-    _check_chunk_tokens(chunk_tokens)
-    objective = _check_objective(
-        hidden, weight, label_smoothing, z_loss, token_weight, class_weight
-    )
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
+    check_ignore_index(ignore_index)
+    check_chunk_tokens(chunk_tokens)
+    objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, class_weight)
     rows, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     rest = (
         bias,
         ignore_index,
-        _check_softcap(softcap),
-        _check_number("logit_scale", logit_scale),
+        check_softcap(softcap),
+        check_number("logit_scale", logit_scale),
         chunk_tokens,
         resolve_backend(backend, hidden),
         objective,

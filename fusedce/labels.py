@@ -52,7 +52,7 @@ def shift_labels(
         >>> shift_labels(torch.tensor([[5, 6, 7]]))
         tensor([[   6,    7, -100]])
     """
-    _check_labels(labels)
+    check_labels(labels)
     if labels.dim() == 0:
         raise ValueError("labels must be (..., T) with at least one dimension, got a 0-d tensor")
     if isinstance(offset, bool) or not isinstance(offset, int):
@@ -114,7 +114,7 @@ def count_valid(
         if "labels" not in labels:
             raise ValueError(f'labels: a batch must hold "labels", got the keys {sorted(labels)}')
         labels = labels["labels"]
-        _check_labels(labels)
+        check_labels(labels)
     shifted = shift_labels(
         cast(Tensor, labels),
         offset=offset,
@@ -125,7 +125,7 @@ def count_valid(
     return (shifted != ignore_index).sum()
 
 
-def _check_labels(labels: object) -> None:
+def check_labels(labels: object) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.dtype not in (torch.int64, torch.int32):

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends import resolve_backend
-from fusedce.loss import (
-    _autocast,
-    _check_chunk_tokens,
-    _check_ignore_index,
-    _check_number,
-    _check_softcap,
-    _check_tensor_types,
-    _check_tensors,
+from fusedce._checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
 )
+from fusedce.backends import resolve_backend
 from fusedce.token_stats import token_stats
 
 
@@ -86,13 +86,13 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    _check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check_tensors(hidden, weight, labels, bias)
-    _check_ignore_index(ignore_index)
-    _check_chunk_tokens(chunk_tokens)
-    softcap = _check_softcap(softcap)
-    temperature = _check_number("temperature", temperature)
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
+    check_ignore_index(ignore_index)
+    check_chunk_tokens(chunk_tokens)
+    softcap = check_softcap(softcap)
+    temperature = check_number("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
@@ -103,7 +103,7 @@ def fused_logprobs(
         bias,
         ignore_index,
         None if softcap is None else softcap / temperature,
-        _check_number("logit_scale", logit_scale) / temperature,
+        check_number("logit_scale", logit_scale) / temperature,
         chunk_tokens,
         resolve_backend(backend, hidden),
         want_entropy=True,
@@ -149,17 +149,17 @@ def fused_argmax(
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden must be a tensor, got {type(hidden).__name__}")
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    _check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check_tensors(hidden, weight, labels, bias)
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
     stats = token_stats(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
         bias,
         -100,
-        _check_softcap(softcap),
-        _check_number("logit_scale", logit_scale),
+        check_softcap(softcap),
+        check_number("logit_scale", logit_scale),
         None,
         resolve_backend(backend, hidden),
         want_argmax=True,

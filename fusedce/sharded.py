@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fusedce._checks import autocast, check_chunk_tokens, check_softcap, check_tensors
 from fusedce._layout import agree, layout_of
 from fusedce.autograd import _scaled
 from fusedce.backends.sharded import Options, Shard, Wanted, loss_and_grads
-from fusedce.labels import _check_labels
-from fusedce.loss import (
-    LossSum,
-    _autocast,
-    _check_chunk_tokens,
-    _check_softcap,
-    _check_tensors,
-)
+from fusedce.labels import check_labels
+from fusedce.loss import LossSum
 
 
 def sharded_ce(
@@ -108,23 +103,23 @@ def sharded_ce(
         (Shard(dim=0),)
     """
     layout = layout_of(hidden, weight, labels, bias, token_weight, process_group, tokens_sharded)
-    _check_labels(layout.labels)
-    h, w, b = _autocast(layout.hidden, layout.weight, layout.bias)
+    check_labels(layout.labels)
+    h, w, b = autocast(layout.hidden, layout.weight, layout.bias)
     if len(w):
-        _check_tensors(h, w, layout.labels, b)
+        check_tensors(h, w, layout.labels, b)
     else:  # a rank without rows
-        _check_tensors(h, w.new_empty(1, w.shape[-1]), layout.labels, None)
+        check_tensors(h, w.new_empty(1, w.shape[-1]), layout.labels, None)
     options = Options(
         ignore_index=ignore_index,
-        softcap=_check_softcap(softcap),
-        logit_scale=_check_number("logit_scale", logit_scale),
-        label_smoothing=_check_number("label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=_check_number("z_loss", z_loss),
+        softcap=check_softcap(softcap),
+        logit_scale=check_number("logit_scale", logit_scale),
+        label_smoothing=check_number("label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=check_number("z_loss", z_loss),
         chunk_tokens=chunk_tokens,
     )
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    _check_chunk_tokens(chunk_tokens)
+    check_chunk_tokens(chunk_tokens)
     weights = layout.token_weight
     if weights is not None:
         weights = _check_weights(weights, layout.labels)
@@ -142,7 +137,7 @@ def sharded_ce(
     return LossSum(loss_sum, n_valid)
 
 
-def _check_number(
+def check_number(
     name: str, value: float, least: float = -math.inf, most: float = math.inf
 ) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
