@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -62,24 +63,60 @@ def is_sum_of_products(module: Any) -> bool:
     return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
 
 
-def terms_of(module: Any, hidden: Tensor) -> Terms:
-    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
+class Adapter(NamedTuple):
+    """One LoRA adapter in use: ``scaling * (dropout(h) @ a.T) @ b.T``."""
+
+    a: Tensor  # (r, H)
+    b: Tensor  # (V, r)
+    bias: Tensor | None  # (V,)
+    scaling: float
+    dropout: Any
+
+
+class Recipe(NamedTuple):
+    """What a head computes with at one moment."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    adapters: tuple[Adapter, ...]
+
+    def tensors(self) -> list[Tensor]:
+        every = [self.weight, self.bias, *(x for y in self.adapters for x in (y.a, y.b, y.bias))]
+        return [x for x in every if x is not None]
+
+
+def recipe_of(module: Any) -> Recipe:
     module = _active(module)
     base = getattr(module, "base_layer", module)
-    weight, bias = full(base.weight), getattr(base, "bias", None)
-    bias = None if bias is None else full(bias)
-    if base is module or module.disable_adapters or module.merged:
+    names: list[str] = []
+    if base is not module and not module.disable_adapters and not module.merged:
+        names = [name for name in module.active_adapters if name in module.lora_A]
+    adapters = tuple(
+        Adapter(
+            module.lora_A[name].weight,
+            module.lora_B[name].weight,
+            module.lora_B[name].bias,
+            module.scaling[name],
+            module.lora_dropout[name],
+        )
+        for name in names
+    )
+    return Recipe(base.weight, getattr(base, "bias", None), adapters)
+
+
+def terms_of(recipe: Recipe, hidden: Tensor) -> Terms:
+    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
+    weight, bias = full(recipe.weight), None if recipe.bias is None else full(recipe.bias)
+    if not recipe.adapters:
         return Terms(hidden, weight, bias)
     hiddens, weights = [hidden], [weight]
-    for name in module.active_adapters:
-        if name not in module.lora_A:
-            continue
-        a, b = module.lora_A[name], module.lora_B[name]
-        x = module.lora_dropout[name](hidden.to(a.weight.dtype))
-        hiddens.append((module.scaling[name] * a(x)).to(hidden.dtype))
-        weights.append(b.weight.to(weight.dtype))
-        if b.bias is not None:
-            extra = module.scaling[name] * b.bias.to(weight.dtype)
+    for adapter in recipe.adapters:
+        a = full(adapter.a)
+        x = F.linear(adapter.dropout(hidden.to(a.dtype)), a)
+        hiddens.append((adapter.scaling * x).to(hidden.dtype))
+        weights.append(full(adapter.b).to(weight.dtype))
+        if adapter.bias is not None:
+            extra = adapter.scaling * full(adapter.bias).to(weight.dtype)
             bias = extra if bias is None else bias + extra
     return Terms(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
 

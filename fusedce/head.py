@@ -8,17 +8,16 @@ the head's ``forward``.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce._linear import check_linear, is_sum_of_products, plain_weight, terms_of
+from fusedce._linear import check_linear, is_sum_of_products, plain_weight, recipe_of, terms_of
 from fusedce.lazy_logits import LazyLogits
 from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
@@ -43,19 +42,32 @@ class _Attached:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.dtype: torch.dtype | None = None  # of the logits, where that is not the weight's
         self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
-        self.V = plain_weight(module).shape[0]
-
-    def trainable(self) -> list[Tensor]:
-        return [p for p in self.module.parameters() if p.requires_grad]
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+
+class _Run:
+    """One run of a replaced head: what it computed with, for a loss or for logits later on."""
+
+    def __init__(self, module: nn.Module, hidden: Tensor) -> None:
+        self.module, self.recipe = module, recipe_of(module)
+        self.V = len(self.recipe.weight)
+        self.versions: list[tuple[Tensor, int]] = []
+        if not torch.compiler.is_compiling():
+            tensors = [hidden, *self.recipe.tensors()]
+            self.versions = [(x, x._version) for x in tensors if not x.is_inference()]
+
+    def trainable(self) -> list[Tensor]:
+        return [x for x in self.recipe.tensors() if x.requires_grad]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._enter(hidden, None)
+        logits: Tensor = self._enter(hidden, None)
+        return logits
 
     def loss(
         self,
@@ -75,35 +87,35 @@ class _Attached:
         A head that is a unit of its own is sharded again by the time of the loss.
         """
         if _is_fsdp_unit(self.module):
-            return self.module(hidden, _fusedce=request or "logits")
+            return self.module(hidden, _fusedce=(self, request))
         return self.run(hidden, request)
 
     def run(self, hidden: Tensor, request: _Loss | None) -> Any:
-        if request is None:
-            # The hidden state may have been cast by an autocast that has ended since.
-            mixed = hidden.dtype != plain_weight(self.module).dtype
-            with torch.autocast(hidden.device.type, hidden.dtype) if mixed else nullcontext():
-                return self.original(hidden)
-        terms = terms_of(self.module, hidden)
-        weight = terms.weight.to(hidden.dtype)
-        biases = [b.to(hidden.dtype) for b in (terms.bias, request.bias) if b is not None]
-        bias = sum(biases[1:], biases[0]) if biases else None
-        if request.vocabulary != slice(0, self.V):
-            weight = weight[request.vocabulary]
-            bias = None if bias is None else bias[request.vocabulary]
-        out = request.function(terms.hidden, weight, request.labels, bias=bias, **request.options)
+        recipe = self.recipe
+        if _is_fsdp_unit(self.module) or hasattr(plain_weight(self.module), "full_tensor"):
+            recipe = recipe_of(self.module)  # FSDP2 has freed what there was
+        elif any(x._version != version for x, version in self.versions):
+            raise RuntimeError(
+                "the hidden state or a parameter of the head was changed in place after the head "
+                "ran and before its logits were first looked at (a replaced head computes them "
+                "only then): look at them before, for example by logits + 0"
+            )
+        # Autocast has cast what it wanted when the head ran.
+        with torch.autocast(hidden.device.type, enabled=False):
+            terms = terms_of(recipe, hidden)
+            weight = terms.weight.to(hidden.dtype)
+            bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
+            if request is None:
+                return F.linear(terms.hidden, weight, bias)
+            if request.bias is not None:
+                bias = request.bias if bias is None else bias + request.bias
+            if request.vocabulary != slice(0, self.V):
+                weight = weight[request.vocabulary]
+                bias = None if bias is None else bias[request.vocabulary]
+            out = request.function(
+                terms.hidden, weight, request.labels, bias=bias, **request.options
+            )
         return out if isinstance(out, Tensor) else tuple(out)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
-        """A copied model has a head of its own, not a link to this one."""
-        import copy
-
-        new = object.__new__(_Attached)
-        memo[id(self)] = new
-        new.module = copy.deepcopy(self.module, memo)
-        new.previous = copy.deepcopy(self.previous, memo)
-        new.V = self.V
-        return new
 
 
 def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
@@ -157,7 +169,7 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
     attached = _Attached(head)
     _probe(attached)
     head.__dict__[_ATTACHED] = attached
-    head.forward = MethodType(_forward, head)
+    head.forward = functools.partial(_forward, head)  # which can be pickled
 
 
 def restore_loss_head(model: nn.Module) -> nn.Module:
@@ -181,7 +193,8 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
     """What a replaced head runs."""
     attached: _Attached = self.__dict__[_ATTACHED]
     if _fusedce is not None:
-        return attached.run(args[0], None if _fusedce == "logits" else _fusedce)
+        run, request = _fusedce
+        return run.run(args[0], request)
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if (
         not isinstance(hidden, Tensor)
@@ -191,21 +204,26 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or torch.jit.is_tracing()
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
         or not is_sum_of_products(self)  # an adapter that has been switched to since
+        or torch._C._functorch.maybe_current_level() is not None  # torch.func
     ):
         return attached.original(*args, **kwargs)
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
+    run = _Run(self, hidden)
+    dtype = attached.dtype or hidden.dtype
     kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
     return kind_of_logits.make(
         State(
-            head=attached,
+            head=run,
             hidden=hidden,
-            shape=(*hidden.shape[:-1], attached.V),
-            dtype=hidden.dtype,
-            vocabulary=slice(0, attached.V),
+            shape=(*hidden.shape[:-1], run.V),
+            dtype=dtype,
+            steps=() if dtype == hidden.dtype else (("to", dtype),),
+            vocabulary=slice(0, run.V),
             class_dim=hidden.dim() - 1,
+            detached=not torch.is_grad_enabled(),
         )
     )
 
@@ -279,15 +297,18 @@ def _probe_once(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     x = hidden.clone().requires_grad_()
     logits = attached.original(x)
-    if logits.shape != (_PROBE_TOKENS, attached.V):
+    V = len(plain_weight(attached.module))
+    if logits.shape != (_PROBE_TOKENS, V):
         raise ValueError(
-            f"head must return (tokens, V) logits with V={attached.V} (from its weight), "
+            f"head must return (tokens, V) logits with V={V} (from its weight), "
             f"got {tuple(logits.shape)}"
         )
+    if logits.dtype != hidden.dtype:
+        attached.dtype = logits.dtype
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
-    request = _Loss(fused_ce, labels, slice(0, attached.V), None, {})
-    fused = attached.run(y, request)[0]
+    request = _Loss(fused_ce, labels, slice(0, V), None, {})
+    fused = _Run(attached.module, y).run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

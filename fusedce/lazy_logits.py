@@ -13,7 +13,7 @@ vocabulary: all are remembered, none is computed. ``F.cross_entropy`` on it runs
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -67,9 +67,8 @@ class LazyLogits(Lazy, torch.Tensor):
         if result is not NotImplemented:
             return result
         first = args[0] if args else None
-        if isinstance(first, LazyLogits) and _writes(func):
-            first.materialize(graph=True)
-            first._mutated = True
+        if isinstance(first, LazyLogits) and writes(getattr(func, "__name__", "")):
+            first.mutate()
         args, kwargs = _real(args), _real(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -91,7 +90,9 @@ def take_step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], Lazy):
         args = (args[1], args[0])
     handler = HANDLERS.get(func)
-    if handler is None or not args or not isinstance(args[0], Lazy) or args[0]._mutated:
+    if handler is None or "out" in kwargs or not args or not isinstance(args[0], Lazy):
+        return NotImplemented
+    if args[0].is_mutated():
         return NotImplemented
     return handler(*args, **kwargs)
 
@@ -119,9 +120,8 @@ def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
     return x._state.hidden.register_hook(hook) if x._state.hidden.requires_grad else None
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether only real logits will do from now on: one that writes, or asks for gradients."""
-    name = getattr(func, "__name__", "")
+def writes(name: str) -> bool:
+    """Whether only real logits will do after this function: it writes, or asks for gradients."""
     if name in ("register_hook", "retain_grad"):
         return True
     if name.startswith("__"):
@@ -147,14 +147,14 @@ def _real(x: Any) -> Any:
 class LossTap:
     """What the fused losses of a forward come to, and what their means are divided by.
 
-    While it is entered, ``losses`` collects ``(loss_sum, n_valid)`` of every fused
-    ``F.cross_entropy``, and those with ``reduction="mean"`` divide by ``denominator`` (in tokens)
-    instead of their own count, where one is given.
+    While it is entered, ``losses`` collects ``(loss_sum, n_valid, reduction)`` of every fused
+    ``F.cross_entropy`` but those per token, and those with ``reduction="mean"`` divide by
+    ``denominator`` (in tokens) instead of their own count, where one is given.
     """
 
     def __init__(self, denominator: Tensor | None = None) -> None:
         self.denominator = denominator
-        self.losses: list[tuple[Tensor, Tensor]] = []
+        self.losses: list[tuple[Tensor, Tensor, str]] = []
 
     def __enter__(self) -> LossTap:
         global _TAP
@@ -225,7 +225,7 @@ def _cross_entropy(
         if counted:
             loss_sum, n_valid = loss
             if _TAP is not None:
-                _TAP.losses.append((loss_sum.detach(), n_valid))
+                _TAP.losses.append((loss_sum.detach(), n_valid, reduction))
             loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
         elif reduction == "none":
             loss = loss.view(target.shape)
@@ -246,7 +246,9 @@ def _getter(name: str) -> Callable[..., Any]:
 T = torch.Tensor
 HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    _getter("requires_grad"): lambda x: torch.is_grad_enabled() and x.wants_graph(),
+    _getter("requires_grad"): lambda x: x.wants_graph(),
+    torch.Tensor.stride: lambda x, *args: x.strided().stride(*args),
+    torch.Tensor.is_contiguous: lambda x, **kwargs: x.strided().is_contiguous(**kwargs),
     _getter("data"): METHODS["detach"],
     torch.Tensor.register_hook: _register_hook,
     **{
@@ -260,17 +262,25 @@ _SYMMETRIC = {T.add, T.__add__, torch.add, operator.add, T.mul, T.__mul__, torch
 _METADATA = {
     T.size, T.dim, T.ndimension, T.numel, T.nelement, T.element_size, T.is_floating_point,
     T.is_complex, T.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
-    T.get_device, T.stride, T.__hash__, torch.is_tensor,
+    T.get_device, T.__hash__, torch.is_tensor,
     *(_getter(name) for name in
       ("shape", "dtype", "device", "ndim", "layout", "itemsize", "is_leaf", "grad_fn", "_base",
        "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
        "is_nested")),
 }  # fmt: skip
 
+
+def _flatten(x: LazyLogits) -> tuple[list[Tensor], State | None]:
+    if x.is_mutated():
+        return [x.materialize()], None
+    return [x._state.hidden], x._state
+
+
+def _unflatten(leaves: Iterable[Any], state: State | None) -> Any:
+    (leaf,) = leaves
+    return leaf if state is None else LazyLogits.make(state._replace(hidden=leaf))
+
+
 # Where a wrapper sends the tensors among a model's outputs through a node of its own (DDP), that
 # must be the hidden state: the loss may be computed from it outside.
-torch.utils._pytree.register_pytree_node(
-    LazyLogits,
-    lambda x: ([x._state.hidden], x._state),
-    lambda leaves, state: LazyLogits.make(state._replace(hidden=next(iter(leaves)))),
-)
+torch.utils._pytree.register_pytree_node(LazyLogits, _flatten, _unflatten)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Head(Protocol):
-    """What lazy logits need of the output head they came from."""
+    """What lazy logits need of the run of an output head they came from."""
+
+    V: int  # of the whole vocabulary
 
     def trainable(self) -> list[Tensor]:
         """The parameters of the head that require grad."""
@@ -46,19 +48,49 @@ class State(NamedTuple):
 
 
 class Lazy:
-    """What the two kinds of lazy logits share."""
+    """What the two kinds of lazy logits share.
+
+    As with real tensors, one may be a view of another: then it has a parent and the call that made
+    it, and its real logits are made by that call from the parent's. All that follows from looking
+    and writing is kept by the root.
+    """
 
     def __init__(self, state: State) -> None:
-        self._state, self._real, self._mutated = state, None, False
-
-    _state: State
-    _real: Tensor | None  # the real logits, once somebody has looked
-    _mutated: bool  # somebody has written into them: from then on they are what counts
+        self._state = state
+        self._parent: Lazy | None = None
+        self._call: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
+        self._has_views = False
+        self._strided: Tensor | None = None
+        # Of a root:
+        self._real: Tensor | None = None  # the real logits, once somebody has looked
+        self._real_version = 0  # of those, when they were made
+        self._mutated = False  # somebody has written into them: from then on they are what counts
 
     @classmethod
     def make(cls, state: State) -> Any:
         """Lazy logits of this kind."""
         return cls(state)
+
+    def strided(self) -> Tensor:
+        """A tensor without data (device "meta") of the shape and strides of the real logits."""
+        if self._strided is None:
+            self._strided = torch.empty(self._state.shape, dtype=self._state.dtype, device="meta")
+        return self._strided
+
+    def root(self) -> Lazy:
+        return self if self._parent is None else self._parent.root()
+
+    def is_mutated(self) -> bool:
+        root = self.root()
+        real = root._real
+        if real is not None and not torch.compiler.is_compiling() and not real.is_inference():
+            root._mutated |= real._version != root._real_version  # through a view of real logits
+        return root._mutated
+
+    def mutate(self) -> None:
+        """Make the real logits what counts, for somebody who is about to write into them."""
+        self.root().materialize(graph=True)
+        self.root()._mutated = True
 
     def wants_graph(self) -> bool:
         """Whether gradients may flow through these logits."""
@@ -74,15 +106,25 @@ class Lazy:
         if graph is None:
             graph = torch.is_grad_enabled()
         graph = graph and self.wants_graph()
-        if self._real is None or (graph and not self._real.requires_grad and not self._mutated):
-            s = self._state
-            with torch.set_grad_enabled(graph), torch._C.DisableTorchFunctionSubclass():
-                z = s.head.logits(s.hidden)
-                z = (z if s.bias is None else z + s.bias)[..., s.vocabulary]
-                for kind, argument in s.steps:
-                    z = _REAL_STEPS[kind](z, argument)
-                self._real = z.movedim(-1, s.class_dim)
+        with torch.set_grad_enabled(graph), torch._C.DisableTorchFunctionSubclass():
+            if self._parent is not None:
+                name, args, kwargs = self._call
+                view: Tensor = getattr(self._parent.materialize(graph=graph), name)(*args, **kwargs)
+                return view
+            mutated = self.is_mutated()
+            if self._real is None or (graph and not self._real.requires_grad and not mutated):
+                self._real = self._compute()
+                if not torch.compiler.is_compiling() and not self._real.is_inference():
+                    self._real_version = self._real._version
         return self._real
+
+    def _compute(self) -> Tensor:
+        s = self._state
+        z = s.head.logits(s.hidden)
+        z = (z if s.bias is None else z + s.bias)[..., s.vocabulary]
+        for kind, argument in s.steps:
+            z = _REAL_STEPS[kind](z, argument)
+        return z.movedim(-1, s.class_dim)
 
 
 _REAL_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {

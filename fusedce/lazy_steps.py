@@ -19,6 +19,8 @@ from fusedce.lazy_state import Lazy
 def _with(x: Lazy, hidden: Tensor | None = None, **changes: Any) -> Any:
     """``x`` with another state; its shape follows from the hidden state and the vocabulary."""
     state = x._state._replace(**changes)
+    if not torch.is_grad_enabled():
+        state = state._replace(detached=True)
     if hidden is not None:
         state = state._replace(hidden=hidden)
     shape = [*state.hidden.shape[:-1], state.vocabulary.stop - state.vocabulary.start]
@@ -46,23 +48,24 @@ def _div(x: Lazy, other: Any, *, rounding_mode: str | None = None) -> Any:
 def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
     """A bias: one value per entry of the vocabulary, before anything else is done."""
     s = x._state
-    V = s.vocabulary.stop
+    V = s.head.V
     if (
         not isinstance(other, Tensor)
         or isinstance(other, Lazy)
-        or not other.is_floating_point()
+        or torch.promote_types(s.hidden.dtype, other.dtype) != s.hidden.dtype  # would be rounded
         or other.numel() != V
         or other.shape[-1:] != (V,)
         or other.dim() > len(s.shape)
         or other.device != s.hidden.device
         or not _last(x)
-        or s.vocabulary.start != 0
-        or s.detached
+        or s.vocabulary != slice(0, V)
+        or (s.detached and other.requires_grad and torch.is_grad_enabled())
         or alpha != 1
         or any(kind != "to" for kind, _ in s.steps)
     ):
         return NotImplemented
-    bias = other.reshape(V) if s.bias is None else s.bias + other.reshape(V)
+    bias = other.reshape(V).to(s.hidden.dtype)
+    bias = bias if s.bias is None else s.bias + bias
     return _with(x, bias=bias, dtype=torch.promote_types(s.dtype, other.dtype))
 
 
@@ -70,18 +73,32 @@ def _tanh(x: Lazy) -> Any:
     return _step(x, "tanh", None)
 
 
-def _step(x: Lazy, kind: str, argument: Any) -> Lazy:
-    return _with(x, steps=(*x._state.steps, (kind, argument)))
+def _step(x: Lazy, kind: str, argument: Any) -> Any:
+    return _copy(x, steps=(*x._state.steps, (kind, argument)))
+
+
+def _copy(x: Lazy, **changes: Any) -> Any:
+    """``x`` with another state that changes values alone; it shares nothing with ``x``."""
+    new = _with(x, **changes)
+    if not torch.compiler.is_compiling():
+        new._strided = torch.empty_like(x.strided(), dtype=new._state.dtype)
+    return new
 
 
 def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The in-place twin of a step: the same object, standing for something else from now on."""
+    """The in-place twin of a step: the same object, standing for something else from now on.
+
+    Where somebody else would have to see that, real logits are written into.
+    """
 
     def run(x: Lazy, *args: Any) -> Any:
+        shared = x._parent is not None or x._has_views or x._real is not None
+        if shared or (x.wants_graph() and not torch.is_grad_enabled()):
+            return NotImplemented
         result = handler(x, *args)
         if result is NotImplemented:
             return NotImplemented
-        x._state, x._real = result._state, None
+        x._state = result._state
         return x
 
     return run
@@ -92,7 +109,7 @@ def _cast(x: Lazy, dtype: torch.dtype) -> Any:
         return NotImplemented
     if dtype == x._state.dtype:
         return x
-    return _with(x, dtype=dtype, steps=(*x._state.steps, ("to", dtype)))
+    return _copy(x, dtype=dtype, steps=(*x._state.steps, ("to", dtype)))
 
 
 def _to(x: Lazy, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +123,7 @@ def _to(x: Lazy, *args: Any, **kwargs: Any) -> Any:
             device = argument
         elif argument is not None:
             return NotImplemented
-    kwargs.pop("copy", None)  # nothing is shared with anybody anyway
+    copy = kwargs.pop("copy", False)
     kwargs.pop("non_blocking", None)
     if kwargs or len(args) > 2:
         return NotImplemented
@@ -115,7 +132,8 @@ def _to(x: Lazy, *args: Any, **kwargs: Any) -> Any:
         here = x._state.hidden.device
         if device.type != here.type or device.index not in (None, here.index):
             return NotImplemented
-    return _cast(x, dtype) if dtype is not None else x
+    new = x if dtype is None else _cast(x, dtype)
+    return _copy(x) if copy and new is x else new
 
 
 def _detach(x: Lazy) -> Lazy:
@@ -124,7 +142,38 @@ def _detach(x: Lazy) -> Lazy:
     return _with(x, hidden=x._state.hidden.detach(), bias=bias, detached=True)
 
 
-# ---- steps on the shape ---------------------------------------------------------------------
+# ---- views: steps on the shape --------------------------------------------------------------
+
+
+def _view_of(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that gives a view of its input, wherever the tensor method ``name`` gives one.
+
+    That is asked of the method itself, which also refuses wrong arguments. While torch.compile
+    traces, all are views.
+    """
+
+    def run(x: Lazy, *args: Any, **kwargs: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        strided = None if compiling else getattr(x.strided(), name)(*args, **kwargs)
+        result = step(x, *args, **kwargs)
+        if result is NotImplemented or result is x:
+            return result
+        if strided is not None and strided.shape != result.shape:
+            return NotImplemented
+        if strided is None or _share(strided, x.strided()):
+            result._parent, result._call, x._has_views = x, (name, args, kwargs), True
+        result._strided = strided
+        return result
+
+    return run
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _contiguous(x: Lazy, **_: Any) -> Any:
+    return x if torch.compiler.is_compiling() or x.strided().is_contiguous() else _with(x)
 
 
 def _last(x: Lazy) -> bool:
@@ -173,8 +222,10 @@ def _unsqueeze(x: Lazy, dim: int) -> Any:
     return _with(x, hidden=hidden, class_dim=dims)
 
 
-def _permute(x: Lazy, *order: Any) -> Any:
+def _permute(x: Lazy, *order: Any, **kwargs: Any) -> Any:
     dims = len(x._state.shape)
+    if kwargs or not order:
+        return NotImplemented
     wanted = list(order[0] if isinstance(order[0], (tuple, list)) else order)
     wanted = [d % dims for d in wanted]
     if sorted(wanted) != list(range(dims)):
@@ -199,9 +250,9 @@ def _getitem(x: Lazy, index: Any) -> Any:
     if not _last(x):
         return NotImplemented
     items = list(index) if isinstance(index, tuple) else [index]
-    # Each item takes as many dimensions as it names: None takes none, a mask all of its own.
-    if any(isinstance(i, Lazy) for i in items):
+    if any(isinstance(i, (Lazy, bool)) or (isinstance(i, Tensor) and i.dim() == 0) for i in items):
         return NotImplemented
+    # Each item takes as many dimensions as it names: None takes none, a mask all of its own.
     used = sum(
         i.dim() if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) else 1
         for i in items
@@ -223,6 +274,16 @@ def _getitem(x: Lazy, index: Any) -> Any:
     hidden = x._state.hidden[tuple(items)] if items else x._state.hidden
     vocabulary = slice(here.start + start, here.start + stop)
     return _with(x, hidden=hidden, class_dim=hidden.dim() - 1, vocabulary=vocabulary)
+
+
+def _index(x: Lazy, index: Any) -> Any:
+    """Basic indices give a view, masks and lists of indices a copy."""
+    items = index if isinstance(index, tuple) else (index,)
+    basic = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
+    return _basic_index(x, index) if basic else _getitem(x, index)
+
+
+_basic_index = _view_of("__getitem__", _getitem)
 
 
 # ---- what the steps come to ------------------------------------------------------------------
@@ -267,8 +328,15 @@ METHODS: dict[str, Callable[..., Any]] = {
         (lambda x: _cast(x, torch.bfloat16), ("bfloat16",)),
         (lambda x, other: _cast(x, other.dtype), ("type_as",)),
         (_to, ("to",)),
-        (lambda x, **_: x, ("contiguous",)),
-        (lambda x, **_: _with(x), ("clone",)),  # DDP clones what a model returns
+        (lambda x, **_: _copy(x), ("clone",)),  # DDP clones what a model returns
+        (_index, ("getitem", "__getitem__")),
+    )
+    for name in names
+}
+METHODS |= {
+    name: _view_of(name, step)
+    for step, names in (
+        (_contiguous, ("contiguous",)),
         (_detach, ("detach",)),
         (_view, ("view", "reshape")),
         (_flatten, ("flatten",)),
@@ -276,7 +344,6 @@ METHODS: dict[str, Callable[..., Any]] = {
         (_unsqueeze, ("unsqueeze",)),
         (_permute, ("permute",)),
         (_transpose, ("transpose", "swapaxes", "swapdims")),
-        (_getitem, ("getitem", "__getitem__")),
     )
     for name in names
 }

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.lazy_logits import LazyLogits, take_step
-from fusedce.lazy_state import Lazy
+from fusedce.lazy_logits import LazyLogits, take_step, writes
+from fusedce.lazy_state import Lazy, State
 from fusedce.lazy_steps import METHODS
 
 
@@ -18,15 +19,20 @@ class TracedLogits(Lazy):
 
     In the traced code the steps and the loss are those of :class:`LazyLogits`, and everything else
     gets real logits. Outside, where a compiled model has returned it, it passes everything on to
-    a :class:`LazyLogits` of the same state.
+    a :class:`LazyLogits` of the same state, or to real logits that the traced code has written.
     """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._outside: LazyLogits | None = None
 
     def tensor(self) -> Tensor:
         """A tensor with these values: real while tracing, lazy outside."""
-        if self._real is None:
-            compiling = torch.compiler.is_compiling()
-            self._real = self.materialize() if compiling else LazyLogits.make(self._state)
-        return self._real
+        if torch.compiler.is_compiling() or self.is_mutated():
+            return self.materialize()
+        if self._outside is None:
+            self._outside = LazyLogits.make(self._state)
+        return self._outside
 
     @property
     def shape(self) -> torch.Size:
@@ -43,6 +49,10 @@ class TracedLogits(Lazy):
     @property
     def ndim(self) -> int:
         return len(self._state.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.wants_graph()
 
     def dim(self) -> int:
         return len(self._state.shape)
@@ -64,9 +74,12 @@ class TracedLogits(Lazy):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = take_step(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
+        if torch.compiler.is_compiling():
+            result = take_step(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            if _WRITING.get(func) and isinstance(args[0], TracedLogits):
+                args[0].mutate()
         args, kwargs = _tensors(args), _tensors(kwargs)
         return func(*args, **kwargs)
 
@@ -87,22 +100,34 @@ def _method(name: str) -> Callable[..., Any]:
     step = METHODS.get(name)
 
     def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-        if step is not None and not self._mutated:
-            result = step(self, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self._mutated = True
+        if torch.compiler.is_compiling():
+            if step is not None and not self.is_mutated():
+                result = step(self, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if writes(name):
+                self.mutate()
         return getattr(self.tensor(), name)(*_tensors(args), **_tensors(kwargs))
 
     return method
 
 
+_WRITING = {  # as functions: torch.relu_(logits); torch.compile can look up in a dict only
+    getattr(owner, name): True
+    for owner in (torch, F)
+    for name in dir(owner)
+    if writes(name) and hasattr(torch.Tensor, name)
+}
+
+# Operators are looked up on the type, hence not by `__getattr__`.
 _OPERATORS = (
-    "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__neg__",
-    "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__len__",
-    "__iter__", "__setitem__", "masked_fill_", "add_", "sub_", "fill_", "copy_", "zero_",
+    "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul", "mod", "rmod",
+    "floordiv", "rfloordiv", "and", "or", "xor", "invert", "eq", "ne", "lt", "le", "gt", "ge",
+    "len", "iter", "contains", "bool", "float", "int", "index", "setitem",
+    "iadd", "isub", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor",
 )  # fmt: skip
-for _name in (*METHODS, *_OPERATORS):
-    setattr(TracedLogits, _name, _method(_name))
+_IN_PLACE = [n for n in dir(torch.Tensor) if n.endswith("_") and not n.startswith("_")]
+for _name in (*METHODS, *(f"__{n}__" for n in _OPERATORS), *_IN_PLACE):
+    if hasattr(torch.Tensor, _name):
+        setattr(TracedLogits, _name, _method(_name))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

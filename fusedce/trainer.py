@@ -79,13 +79,16 @@ class FusedTrainerMixin:
             )
         attach(self.model)
         self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
+        self._eval_totals: LossAccumulator | None = None
+        self._begin_run()
+
+    # ---- training ---------------------------------------------------------------------------
+
+    def _begin_run(self) -> None:
         self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
-        self._eval_totals: LossAccumulator | None = None
-        self._shift: int | None = None
-
-    # ---- training ---------------------------------------------------------------------------
+        self._shift: int | None = None  # a `model_init` makes another model for each run
 
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
@@ -123,14 +126,17 @@ class FusedTrainerMixin:
         with LossTap(denominator) as tap:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
-        for loss in tap.losses:
-            totals.add(loss)
+        if self._eval_totals is not None or denominator is not None:
+            for loss_sum, n_valid, _ in tap.losses:
+                totals.add((loss_sum, n_valid))
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Puts the loss per token into what Trainer logs."""
-        if "loss" in logs or "train_loss" in logs:
+        of_interval = "loss" in logs and "learning_rate" in logs  # Trainer's own, not a callback's
+        of_run = "train_loss" in logs and "total_flos" in logs
+        if of_interval or of_run:
             metrics = self._train_totals.metrics(reset=True)
             n_tokens = int(metrics["n_tokens"])
             if n_tokens:
@@ -144,32 +150,43 @@ class FusedTrainerMixin:
                     f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
                     f"would be divided by a wrong number"
                 )
-            if "loss" in logs:
+            if of_interval:
                 logs["loss"] = metrics["loss"]
-            if "train_loss" in logs:
+            if of_run:
                 logs["train_loss"] = self._run_sum / max(self._run_count, 1)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; ``training_loss`` of what it returns is in nats per token as well."""
-        self._run_sum, self._run_count, self._declared = 0.0, 0, 0
-        self._shift = None  # a `model_init` makes another model for each run
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
+    def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """As Trainer's, which begins again with smaller batches where memory runs out."""
+        self._begin_run()
+        return super()._inner_training_loop(batch_size, **kwargs)  # type: ignore[misc]
+
     # ---- evaluation -------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with the loss as sum / count over all tokens."""
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As Trainer's, with the loss as sum / count over all tokens (NaN where there is none)."""
         self._eval_totals = LossAccumulator.from_accelerator(self.accelerator)
         try:
-            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            output = super().evaluation_loop(  # type: ignore[misc]
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
             metrics = self._eval_totals.metrics()
         finally:
             self._eval_totals = None
-        for name in output.metrics:
-            if name.endswith("_loss") and metrics["n_tokens"]:
-                output.metrics[name] = metrics["loss"]
+        if (name := f"{metric_key_prefix}_loss") in output.metrics:
+            output.metrics[name] = metrics["loss"]
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -200,10 +217,11 @@ class FusedTrainerMixin:
         try:
             with LossTap() as tap, self.compute_loss_context_manager():
                 model(**row)
-            if len(tap.losses) != 1:
+            if [reduction for *_, reduction in tap.losses] != ["mean"]:
                 raise ValueError(
                     f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
-                    f"output head, but there were {len(tap.losses)}: use the stock Trainer"
+                    f"output head with reduction 'mean', but there were "
+                    f"{[reduction for *_, reduction in tap.losses]}: use the stock Trainer"
                 )
             if _attends_across_documents(model, row):
                 logger.warning(
@@ -255,9 +273,9 @@ def _labels(batch: dict[str, Any], shift: int) -> Tensor:
 
 def _document_starts(batch: dict[str, Any]) -> Tensor | None:
     """Where packed documents begin, but for the first of a row: bool like the labels, or None."""
-    if "attention_mask" in batch or "labels" not in batch:
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if "attention_mask" in batch or labels is None:
         return None
-    labels = batch["labels"]
     if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
         starts = positions == 0
     elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
@@ -272,11 +290,14 @@ def _document_starts(batch: dict[str, Any]) -> Tensor | None:
 def _mask_borders(batch: dict[str, Any]) -> None:
     """The first token of a packed document is no label: the token before it is of another one.
 
-    Before the model's own shift, hence where the document starts.
+    That is where the document starts in ``labels``, and one before it in ``shift_labels``.
     """
     starts = _document_starts(batch)
-    if starts is not None:
-        batch["labels"] = batch["labels"].masked_fill(starts, -100)
+    if starts is None:
+        return
+    for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
+        if name in batch:
+            batch[name] = batch[name].masked_fill(where, -100)
 
 
 def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
@@ -285,13 +306,16 @@ def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
     if starts is None or "input_ids" not in row or not bool(starts.any()):
         return False
     begin = int(starts[0].nonzero().max())
-    labels = row["labels"].clone()
-    labels[:, : begin + 1] = -100
+    labels: dict[str, Tensor] = {
+        name: row[name].clone() for name in ("labels", "shift_labels") if name in row
+    }
+    for label in labels.values():
+        label[:, : begin + 1] = -100
     other = row["input_ids"].clone()
     other[:, :begin] = other[:, :begin].flip(1)
     sums = []
     for ids in (row["input_ids"], other):
         with LossTap() as tap:
-            model(**{**row, "input_ids": ids, "labels": labels})
+            model(**(row | labels | {"input_ids": ids}))
         sums.append(tap.losses[0][0])
     return not torch.allclose(sums[0], sums[1], rtol=1e-5)

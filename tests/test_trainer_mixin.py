@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -152,6 +153,10 @@ def test_batches_with_nothing_valid(tmp_path):
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-5)
 
 
+def collated(data):
+    return torch.utils.data.default_collate(data.rows)
+
+
 def packed_row(n=2, size=6):
     data = Dataset(n, size)
     for row in data.rows:
@@ -163,18 +168,64 @@ def packed_row(n=2, size=6):
     }, torch.utils.data.default_collate(data.rows)
 
 
-@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens", "shift_labels"])
 def test_no_token_is_trained_across_documents(how, tmp_path):
     packed, padded = packed_row()
     if how == "cu_seqlens":
         packed["cu_seq_lens_q"] = torch.tensor([0, 6, 12], dtype=torch.int32)
         del packed["position_ids"]
+    if how == "shift_labels":
+        packed["shift_labels"] = F.pad(packed["labels"], (0, 1), value=-100)[:, 1:]
     trainer = FusedTrainer(model=llama(), args=arguments(tmp_path), train_dataset=Dataset())
     counted = trainer._get_num_items_in_batch([dict(packed)], torch.device("cpu"))
     assert int(counted) == 10  # 11 positions have a successor, one of them in another document
-    if how == "position_ids":
+    if how != "cu_seqlens":
         loss = trainer.compute_loss(trainer.model.train(), dict(packed))
         torch.testing.assert_close(loss, llama()(**padded).loss)
+
+
+def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
+    """Other losses that are logged or measured stay as they are."""
+
+    class Logs(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            trainer.log({"loss": 7.0})
+            trainer.compute_loss(trainer.model, collated(Dataset(3)))  # no part of training
+
+    exact = true_mean(sharpened(), Dataset())
+    args = arguments(tmp_path, 4, 1, max_steps=4, logging_steps=4, learning_rate=0.0)
+    trainer = FusedTrainer(
+        model=sharpened(), args=args, train_dataset=Dataset(), eval_dataset=Dataset(5),
+        callbacks=[Logs()], compute_metrics=lambda _: {"other_loss": 3.0},
+    )  # fmt: skip
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses == [7.0] * 4 + [pytest.approx(exact, rel=1e-6)]
+    metrics = trainer.evaluate(metric_key_prefix="mine")
+    assert metrics["mine_other_loss"] == 3.0
+    assert metrics["mine_loss"] == pytest.approx(true_mean(sharpened(), Dataset(5)), rel=1e-6)
+    nothing = Dataset(3)
+    for row in nothing.rows:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+
+
+def test_smaller_batches_after_memory_ran_out(tmp_path):
+    class Small(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            outputs = super().forward(input_ids, labels=labels)
+            if len(input_ids) > 4 and self.training:
+                raise RuntimeError("CUDA out of memory.")
+            return outputs
+
+    args = arguments(tmp_path, 8, auto_find_batch_size=True, max_steps=4, logging_steps=4,
+                     learning_rate=0.0)  # fmt: skip
+    model = Small(sharpened().config)
+    model.load_state_dict(sharpened().state_dict())
+    _, losses, _, output = train(FusedTrainer, model, args)
+    # Not to the last digit: a batch of 5 or 3 may have been tried, and the steps end mid-epoch.
+    assert losses[0] == pytest.approx(true_mean(sharpened(), Dataset()), rel=0.1)
+    assert output.training_loss == losses[0]
 
 
 class Unmasked(LlamaForCausalLM):
@@ -217,7 +268,20 @@ def test_a_loss_that_is_not_fused_is_refused(tmp_path):
     trainer = FusedTrainer(
         model=Own(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
     )
-    with pytest.raises(ValueError, match=r"must be one fused F.cross_entropy .* there were 0"):
+    with pytest.raises(ValueError, match=r"must be one fused F.cross_entropy .* there were \[\]"):
+        trainer.train()
+
+    class Sum(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids)
+            flat = output.logits[:, :-1].flatten(0, 1)
+            output["loss"] = F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum")
+            return output
+
+    trainer = FusedTrainer(
+        model=Sum(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
+    )
+    with pytest.raises(ValueError, match=r"reduction 'mean', but there were \['sum'\]"):
         trainer.train()
 
 
