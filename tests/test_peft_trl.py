@@ -103,6 +103,21 @@ def test_lora_dropout_on_the_head_is_drawn_once(no_logits):
     torch.testing.assert_close(grads, expected[1], rtol=1e-4, atol=1e-6)
 
 
+def test_an_adapter_switched_off_for_the_reference_policy():
+    """As DPO and GRPO do; its logits are looked at when the adapter is on again."""
+    model = adapted(target_modules=["lm_head", "q_proj"])
+    ids = batch()["input_ids"]
+    with torch.no_grad(), model.disable_adapter():
+        native = model(input_ids=ids).logits
+    replace_loss_head(model)
+    with torch.no_grad(), model.disable_adapter():
+        lazy = model(input_ids=ids).logits
+    torch.testing.assert_close(lazy.log_softmax(-1), native.log_softmax(-1))
+    labels = ids.view(-1)
+    fused = F.cross_entropy(lazy.view(-1, V), labels)
+    torch.testing.assert_close(fused, F.cross_entropy(native.view(-1, V), labels))
+
+
 def test_head_replaced_before_peft(no_logits):
     """The other order: LoRA wraps a head that is replaced already."""
     expected = loss_and_grads(adapted(target_modules=["lm_head", "q_proj"]))
