@@ -96,9 +96,9 @@ class _Run:
             recipe = recipe_of(self.module)  # FSDP2 has freed what there was
         elif any(x._version != version for x, version in self.versions):
             raise RuntimeError(
-                "the hidden state or a parameter of the head was changed in place after the head "
-                "ran and before its logits were first looked at (a replaced head computes them "
-                "only then): look at them before, for example by logits + 0"
+                "the hidden state or a parameter of the head was changed in place (by an optimizer "
+                "step?) after the head ran and before its logits were used; a replaced head "
+                "computes them only when they are used: use them before the change"
             )
         # Autocast has cast what it wanted when the head ran.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -128,6 +128,9 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     any option but class probabilities as targets. Where a model does something else, the loss is
     computed from real logits, as before. ``torch.compile`` traces all of it in one graph, but for
     loss modules (``nn.CrossEntropyLoss()``), which break it.
+
+    Look at the logits of a training step before ``optimizer.step()``: once a parameter of the head
+    has been changed in place, they would be others, and asking for them is a ``RuntimeError``.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear

@@ -91,6 +91,9 @@ def test_fused(name, bias, request):
 REAL = {
     "two caps": lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)),
     "late bias": lambda z, y: F.cross_entropy((z * 2 + torch.arange(V)).view(-1, V), y.view(-1)),
+    "bias per token": lambda z, y: F.cross_entropy(
+        (z + torch.arange(7 * V).view(7, V) / V).view(-1, V), y.view(-1)
+    ),
     "added": lambda z, y: F.cross_entropy((z + 0.1 * z.square()).view(-1, V), y.view(-1)),
     "tensor scale": lambda z, y: F.cross_entropy((z * torch.arange(V)).view(-1, V), y.view(-1)),
     "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), F.one_hot(y.view(-1), V).float()),

@@ -296,6 +296,12 @@ def test_a_finer_bias_is_not_rounded():
         torch.testing.assert_close(losses(replace_loss_head(model)(x)), native)
 
 
+def test_a_value_per_row_is_no_bias():
+    model, x, column = plain_model(), tokens(V), torch.arange(V)[:, None]
+    native = model(x) + column
+    torch.testing.assert_close((replace_loss_head(model)(x) + column) + 0, native)
+
+
 def test_a_head_that_makes_float32():
     class Head(nn.Linear):
         def forward(self, x):
