@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from fusedce.labels import check_labels
 from fusedce.objective import Objective
 
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,6 +35,12 @@ def autocast(
 
 
 def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
+                f"for a weight sharded over its rows use fused_ce or fusedce.sharded.sharded_ce"
+            )
     if hidden.dtype not in _DTYPES:
         raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
@@ -72,21 +77,29 @@ def check_softcap(softcap: float | None) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    if not _TINY <= softcap <= _HUGE:
+        raise ValueError(
+            f"softcap must be positive and in the range of float32, {_TINY:.1e} to {_HUGE:.1e}, "
+            f"got {softcap}"
+        )
     return float(softcap)
 
 
-def check_ignore_index(ignore_index: int) -> None:
+def check_ignore_index(ignore_index: int, labels: Tensor) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
+        )
 
 
 def check_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not -_HUGE <= value <= _HUGE:
+        raise ValueError(f"{name} must be finite and in the range of float32, got {value}")
     return float(value)
 
 

@@ -51,8 +51,8 @@ class Interval:
 
         Returns:
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: optimizer
-            steps.
+            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            (optimizer steps, and those that ``on_empty="skip"`` left out).
 
         Raises:
             RuntimeError: a window is still open (an epoch's last, shorter window must be finished

@@ -13,6 +13,8 @@ from fusedce._inplace import scale_
 from fusedce._interval import Interval
 from fusedce._ranks import Ranks
 
+_UNKNOWN = 1024  # tokens: the estimate where the first micro-batches hold none
+
 
 class Streaming(Interval):
     """Gradients are divided by an estimate while they come, and corrected once."""
@@ -41,19 +43,22 @@ class Streaming(Interval):
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
             )
-        if isinstance(parameters, torch.nn.Module):
-            raise TypeError("parameters must be an iterable of tensors: pass model.parameters()")
+        if isinstance(parameters, (torch.nn.Module, Tensor)):
+            raise TypeError(
+                f"parameters must be an iterable of tensors, such as model.parameters(), got "
+                f"{type(parameters).__name__}"
+            )
         trained = list({id(p): p for p in parameters if p.grad is not None}.values())
         if window is None or window.totals is None:
             # The others may have seen some: they must not wait for this rank.
             self._reduce_counts(_faults.FINISH, torch.zeros((), dtype=torch.int64), 0)
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
+        total = self._reduce_counts(_faults.FINISH, window.totals[1], window.seen)
         if not trained:
             raise RuntimeError(
                 "finish: no parameter given has a .grad to correct (was the generator used up, or "
                 "zero_grad called before finish?)"
             )
-        total = self._reduce_counts(_faults.FINISH, window.totals[1], window.seen)
         self._window = None
         self._decide_step(total)
         correction = (_faults.moved(window.denominator, total.device) / total.clamp(min=1)).float()
@@ -63,11 +68,10 @@ class Streaming(Interval):
             else:
                 p.grad = None
         previous = self._previous_count
-        self._previous_count = (
-            total.clamp(min=1)
-            if previous is None
-            else torch.where(total > 0, total, _faults.moved(previous, total.device))
-        )
+        if previous is None:
+            previous = torch.tensor(_UNKNOWN)
+        previous = _faults.moved(previous, total.device)
+        self._previous_count = torch.where(total > 0, total, previous)
         self._close(window)
         return self._should_step
 
@@ -88,7 +92,7 @@ class Streaming(Interval):
             return self._previous_count.double()
         n = n_valid.clamp(min=0)
         met = self._ranks.meet(_faults.ESTIMATE, torch.stack([n, 0 * n, 0 * n]), self._faults)
-        return met[0].clamp(min=1)
+        return torch.where(met[0] > 0, met[0], float(_UNKNOWN))
 
     def _reduce_counts(self, what: str, local: Tensor, micro_batches: int) -> Tensor:
         """Valid tokens of all ranks; notes ranks with different numbers of micro-batches."""

@@ -251,7 +251,9 @@ class LossAccumulator(Streaming):
     def backward(self, out: tuple[Tensor, Tensor]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
-        After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``.
+        After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
+        (out of memory), ``.grad`` holds a part of this micro-batch that nobody can take out again:
+        to go on, call ``zero_grad`` and :meth:`discard_window`, or leave the ``with`` block.
         """
         self._engine.backward(self.scale(out))
 

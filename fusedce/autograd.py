@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedce.backends import get_backend, resolve_backend
 from fusedce.objective import PLAIN, Objective
@@ -38,6 +39,7 @@ def linear_ce(
     than that is summed up from the statistics of the tokens: options without gradients, and label
     smoothing of soft-capped logits, whose gradient is no outer product.
     """
+    refuse_transforms(hidden, weight, bias)
     grad = torch.is_grad_enabled()
     train = grad and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     objective = objective.folded(labels)
@@ -201,6 +203,24 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         if needed:
             result[position] = _scaled(grad, grad_loss).to(ctx.dtype)
     return tuple(result)
+
+
+def refuse_transforms(*inputs: Tensor | None) -> None:
+    """Raise RuntimeError for derivatives that would be missing or wrong without a word."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "fusedce works with autograd (backward, torch.autograd.grad), not inside transforms of "
+            "torch.func (grad, jvp, vmap): use F.cross_entropy(F.linear(...)) there"
+        )
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    ):
+        raise RuntimeError(
+            "fusedce has no forward-mode derivative (an input is a dual tensor): use "
+            "F.cross_entropy(F.linear(...)) for it"
+        )
 
 
 def refuse_second_derivatives() -> None:

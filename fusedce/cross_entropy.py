@@ -87,7 +87,7 @@ def fused_cross_entropy(
     check_tensor_types(hidden, weight, labels, bias)
     hidden, weight, bias = autocast(hidden, weight, bias)
     check_tensors(hidden, weight, labels, bias)
-    check_ignore_index(ignore_index)
+    check_ignore_index(ignore_index, labels)
     check_chunk_tokens(chunk_tokens)
     objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, class_weight)
     rows, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)

@@ -89,7 +89,7 @@ def fused_logprobs(
     check_tensor_types(hidden, weight, labels, bias)
     hidden, weight, bias = autocast(hidden, weight, bias)
     check_tensors(hidden, weight, labels, bias)
-    check_ignore_index(ignore_index)
+    check_ignore_index(ignore_index, labels)
     check_chunk_tokens(chunk_tokens)
     softcap = check_softcap(softcap)
     temperature = check_number("temperature", temperature)

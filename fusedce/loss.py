@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedce._checks import (
@@ -40,19 +41,28 @@ class LossSum(NamedTuple):
         With gradient accumulation or several ranks, ``denominator`` is the number of valid tokens
         of the whole optimizer step: see :class:`fusedce.LossAccumulator`.
 
+        A ``denominator`` of 0 is none.
+
         Raises:
-            ValueError: ``denominator`` is a tensor with more than one element.
+            TypeError: ``denominator`` is no number and no tensor.
+            ValueError: ``denominator`` is negative, not finite (both seen in Python numbers alone),
+                or a tensor with more than one element.
         """
+        own = self.n_valid.clamp(min=1)
+        if isinstance(denominator, Tensor):
+            if denominator.numel() != 1:
+                raise ValueError(
+                    f"denominator must be one number, got a tensor of shape "
+                    f"{tuple(denominator.shape)}"
+                )
+            given = denominator.reshape(()).to(self.loss_sum)
+            return self.loss_sum / torch.where(given == 0, own.to(given), given.clamp(min=1))
         if denominator is None:
-            denominator = self.n_valid
-        if not isinstance(denominator, Tensor):
-            return self.loss_sum / max(denominator, 1)
-        if denominator.numel() != 1:
-            raise ValueError(
-                f"denominator must be one number, got a tensor of shape {tuple(denominator.shape)}"
-            )
-        denominator = denominator.reshape(()).clamp(min=1)
-        return self.loss_sum / denominator.to(self.loss_sum)
+            return self.loss_sum / own
+        number = check_number("denominator", denominator)
+        if number < 0:
+            raise ValueError(f"denominator must be at least 0, got {number}")
+        return self.loss_sum / (max(number, 1) if number else own)
 
 
 def fused_ce(
@@ -143,6 +153,8 @@ def fused_ce(
     if process_group is not None or hasattr(weight, "placements"):
         from fusedce.sharded import sharded_ce  # sits on this module
 
+        if backend not in (None, "torch", "triton"):
+            resolve_backend(backend, hidden)  # which says what is wrong with it
         if backend == "triton":
             raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
         if argmax_out is not None:
@@ -164,7 +176,7 @@ def fused_ce(
     check_tensors(hidden, weight, labels, bias)
     softcap = check_softcap(softcap)
     logit_scale = check_number("logit_scale", logit_scale)
-    check_ignore_index(ignore_index)
+    check_ignore_index(ignore_index, labels)
     check_chunk_tokens(chunk_tokens)
     objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, None)
     if argmax_out is not None:

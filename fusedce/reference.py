@@ -59,7 +59,7 @@ def reference_ce(
 
     lse = torch.logsumexp(logits, dim=-1)
     V = logits.shape[-1]
-    target = (1 - label_smoothing) * F.one_hot(labels, V) + label_smoothing / V  # (N, V)
+    target = (1 - label_smoothing) * F.one_hot(labels, V).double() + label_smoothing / V  # (N, V)
     if class_weight is not None:
         target = target * class_weight.double()
     # A class that is no target at all may have a logit of -inf: 0 * inf is 0 here.

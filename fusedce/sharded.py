@@ -6,14 +6,21 @@ the logits of a chunk of tokens at a time.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedce._checks import autocast, check_chunk_tokens, check_softcap, check_tensors
+from fusedce._checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_objective,
+    check_softcap,
+    check_tensors,
+)
 from fusedce._layout import agree, layout_of
 from fusedce.autograd import _scaled
 from fusedce.backends.sharded import Options, Shard, Wanted, loss_and_grads
@@ -109,55 +116,29 @@ def sharded_ce(
         check_tensors(h, w, layout.labels, b)
     else:  # a rank without rows
         check_tensors(h, w.new_empty(1, w.shape[-1]), layout.labels, None)
+    check_ignore_index(ignore_index, layout.labels)
+    check_chunk_tokens(chunk_tokens)
+    objective = check_objective(h, w, label_smoothing, z_loss, layout.token_weight, None)
     options = Options(
         ignore_index=ignore_index,
         softcap=check_softcap(softcap),
         logit_scale=check_number("logit_scale", logit_scale),
-        label_smoothing=check_number("label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=check_number("z_loss", z_loss),
+        label_smoothing=objective.label_smoothing,
+        z_loss=objective.z_loss,
         chunk_tokens=chunk_tokens,
     )
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    check_chunk_tokens(chunk_tokens)
-    weights = layout.token_weight
-    if weights is not None:
-        weights = _check_weights(weights, layout.labels)
     shard = agree(layout, vocab_size)
     loss_sum, n_valid = _ShardedCE.apply(
         h.reshape(-1, h.shape[-1]),
         w,
         b,
         layout.labels.reshape(-1),
-        weights,
+        objective.token_weight,
         shard,
         options,
         torch.is_grad_enabled(),
     )
     return LossSum(loss_sum, n_valid)
-
-
-def check_number(
-    name: str, value: float, least: float = -math.inf, most: float = math.inf
-) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or not least <= value <= most:
-        bounds = "" if least == -math.inf else f" and in [{least:g}, {most:g}]"
-        raise ValueError(f"{name} must be finite{bounds}, got {value}")
-    return float(value)
-
-
-def _check_weights(token_weight: Tensor, labels: Tensor) -> Tensor:
-    if not isinstance(token_weight, Tensor) or not token_weight.is_floating_point():
-        kind = getattr(token_weight, "dtype", type(token_weight).__name__)
-        raise TypeError(f"token_weight must be a floating tensor, got {kind}")
-    if token_weight.shape != labels.shape or token_weight.device != labels.device:
-        raise ValueError(
-            f"token_weight must have the shape and device of labels, {tuple(labels.shape)} on "
-            f"{labels.device}, got {tuple(token_weight.shape)} on {token_weight.device}"
-        )
-    return token_weight.detach().reshape(-1)
 
 
 class _ShardedCE(torch.autograd.Function):

@@ -43,7 +43,8 @@ def token_ce(
     losses = token_losses(
         objective, y, stats.nll, stats.lse, stats.zmean if objective.label_smoothing else None
     )
-    return losses, stats
+    # Weights of ignored positions, and of the class their label was clamped to, may be anything.
+    return losses.masked_fill(labels == ignore_index, 0), stats
 
 
 def token_stats(
@@ -64,6 +65,9 @@ def token_stats(
     want_zmean: bool = False,
 ) -> Stats:
     """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias."""
+    from fusedce.autograd import refuse_transforms  # which sits on this module
+
+    refuse_transforms(hidden, weight, bias)
     return Stats(
         *torch.ops.fusedce.token_stats(
             hidden, weight, labels, bias, class_weight, token_weight, ignore_index, softcap,

@@ -41,7 +41,7 @@ ACCUMULATE, STREAMING, INTERVAL, RANKS = (
 SHARDED, SHARDS = "backends/sharded.py", "test_sharded.py"
 TORCH = f"{PROPERTIES} -k torch_backend"
 TRITON = "test_kernels.py -k odd_shapes"
-LAZY = "test_lazy_logits.py"
+LAZY, EDGES = "test_lazy_logits.py", "test_edges.py"
 
 MUTANTS = [
     # ---- torch backend
@@ -260,6 +260,29 @@ MUTANTS = [
            "valid", SHARDS),
     Mutant("shards: rounded where p -> 1", SHARDED, "torch.expm1(-self.nll)",
            "((-self.nll).float().exp() - 1)", SHARDS),
+    # ---- at the edge
+    Mutant("edge: weights of ignored positions", "token_stats.py",
+           "losses.masked_fill(labels == ignore_index, 0)", "losses", EDGES),
+    Mutant("edge: nothing valid is computed", CHUNKED, "rows.split(size) if len(rows) else ()",
+           "rows.split(size)", EDGES),
+    Mutant("edge: forward mode gives nothing", "autograd.py",
+           "if forward_ad._current_level >= 0 and any(", "if False and any(", EDGES),
+    Mutant("edge: a soft-cap that is 0 in float32", "_checks.py",
+           "if not _TINY <= softcap <= _HUGE:", "if not 0 < softcap <= _HUGE:", EDGES),
+    Mutant("edge: chunks of any number of tokens", "backends/plan.py",
+           "most = min(most, _DEVICE_TOKENS)", "pass", EDGES),
+    Mutant("edge: first estimate of one token", STREAMING,
+           "torch.where(met[0] > 0, met[0], float(_UNKNOWN))", "met[0].clamp(min=1)", EDGES),
+    Mutant("edge: first window of one token", STREAMING, "torch.tensor(_UNKNOWN)",
+           "torch.tensor(1)", EDGES),
+    Mutant("edge: -inf at the label of a shard", SHARDED,
+           "torch.logaddexp(log_others, z_label)", "z_label + self.nll", EDGES),
+    Mutant("edge: denominator 0", "loss.py", "(max(number, 1) if number else own)",
+           "max(number, 1)", EDGES),
+    Mutant("edge: reference smooths in float32", "reference.py",
+           "F.one_hot(labels, V).double()", "F.one_hot(labels, V)", EDGES),
+    Mutant("edge: tuning draws from the user's generator", "backends/launch_forward.py",
+           "H, device=hidden.device, generator=rng)", "H, device=hidden.device)", EDGES),
     # ---- the replaced head
     Mutant("lazy: scale forgotten", "lazy_steps.py", "scale *= factor", "scale *= 1.0",
            "test_head.py"),

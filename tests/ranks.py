@@ -1,5 +1,6 @@
 """Real gloo processes for tests: one start, many cases."""
 
+import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -44,7 +45,10 @@ def error_of(f, *args, **kwargs):
 
 
 def _worker(rank, folder, ranks, cases):
+    # A forked process has none of its parent's threads, and would wait for them. Accelerate asks
+    # for more where the variable is not set.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -42,7 +42,7 @@ def loss(
     head = Head(weight, bias, softcap, logit_scale)
     lse_all = torch.zeros(len(labels), dtype=head.acc, device=hidden.device)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for chunk in rows.split(_FORWARD_CHUNK):
+    for chunk in parts(rows, _FORWARD_CHUNK):
         h = hidden[chunk].to(head.acc)  # (C, H)
         stats = TileStats(labels[chunk].long(), head.acc)
         for begin, end in head.tiles(len(chunk)):
@@ -190,6 +190,11 @@ def valid_rows(
     if token_weight is not None:
         valid = valid & ((token_weight != 0) | bad)
     return valid.nonzero()[:, 0], n_valid
+
+
+def parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    """``rows`` in chunks; none at all where there is no row."""
+    return rows.split(size) if len(rows) else ()
 
 
 def accumulate(d_weight: Tensor, tile: Tensor, scaled: Tensor, *, first: bool) -> None:

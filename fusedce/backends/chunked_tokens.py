@@ -49,7 +49,7 @@ def token_stats(
         out(want_argmax, torch.int64, -1), n_valid,
     )  # fmt: skip
     c = None if class_weight is None else class_weight.to(head.acc)
-    for chunk in rows.split(_CHUNK):
+    for chunk in chunked.parts(rows, _CHUNK):
         h = hidden[chunk].to(head.acc)  # (C, H)
         seen = _Seen(labels[chunk].long(), head.acc, moments=want_entropy or want_argmax)
         zmean = torch.zeros(len(chunk), dtype=torch.float64, device=hidden.device)
@@ -104,7 +104,8 @@ def token_grads(
     c = None if class_weight is None else class_weight.to(acc)[:, None]
 
     # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
-    for chunk in rows.split(chunk_tokens or (_CHUNK if device.type == "cpu" else 8 * _CHUNK)):
+    size = chunk_tokens or (_CHUNK if device.type == "cpu" else 8 * _CHUNK)
+    for chunk in chunked.parts(rows, size):
         h = hidden[chunk].to(acc)  # (C, H)
         h_gemm = h.to(gemm)
         y = labels[chunk].long()

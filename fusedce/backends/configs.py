@@ -84,7 +84,7 @@ CANDIDATES = {
     "other": (ForwardConfig(64, 128, 32, 4, 2), ForwardConfig(128, 64, 32, 4, 2)),
 }
 
-TILE_ELEMENTS = 2**24  # float32 logits at a time: 64 MiB
+TILE_ELEMENTS = 2**24  # float32 logits at a time: 64 MiB (more where a chunk exceeds 8192 tokens)
 EXP_BLOCK_V = 2048
 EXP_WARPS = 4
 COMPACT_BLOCK_N = 1024

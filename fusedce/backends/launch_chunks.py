@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -246,10 +247,25 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b`` in float32, from float32 accumulators."""
     if a.dtype == torch.float32:
         torch.mm(a, b, out=out)
-    elif a.device.type == "cuda":
+    elif _has_out_dtype(a.device, a.dtype):
         torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:  # products with another dtype than their operands exist on CUDA only
+    else:
         torch.mm(a.float(), b.float(), out=out)
+
+
+@functools.cache
+def _has_out_dtype(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of another dtype than their operands exist there: CUDA has them."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is None:
+        return True
+    x = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32, out=x.new_empty(16, 16, dtype=torch.float32))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:

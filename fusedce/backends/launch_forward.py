@@ -106,12 +106,14 @@ def _forward_config(
     V, H = weight.shape
 
     def milliseconds(config: ForwardConfig) -> float:
-        rows = torch.randn(tuning.ROWS, H, device=hidden.device).to(hidden.dtype)
-        labels = torch.randint(V, (tuning.ROWS,), device=hidden.device)
+        rng = torch.Generator(hidden.device).manual_seed(0)  # the user's own is left alone
+        rows = torch.randn(tuning.ROWS, H, device=hidden.device, generator=rng).to(hidden.dtype)
+        labels = torch.randint(V, (tuning.ROWS,), device=hidden.device, generator=rng)
         call = functools.partial(
             loss, rows, weight, labels, bias, -100, softcap, logit_scale, config
         )
-        return float(triton.testing.do_bench(call))
+        with common.on(hidden.device):
+            return float(triton.testing.do_bench(call))
 
     key = tuning.key_of(hidden.device, hidden.dtype, H, V, options)
     return tuning.choose(key, (default, *configs.CANDIDATES[family]), milliseconds)
@@ -127,7 +129,8 @@ def unit_stride(name: str, x: Tensor) -> Tensor:
 
 def _aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as wide loads need."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    stride = x.stride(0) * x.element_size()
+    return x.data_ptr() % 16 == 0 and stride > 0 and stride % 16 == 0
 
 
 def descriptor(weight: Tensor, config: ForwardConfig) -> TensorDescriptor | None:

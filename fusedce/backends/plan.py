@@ -5,6 +5,9 @@ from __future__ import annotations
 _MiB = 2**20
 CPU_BUDGET = 56 * _MiB  # 64 MiB with the tiles and GEMM buffers beside it
 DEVICE_BUDGET = 1024 * _MiB
+# Beside a chunk the Triton backend holds a tile of float32 products of all its tokens, at least
+# 2048 classes wide: 64 MiB for so many. More tokens do not make the GEMMs any faster.
+_DEVICE_TOKENS = 8192
 
 
 def chunk_size(
@@ -29,6 +32,8 @@ def chunk_size(
         return chunk_tokens
     budget, multiple = (CPU_BUDGET, 16) if on_cpu else (DEVICE_BUDGET, 128)
     most = max(budget // (V * logit_bytes), multiple)
+    if not on_cpu:
+        most = min(most, _DEVICE_TOKENS)
     if n <= most + (4 * H // logit_bytes if accumulator else 0):
         return max(n, 1)
     chunks = -(-n // most)

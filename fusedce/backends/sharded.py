@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.autograd import grad_dtype
+from fusedce.backends.chunked import parts, valid_rows
 from fusedce.backends.plan import chunk_size
-from fusedce.labels import bad_label_code, bad_label_message
 
 # torch 2.13 gave these two new names
 ALL_GATHER, REDUCE_SCATTER = (
@@ -81,7 +81,7 @@ def loss_and_grads(
 
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    rows, n_valid = _rows(labels, shard.V, options.ignore_index, token_weight)
+    rows, n_valid = valid_rows(labels, shard.V, options.ignore_index, token_weight)
     C = chunk_size(
         len(rows),
         max(shard.largest, 1),
@@ -97,7 +97,7 @@ def loss_and_grads(
     d_weight = hidden.new_zeros(weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(weight), dtype=acc) if wanted.bias else None
     begin = 0
-    for chunk in rows.split(C) if len(rows) else ():
+    for chunk in parts(rows, C):
         h = hidden[chunk]
         scale = None if token_weight is None else token_weight[chunk].double()
         tile = _Tile(head, h, labels[chunk].long(), scale)
@@ -184,11 +184,12 @@ class _Tile:
 
         top = ks.amax(0)
         others = (sums * (ks - top).exp()).sum(0)
-        # A label that is no class (NaN, see _rows) must not index anywhere.
+        # A label that is no class (NaN, see valid_rows) must not index anywhere.
         z_label = z_labels.amax(0).masked_fill((y < 0) | (y >= shard.V), math.nan)
-        gap = top + others.log() - z_label
+        log_others = top + others.log()
+        gap = log_others - z_label
         self.nll = torch.logaddexp(gap, torch.zeros_like(gap))  # (C,) float64
-        self.lse = z_label + self.nll
+        self.lse = torch.logaddexp(log_others, z_label)
         self.k = k.double()
         losses = self.nll
         if z_sums:
@@ -219,28 +220,6 @@ class _Tile:
         if self.head.real:
             old = self.e.gather(1, self.at)[:, 0]
             self.e.scatter_(1, self.at, torch.where(self.inside, values, old)[:, None])
-
-
-def _rows(
-    labels: Tensor, V: int, ignore_index: int, token_weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Positions to compute, and the number of valid ones (those of weight 0 count as well).
-
-    A label that is no class raises on a CPU; elsewhere the number is a code (see `LossSum`), and
-    the loss NaN.
-    """
-    valid = labels != ignore_index
-    n_valid = valid.sum()
-    bad = valid & ((labels < 0) | (labels >= V))
-    if bad.any():
-        position = int(bad.nonzero()[0, 0])
-        code = bad_label_code(position, int(labels[position]))
-        if labels.device.type == "cpu":
-            raise ValueError(bad_label_message(code, V, ignore_index))
-        n_valid.fill_(code)
-    if token_weight is not None:
-        valid = valid & ((token_weight != 0) | bad)
-    return valid.nonzero()[:, 0], n_valid
 
 
 def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
