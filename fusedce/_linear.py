@@ -79,6 +79,11 @@ class Recipe(NamedTuple):
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     adapters: tuple[Adapter, ...]
+    merged: tuple[str, ...]  # adapters that are part of the weight
+
+    def dropouts(self) -> list[Any]:
+        """Dropouts of adapters that would draw now."""
+        return [a.dropout for a in self.adapters if a.dropout.training and _rate(a.dropout) > 0]
 
     def tensors(self) -> list[Tensor]:
         every = [self.weight, self.bias, *(x for y in self.adapters for x in (y.a, y.b, y.bias))]
@@ -101,18 +106,33 @@ def recipe_of(module: Any) -> Recipe:
         )
         for name in names
     )
-    return Recipe(base.weight, getattr(base, "bias", None), adapters)
+    merged = tuple(getattr(module, "merged_adapters", ()))
+    return Recipe(base.weight, getattr(base, "bias", None), adapters, merged)
+
+
+def _rate(dropout: Any) -> float:
+    return float(getattr(dropout, "p", 0))
+
+
+def with_dropped(recipe: Recipe, hidden: Tensor) -> Tensor:
+    """``(..., H)`` and, beside it, what the dropout of each adapter makes of it."""
+    return torch.cat([hidden, *(a.dropout(hidden) for a in recipe.adapters)], -1)
 
 
 def terms_of(recipe: Recipe, hidden: Tensor) -> Terms:
-    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use."""
+    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use.
+
+    ``hidden``: ``(..., H)``, or :func:`with_dropped` where dropout has been drawn.
+    """
+    H = recipe.weight.shape[1]
+    hidden, *dropped = hidden.split(H, -1)
     weight, bias = full(recipe.weight), None if recipe.bias is None else full(recipe.bias)
     if not recipe.adapters:
         return Terms(hidden, weight, bias)
     hiddens, weights = [hidden], [weight]
-    for adapter in recipe.adapters:
+    for i, adapter in enumerate(recipe.adapters):
         a = full(adapter.a)
-        x = F.linear(adapter.dropout(hidden.to(a.dtype)), a)
+        x = F.linear((dropped[i] if dropped else hidden).to(a.dtype), a)
         hiddens.append((adapter.scaling * x).to(hidden.dtype))
         weights.append(full(adapter.b).to(weight.dtype))
         if adapter.bias is not None:

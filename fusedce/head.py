@@ -8,8 +8,8 @@ the head's ``forward``.
 
 from __future__ import annotations
 
-import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce._linear import check_linear, is_sum_of_products, plain_weight, recipe_of, terms_of
+from fusedce._linear import (
+    check_linear,
+    is_sum_of_products,
+    plain_weight,
+    recipe_of,
+    terms_of,
+    with_dropped,
+)
 from fusedce.lazy_logits import LazyLogits
 from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
@@ -38,17 +45,42 @@ class _Loss(NamedTuple):
 
 
 class _Attached:
-    """A replaced head: the module it belongs to and what was there before."""
+    """What was there before a head was replaced."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
         self.dtype: torch.dtype | None = None  # of the logits, where that is not the weight's
         self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
+    def original(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+
+class _Forward:
+    """The ``forward`` of a replaced head.
+
+    It does not keep the head alive, which would then be freed by the garbage collector alone; a
+    copied or pickled head gets its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.of = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.of()
+        assert module is not None, "called while its module is being freed"
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> Any:
+        return _Forward, (self.module,)
 
 
 class _Run:
@@ -57,10 +89,10 @@ class _Run:
     def __init__(self, module: nn.Module, hidden: Tensor) -> None:
         self.module, self.recipe = module, recipe_of(module)
         self.V = len(self.recipe.weight)
-        self.versions: list[tuple[Tensor, int]] = []
+        self.hidden = with_dropped(self.recipe, hidden) if self.recipe.dropouts() else hidden
+        self.seen: list[tuple[Tensor, Any]] = []
         if not torch.compiler.is_compiling():
-            tensors = [hidden, *self.recipe.tensors()]
-            self.versions = [(x, x._version) for x in tensors if not x.is_inference()]
+            self.seen = [(x, _fingerprint(x)) for x in (self.hidden, *self.recipe.tensors())]
 
     def trainable(self) -> list[Tensor]:
         return [x for x in self.recipe.tensors() if x.requires_grad]
@@ -94,11 +126,14 @@ class _Run:
         recipe = self.recipe
         if _is_fsdp_unit(self.module) or hasattr(plain_weight(self.module), "full_tensor"):
             recipe = recipe_of(self.module)  # FSDP2 has freed what there was
-        elif any(x._version != version for x, version in self.versions):
+        elif recipe.merged != recipe_of(self.module).merged or any(
+            _fingerprint(x) != before for x, before in self.seen
+        ):
             raise RuntimeError(
-                "the hidden state or a parameter of the head was changed in place (by an optimizer "
-                "step?) after the head ran and before its logits were used; a replaced head "
-                "computes them only when they are used: use them before the change"
+                "the hidden state or a parameter of the head has changed (by an optimizer step?) "
+                "since the head ran, and its logits are asked for only now: a replaced head "
+                "computes them when they are first used. Use them before the change; detach, "
+                "views, slices and changes of dtype do not yet, but .cpu(), + 0 or argmax do"
             )
         # Autocast has cast what it wanted when the head ran.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -118,6 +153,12 @@ class _Run:
         return out if isinstance(out, Tensor) else tuple(out)
 
 
+def _fingerprint(x: Tensor) -> Any:
+    """What tells that a tensor was written into, or given other data."""
+    version = 0 if x.is_inference() else x._version
+    return version, x.dtype, x.untyped_storage()._cdata
+
+
 def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
@@ -129,8 +170,11 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     computed from real logits, as before. ``torch.compile`` traces all of it in one graph, but for
     loss modules (``nn.CrossEntropyLoss()``), which break it.
 
-    Look at the logits of a training step before ``optimizer.step()``: once a parameter of the head
-    has been changed in place, they would be others, and asking for them is a ``RuntimeError``.
+    Use the logits of a training step before ``optimizer.step()``: once a parameter of the head has
+    changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be seen).
+    With every label ignored a mean is 0, where torch gives NaN. Call this again after
+    ``resize_token_embeddings``, which makes a new head. A compiled model returns logits that are no
+    ``Tensor`` but answer like one; any operation on them gives tensors.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
@@ -170,9 +214,10 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
     check_linear(head)
     restore_loss_head(head)  # of a head that was replaced before an adapter was put around it
     attached = _Attached(head)
-    _probe(attached)
+    with torch.inference_mode(False):
+        _probe(attached, head)
     head.__dict__[_ATTACHED] = attached
-    head.forward = functools.partial(_forward, head)  # which can be pickled
+    head.forward = _Forward(head)
 
 
 def restore_loss_head(model: nn.Module) -> nn.Module:
@@ -205,16 +250,20 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or not hidden.is_floating_point()
         or hidden.dim() == 0
         or torch.jit.is_tracing()
+        or torch.compiler.is_exporting()
+        or self._backward_hooks  # which want the gradient of the logits
+        or self._backward_pre_hooks
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
         or not is_sum_of_products(self)  # an adapter that has been switched to since
         or torch._C._functorch.maybe_current_level() is not None  # torch.func
     ):
-        return attached.original(*args, **kwargs)
+        return attached.original(self, *args, **kwargs)
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     run = _Run(self, hidden)
+    hidden = run.hidden
     dtype = attached.dtype or hidden.dtype
     kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
     return kind_of_logits.make(
@@ -267,21 +316,27 @@ def _is_fsdp_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _probe(attached: _Attached) -> None:
+def _probe(attached: _Attached, module: nn.Module) -> None:
     """Fused against native on a few tokens; refuses a head that is not what it looks like."""
-    module, weight = attached.module, plain_weight(attached.module)
-    if weight.is_meta or hasattr(weight, "full_tensor") or _is_fsdp_unit(module):
+    weight = plain_weight(module)
+    if (
+        weight.is_meta
+        or weight.is_inference()
+        or hasattr(weight, "full_tensor")
+        or _is_fsdp_unit(module)
+    ):
         return  # nothing to compute with, or other ranks would have to take part
-    training = module.training
+    training = [(m, m.training) for m in module.modules()]
     module.eval()  # without LoRA's dropout, which would differ between the two
     try:
         rng = torch.Generator().manual_seed(0)
         V, H = weight.shape
         hidden = torch.randn(_PROBE_TOKENS, H, generator=rng).to(weight.device, weight.dtype)
         labels = torch.randint(0, V, (_PROBE_TOKENS,), generator=rng).to(weight.device)
-        native, fused = _probe_once(attached, hidden, labels)
+        native, fused = _probe_once(attached, module, hidden, labels)
     finally:
-        module.train(training)
+        for m, mode in training:
+            m.training = mode
     # Native logits are rounded to the weight's dtype, fused ones are not.
     tolerance = 4 * torch.finfo(weight.dtype).eps * max(float(native[2]), 1.0) + 1e-5
     for name, a, b in zip(("loss", "gradient"), fused, native[:2], strict=True):
@@ -296,11 +351,11 @@ def _probe(attached: _Attached) -> None:
 
 @torch.enable_grad()
 def _probe_once(
-    attached: _Attached, hidden: Tensor, labels: Tensor
+    attached: _Attached, module: nn.Module, hidden: Tensor, labels: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     x = hidden.clone().requires_grad_()
-    logits = attached.original(x)
-    V = len(plain_weight(attached.module))
+    logits = attached.original(module, x)
+    V = len(plain_weight(module))
     if logits.shape != (_PROBE_TOKENS, V):
         raise ValueError(
             f"head must return (tokens, V) logits with V={V} (from its weight), "
@@ -312,6 +367,6 @@ def _probe_once(
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
     request = _Loss(fused_ce, labels, slice(0, V), None, {})
-    fused = _Run(attached.module, y).run(y, request)[0]
+    fused = _Run(module, y).run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

@@ -13,7 +13,7 @@ vocabulary: all are remembered, none is computed. ``F.cross_entropy`` on it runs
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ from fusedce.cross_entropy import fused_cross_entropy
 from fusedce.lazy_state import Lazy, State
 from fusedce.lazy_steps import METHODS, scale_and_cap
 from fusedce.loss import fused_ce
+
+_DDP_NODE = "_DDPSinkBackward"
 
 
 class LazyLogits(Lazy, torch.Tensor):
@@ -47,6 +49,48 @@ class LazyLogits(Lazy, torch.Tensor):
         bias = () if state.bias is None else (state.bias,)
         return _Anchor.apply(new, state.hidden, *bias, *state.head.trainable())
 
+    def _node(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
+
+    def _is_output(self) -> bool:
+        """Whether somebody's ``autograd.Function`` has returned these: its backward must run."""
+        node = self._node()
+        return node is not None and node.name() not in ("_AnchorBackward", _DDP_NODE)
+
+    def gate(self) -> Tensor | None:
+        """See :class:`Lazy`: these logits, where DDP has sent them through a node of its own.
+
+        It counts on that node in every backward; no gradient needs to pass it.
+        """
+        node = self._node()
+        return self if node is not None and node.name() == _DDP_NODE else self._state.gate
+
+    def looked_at(self) -> bool:
+        """See :class:`Lazy`; a function may have a gradient of its own, which lazy logits lack."""
+        return self._is_output() or super().looked_at()
+
+    def replace(self, state: State) -> None:
+        """See :class:`Lazy`."""
+        super().replace(state)
+        if (node := self._node()) is not None and node.name() == "_AnchorBackward":
+            node.state = state
+
+    def materialize(self) -> Tensor:
+        """See :class:`Lazy`."""
+        if self._real is not None:
+            return self._real
+        real, node, gate = super().materialize(), self._node(), self.gate()
+        if self._is_output():
+            real = _Reveal.apply(self, real.detach())
+        elif gate is not None and self._parent is None:
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                real = _Gate.apply(real, gate)
+        if node is not None and node.name() == "_AnchorBackward":
+            node.real = real
+        self._real = real
+        return real
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         s = self._state
         return f"LazyLogits(shape={s.shape}, dtype={s.dtype}, steps={[k for k, _ in s.steps]})"
@@ -60,15 +104,12 @@ class LazyLogits(Lazy, torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA and args and not args[0].looked_at():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         result = take_step(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and writes(getattr(func, "__name__", "")):
-            first.mutate()
         args, kwargs = _real(args), _real(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -92,22 +133,60 @@ def take_step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     handler = HANDLERS.get(func)
     if handler is None or "out" in kwargs or not args or not isinstance(args[0], Lazy):
         return NotImplemented
-    if args[0].is_mutated():
+    if args[0].looked_at():
         return NotImplemented
     return handler(*args, **kwargs)
 
 
 class _Anchor(torch.autograd.Function):
+    """The edge from lazy logits to what they are made of.
+
+    Its backward runs where something below Python's overrides differentiates them (a user's
+    ``autograd.Function``); the fused loss has edges of its own.
+    """
+
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, *sources: Tensor) -> LazyLogits:
+        ctx.state, ctx.real = logits._state, None
+        ctx.set_materialize_grads(False)
         return LazyLogits(logits._state)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "lazy logits have been differentiated without being looked at: this is a bug of "
-            "fusedce, please report the operation that did it"
-        )
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        if grad is None:
+            return (None, *(None for _ in wanted))
+        s = ctx.state
+        real = LazyLogits(s).materialize() if ctx.real is None else ctx.real
+        bias = () if s.bias is None else (s.bias,)
+        sources = [x for x in (s.hidden, *bias, *s.head.trainable()) if x.requires_grad]
+        grads = iter(torch.autograd.grad(real, sources, grad, retain_graph=True, allow_unused=True))
+        return (None, *(next(grads) if want else None for want in wanted))
+
+
+class _Reveal(torch.autograd.Function):
+    """Real logits ``real`` whose gradient goes where that of ``logits`` would."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, real: Tensor) -> Tensor:
+        return real.view_as(real)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gate(torch.autograd.Function):
+    """``x`` itself; its backward also visits what ``gate`` came through, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return grad, None
 
 
 def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
@@ -118,15 +197,6 @@ def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
     if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
         return NotImplemented
     return x._state.hidden.register_hook(hook) if x._state.hidden.requires_grad else None
-
-
-def writes(name: str) -> bool:
-    """Whether only real logits will do after this function: it writes, or asks for gradients."""
-    if name in ("register_hook", "retain_grad"):
-        return True
-    if name.startswith("__"):
-        return name in ("__setitem__", "__set__") or name.startswith("__i")
-    return name.endswith("_")
 
 
 def _real(x: Any) -> Any:
@@ -213,7 +283,10 @@ def _cross_entropy(
     counted = weight is None and reduction != "none"
     if not counted:
         options |= {"class_weight": weight, "reduction": reduction}
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not state.detached):
+    gate = x.gate()
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (not state.detached or gate is not None)
+    ):
         loss = state.head.loss(
             fused_ce if counted else fused_cross_entropy,
             state.hidden.reshape(-1, state.hidden.shape[-1]),
@@ -229,6 +302,8 @@ def _cross_entropy(
             loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
         elif reduction == "none":
             loss = loss.view(target.shape)
+        if gate is not None and loss.requires_grad:
+            loss = _Gate.apply(loss, gate)
     kind = state.hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return loss  # autocast takes cross_entropy in float32
@@ -268,19 +343,3 @@ _METADATA = {
        "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
        "is_nested")),
 }  # fmt: skip
-
-
-def _flatten(x: LazyLogits) -> tuple[list[Tensor], State | None]:
-    if x.is_mutated():
-        return [x.materialize()], None
-    return [x._state.hidden], x._state
-
-
-def _unflatten(leaves: Iterable[Any], state: State | None) -> Any:
-    (leaf,) = leaves
-    return leaf if state is None else LazyLogits.make(state._replace(hidden=leaf))
-
-
-# Where a wrapper sends the tensors among a model's outputs through a node of its own (DDP), that
-# must be the hidden state: the loss may be computed from it outside.
-torch.utils._pytree.register_pytree_node(LazyLogits, _flatten, _unflatten)

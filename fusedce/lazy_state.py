@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,14 +46,19 @@ class State(NamedTuple):
     bias: Tensor | None = None  # (V,), added to what the head makes before anything else
     steps: tuple[tuple[str, Any], ...] = ()  # ("mul", number), ("tanh", None), ("to", dtype)
     detached: bool = False
+    gate: Tensor | None = (
+        None  # what a wrapper around the model (DDP) made of them: see `Lazy.gate`
+    )
 
 
 class Lazy:
     """What the two kinds of lazy logits share.
 
-    As with real tensors, one may be a view of another: then it has a parent and the call that made
-    it, and its real logits are made by that call from the parent's. All that follows from looking
-    and writing is kept by the root.
+    Nothing is computed until somebody looks. From then on the real logits are what counts, for
+    whoever has seen them may have written into them.
+
+    As with real tensors, one may be a view of another: then it has a parent, and the call that made
+    it makes its real logits of the parent's.
     """
 
     def __init__(self, state: State) -> None:
@@ -60,11 +66,9 @@ class Lazy:
         self._parent: Lazy | None = None
         self._call: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
         self._has_views = False
+        self._traced_views: list[Lazy] = []  # only while torch.compile traces
         self._strided: Tensor | None = None
-        # Of a root:
-        self._real: Tensor | None = None  # the real logits, once somebody has looked
-        self._real_version = 0  # of those, when they were made
-        self._mutated = False  # somebody has written into them: from then on they are what counts
+        self._real: Tensor | None = None
 
     @classmethod
     def make(cls, state: State) -> Any:
@@ -77,45 +81,48 @@ class Lazy:
             self._strided = torch.empty(self._state.shape, dtype=self._state.dtype, device="meta")
         return self._strided
 
-    def root(self) -> Lazy:
-        return self if self._parent is None else self._parent.root()
+    def become_view(self, parent: Lazy, name: str, args: Any, kwargs: Any) -> None:
+        """Share what is written with ``parent``, of which this is ``parent.name(*args, **kwargs)``.
 
-    def is_mutated(self) -> bool:
-        root = self.root()
-        real = root._real
-        if real is not None and not torch.compiler.is_compiling() and not real.is_inference():
-            root._mutated |= real._version != root._real_version  # through a view of real logits
-        return root._mutated
+        While torch.compile traces, strides are symbols, and so nobody knows which calls copy:
+        all are made at the first look, before anything can be written.
+        """
+        self._parent, self._call, parent._has_views = parent, (name, args, kwargs), True
+        if torch.compiler.is_compiling():
+            parent._traced_views.append(self)
 
-    def mutate(self) -> None:
-        """Make the real logits what counts, for somebody who is about to write into them."""
-        self.root().materialize(graph=True)
-        self.root()._mutated = True
+    def looked_at(self) -> bool:
+        """Whether the real logits are there, of this or of what it is a view of."""
+        return self._real is not None or (self._parent is not None and self._parent.looked_at())
+
+    def gate(self) -> Tensor | None:
+        """What gradients of a loss must pass on their way, for others who wait for them."""
+        return self._state.gate
+
+    def replace(self, state: State) -> None:
+        """Stand for something else from now on."""
+        self._state = state
 
     def wants_graph(self) -> bool:
         """Whether gradients may flow through these logits."""
         s = self._state
+        if s.detached and self.gate() is None:
+            return False
         bias = s.bias is not None and s.bias.requires_grad
-        return not s.detached and (s.hidden.requires_grad or bias or bool(s.head.trainable()))
+        return s.hidden.requires_grad or bias or bool(s.head.trainable())
 
-    def materialize(self, *, graph: bool | None = None) -> Tensor:
-        """The real logits ``shape``; computed at the first call, and once more with a graph.
-
-        ``graph``: whether they need one; by default as grad mode says.
-        """
-        if graph is None:
-            graph = torch.is_grad_enabled()
-        graph = graph and self.wants_graph()
-        with torch.set_grad_enabled(graph), torch._C.DisableTorchFunctionSubclass():
-            if self._parent is not None:
-                name, args, kwargs = self._call
-                view: Tensor = getattr(self._parent.materialize(graph=graph), name)(*args, **kwargs)
-                return view
-            mutated = self.is_mutated()
-            if self._real is None or (graph and not self._real.requires_grad and not mutated):
-                self._real = self._compute()
-                if not torch.compiler.is_compiling() and not self._real.is_inference():
-                    self._real_version = self._real._version
+    def materialize(self) -> Tensor:
+        """The real logits ``shape``, computed once: with a graph wherever gradients may flow."""
+        if self._real is None:
+            with _no_inference(self._state.hidden), torch._C.DisableTorchFunctionSubclass():
+                with torch.set_grad_enabled(self.wants_graph()):
+                    if self._parent is None:
+                        self._real = self._compute()
+                    else:
+                        name, args, kwargs = self._call
+                        self._real = getattr(self._parent.materialize(), name)(*args, **kwargs)
+            for view in self._traced_views:
+                view.materialize()
         return self._real
 
     def _compute(self) -> Tensor:
@@ -124,7 +131,16 @@ class Lazy:
         z = (z if s.bias is None else z + s.bias)[..., s.vocabulary]
         for kind, argument in s.steps:
             z = _REAL_STEPS[kind](z, argument)
+        if s.steps and s.steps[-1][0] == "tanh":
+            z = z.clone()  # tanh needs its output in backward, and somebody may write into this
         return z.movedim(-1, s.class_dim)
+
+
+def _no_inference(hidden: Tensor) -> AbstractContextManager[object]:
+    """Real logits may be used outside of the inference mode in which somebody looks at them."""
+    if torch.compiler.is_compiling() or hidden.is_inference():
+        return nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 _REAL_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {

@@ -7,6 +7,7 @@ returns new lazy logits, or ``NotImplemented`` where only real logits will do.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from fusedce.lazy_state import Lazy
 
 def _with(x: Lazy, hidden: Tensor | None = None, **changes: Any) -> Any:
     """``x`` with another state; its shape follows from the hidden state and the vocabulary."""
-    state = x._state._replace(**changes)
+    state = x._state._replace(gate=x.gate(), **changes)
     if not torch.is_grad_enabled():
         state = state._replace(detached=True)
     if hidden is not None:
@@ -46,7 +47,7 @@ def _div(x: Lazy, other: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
-    """A bias: one value per entry of the vocabulary, before anything else is done."""
+    """A bias: one value per entry of the vocabulary, before anything else is done to the values."""
     s = x._state
     V = s.head.V
     if (
@@ -61,12 +62,12 @@ def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
         or s.vocabulary != slice(0, V)
         or (s.detached and other.requires_grad and torch.is_grad_enabled())
         or alpha != 1
-        or any(kind != "to" for kind, _ in s.steps)
+        or s.steps
     ):
         return NotImplemented
     bias = other.reshape(V).to(s.hidden.dtype)
     bias = bias if s.bias is None else s.bias + bias
-    return _with(x, bias=bias, dtype=torch.promote_types(s.dtype, other.dtype))
+    return _copy(x, bias=bias)
 
 
 def _tanh(x: Lazy) -> Any:
@@ -98,7 +99,7 @@ def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
         result = handler(x, *args)
         if result is NotImplemented:
             return NotImplemented
-        x._state = result._state
+        x.replace(result._state)
         return x
 
     return run
@@ -148,8 +149,7 @@ def _detach(x: Lazy) -> Lazy:
 def _view_of(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     """A step that gives a view of its input, wherever the tensor method ``name`` gives one.
 
-    That is asked of the method itself, which also refuses wrong arguments. While torch.compile
-    traces, all are views.
+    That is asked of the method itself, which also refuses wrong arguments.
     """
 
     def run(x: Lazy, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def _view_of(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if strided is not None and strided.shape != result.shape:
             return NotImplemented
         if strided is None or _share(strided, x.strided()):
-            result._parent, result._call, x._has_views = x, (name, args, kwargs), True
+            result.become_view(x, name, args, kwargs)
         result._strided = strided
         return result
 
@@ -173,7 +173,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 
 def _contiguous(x: Lazy, **_: Any) -> Any:
-    return x if torch.compiler.is_compiling() or x.strided().is_contiguous() else _with(x)
+    return _with(x) if torch.compiler.is_compiling() or not x.strided().is_contiguous() else x
 
 
 def _last(x: Lazy) -> bool:
@@ -206,9 +206,9 @@ def _flatten(x: Lazy, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _with(x, hidden=hidden, class_dim=hidden.dim() - 1)
 
 
-def _squeeze(x: Lazy, dim: int | None = None) -> Any:
+def _squeeze(x: Lazy, dim: Any = None) -> Any:
     dims = len(x._state.shape)
-    if dim is None or not _last(x) or dim % dims == dims - 1:
+    if not isinstance(dim, int) or not _last(x) or dim % dims == dims - 1:
         return NotImplemented
     hidden = x._state.hidden.squeeze(dim % dims)
     return _with(x, hidden=hidden, class_dim=hidden.dim() - 1)
@@ -279,8 +279,13 @@ def _getitem(x: Lazy, index: Any) -> Any:
 def _index(x: Lazy, index: Any) -> Any:
     """Basic indices give a view, masks and lists of indices a copy."""
     items = index if isinstance(index, tuple) else (index,)
-    basic = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
-    return _basic_index(x, index) if basic else _getitem(x, index)
+    return _basic_index(x, index) if all(_is_basic(i) for i in items) else _getitem(x, index)
+
+
+def _is_basic(i: Any) -> bool:
+    if i is None or i is Ellipsis or isinstance(i, (int, slice)):
+        return True
+    return not torch.compiler.is_compiling() and isinstance(i, numbers.Integral)  # of numpy
 
 
 _basic_index = _view_of("__getitem__", _getitem)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.lazy_logits import LazyLogits, take_step, writes
+from fusedce.lazy_logits import LazyLogits, take_step
 from fusedce.lazy_state import Lazy, State
 from fusedce.lazy_steps import METHODS
 
@@ -19,7 +18,7 @@ class TracedLogits(Lazy):
 
     In the traced code the steps and the loss are those of :class:`LazyLogits`, and everything else
     gets real logits. Outside, where a compiled model has returned it, it passes everything on to
-    a :class:`LazyLogits` of the same state, or to real logits that the traced code has written.
+    a :class:`LazyLogits` of the same state, or to real logits that the traced code has looked at.
     """
 
     def __init__(self, state: State) -> None:
@@ -28,7 +27,7 @@ class TracedLogits(Lazy):
 
     def tensor(self) -> Tensor:
         """A tensor with these values: real while tracing, lazy outside."""
-        if torch.compiler.is_compiling() or self.is_mutated():
+        if torch.compiler.is_compiling() or self.looked_at():
             return self.materialize()
         if self._outside is None:
             self._outside = LazyLogits.make(self._state)
@@ -78,8 +77,6 @@ class TracedLogits(Lazy):
             result = take_step(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-            if _WRITING.get(func) and isinstance(args[0], TracedLogits):
-                args[0].mutate()
         args, kwargs = _tensors(args), _tensors(kwargs)
         return func(*args, **kwargs)
 
@@ -100,24 +97,14 @@ def _method(name: str) -> Callable[..., Any]:
     step = METHODS.get(name)
 
     def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if step is not None and not self.is_mutated():
-                result = step(self, *args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-            if writes(name):
-                self.mutate()
+        if step is not None and torch.compiler.is_compiling() and not self.looked_at():
+            result = step(self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         return getattr(self.tensor(), name)(*_tensors(args), **_tensors(kwargs))
 
     return method
 
-
-_WRITING = {  # as functions: torch.relu_(logits); torch.compile can look up in a dict only
-    getattr(owner, name): True
-    for owner in (torch, F)
-    for name in dir(owner)
-    if writes(name) and hasattr(torch.Tensor, name)
-}
 
 # Operators are looked up on the type, hence not by `__getattr__`.
 _OPERATORS = (
@@ -126,8 +113,7 @@ _OPERATORS = (
     "len", "iter", "contains", "bool", "float", "int", "index", "setitem",
     "iadd", "isub", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor",
 )  # fmt: skip
-_IN_PLACE = [n for n in dir(torch.Tensor) if n.endswith("_") and not n.startswith("_")]
-for _name in (*METHODS, *(f"__{n}__" for n in _OPERATORS), *_IN_PLACE):
+for _name in (*METHODS, *(f"__{n}__" for n in _OPERATORS)):
     if hasattr(torch.Tensor, _name):
         setattr(TracedLogits, _name, _method(_name))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

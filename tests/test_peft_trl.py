@@ -118,6 +118,26 @@ def test_an_adapter_switched_off_for_the_reference_policy():
     torch.testing.assert_close(fused, F.cross_entropy(native.view(-1, V), labels))
 
 
+def test_lora_dropout_is_that_of_the_loss():
+    """Whenever somebody looks, the logits are those the loss was computed of."""
+    model = adapted(target_modules=["lm_head"], lora_dropout=0.5).train()
+    replace_loss_head(model)
+    torch.manual_seed(3)
+    out = model(**batch())
+    logits = out.logits[:, :-1].flatten(0, 1)
+    labels = batch()["labels"][:, 1:].flatten()
+    torch.testing.assert_close(F.cross_entropy(logits + 0, labels), out.loss)
+    torch.testing.assert_close(out.logits.log_softmax(-1), (out.logits + 0).log_softmax(-1))
+
+
+def test_merging_before_a_look_is_a_change():
+    model = replace_loss_head(adapted(target_modules=["lm_head"]))
+    logits = model(input_ids=batch()["input_ids"]).logits
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="has changed"):
+        logits.argmax(-1)
+
+
 def test_head_replaced_before_peft(no_logits):
     """The other order: LoRA wraps a head that is replaced already."""
     expected = loss_and_grads(adapted(target_modules=["lm_head", "q_proj"]))
