@@ -251,8 +251,6 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or hidden.dim() == 0
         or torch.jit.is_tracing()
         or torch.compiler.is_exporting()
-        or self._backward_hooks  # which want the gradient of the logits
-        or self._backward_pre_hooks
         or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
         or not is_sum_of_products(self)  # an adapter that has been switched to since
         or torch._C._functorch.maybe_current_level() is not None  # torch.func
