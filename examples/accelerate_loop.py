@@ -73,6 +73,8 @@ def main() -> None:
         accelerator.gradient_accumulation_steps = per_rank
         for metrics in loop(accelerator):
             accelerator.print(loop.__name__, metrics)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
