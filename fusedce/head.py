@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce._linear import (
-    check_linear,
-    is_sum_of_products,
-    plain_weight,
-    recipe_of,
-    terms_of,
-    with_dropped,
-)
+from fusedce._linear import check_linear, is_sum_of_products, plain_weight
+from fusedce.head_run import Loss, Run, is_fsdp_unit
 from fusedce.lazy_logits import LazyLogits
 from fusedce.lazy_state import Lazy, State
 from fusedce.loss import fused_ce
@@ -32,16 +25,6 @@ from fusedce.traced_logits import TracedLogits
 
 _ATTACHED = "_fusedce_head"
 _PROBE_TOKENS = 4
-
-
-class _Loss(NamedTuple):
-    """What the head's forward is asked for when it is entered again for the loss."""
-
-    function: Callable[..., Any]
-    labels: Tensor
-    vocabulary: slice
-    bias: Tensor | None  # beside the head's own
-    options: dict[str, Any]
 
 
 class _Attached:
@@ -81,82 +64,6 @@ class _Forward:
 
     def __reduce__(self) -> Any:
         return _Forward, (self.module,)
-
-
-class _Run:
-    """One run of a replaced head: what it computed with, for a loss or for logits later on."""
-
-    def __init__(self, module: nn.Module, hidden: Tensor) -> None:
-        self.module, self.recipe = module, recipe_of(module)
-        self.V = len(self.recipe.weight)
-        self.hidden = with_dropped(self.recipe, hidden) if self.recipe.dropouts() else hidden
-        self.seen: list[tuple[Tensor, Any]] = []
-        if not torch.compiler.is_compiling():
-            self.seen = [(x, _fingerprint(x)) for x in (self.hidden, *self.recipe.tensors())]
-
-    def trainable(self) -> list[Tensor]:
-        return [x for x in self.recipe.tensors() if x.requires_grad]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._enter(hidden, None)
-        return logits
-
-    def loss(
-        self,
-        function: Callable[..., Any],
-        hidden: Tensor,
-        labels: Tensor,
-        *,
-        vocabulary: slice,
-        bias: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
-        return self._enter(hidden, _Loss(function, labels, vocabulary, bias, options))
-
-    def _enter(self, hidden: Tensor, request: _Loss | None) -> Any:
-        """Run here, or through the module's hooks where those bring its parameters (FSDP2).
-
-        A head that is a unit of its own is sharded again by the time of the loss.
-        """
-        if _is_fsdp_unit(self.module):
-            return self.module(hidden, _fusedce=(self, request))
-        return self.run(hidden, request)
-
-    def run(self, hidden: Tensor, request: _Loss | None) -> Any:
-        recipe = self.recipe
-        if _is_fsdp_unit(self.module) or hasattr(plain_weight(self.module), "full_tensor"):
-            recipe = recipe_of(self.module)  # FSDP2 has freed what there was
-        elif recipe.merged != recipe_of(self.module).merged or any(
-            _fingerprint(x) != before for x, before in self.seen
-        ):
-            raise RuntimeError(
-                "the hidden state or a parameter of the head has changed (by an optimizer step?) "
-                "since the head ran, and its logits are asked for only now: a replaced head "
-                "computes them when they are first used. Use them before the change; detach, "
-                "views, slices and changes of dtype do not yet, but .cpu(), + 0 or argmax do"
-            )
-        # Autocast has cast what it wanted when the head ran.
-        with torch.autocast(hidden.device.type, enabled=False):
-            terms = terms_of(recipe, hidden)
-            weight = terms.weight.to(hidden.dtype)
-            bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
-            if request is None:
-                return F.linear(terms.hidden, weight, bias)
-            if request.bias is not None:
-                bias = request.bias if bias is None else bias + request.bias
-            if request.vocabulary != slice(0, self.V):
-                weight = weight[request.vocabulary]
-                bias = None if bias is None else bias[request.vocabulary]
-            out = request.function(
-                terms.hidden, weight, request.labels, bias=bias, **request.options
-            )
-        return out if isinstance(out, Tensor) else tuple(out)
-
-
-def _fingerprint(x: Tensor) -> Any:
-    """What tells that a tensor was written into, or given other data."""
-    version = 0 if x.is_inference() else x._version
-    return version, x.dtype, x.untyped_storage()._cdata
 
 
 def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
@@ -260,7 +167,7 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if autocast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    run = _Run(self, hidden)
+    run = Run(self, hidden)
     hidden = run.hidden
     dtype = attached.dtype or hidden.dtype
     kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
@@ -306,14 +213,6 @@ def _is_trl_head(forward: Any) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-def _is_fsdp_unit(module: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
-
-
 def _probe(attached: _Attached, module: nn.Module) -> None:
     """Fused against native on a few tokens; refuses a head that is not what it looks like."""
     weight = plain_weight(module)
@@ -321,7 +220,7 @@ def _probe(attached: _Attached, module: nn.Module) -> None:
         weight.is_meta
         or weight.is_inference()
         or hasattr(weight, "full_tensor")
-        or _is_fsdp_unit(module)
+        or is_fsdp_unit(module)
     ):
         return  # nothing to compute with, or other ranks would have to take part
     training = [(m, m.training) for m in module.modules()]
@@ -364,7 +263,7 @@ def _probe_once(
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     y = hidden.clone().requires_grad_()
-    request = _Loss(fused_ce, labels, slice(0, V), None, {})
-    fused = _Run(module, y).run(y, request)[0]
+    request = Loss(fused_ce, labels, slice(0, V), None, {})
+    fused = Run(module, y).run(y, request)[0]
     (fused_gradient,) = torch.autograd.grad(fused, y)
     return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)

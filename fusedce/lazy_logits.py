@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.cross_entropy import fused_cross_entropy
+from fusedce.lazy_grad import Anchor, Gate, Reveal
 from fusedce.lazy_state import Lazy, State
 from fusedce.lazy_steps import METHODS, scale_and_cap
 from fusedce.loss import fused_ce
 
-_DDP_NODE = "_DDPSinkBackward"
+_ANCHOR_NODE, _DDP_NODE = "AnchorBackward", "_DDPSinkBackward"
 
 
 class LazyLogits(Lazy, torch.Tensor):
@@ -47,7 +48,7 @@ class LazyLogits(Lazy, torch.Tensor):
         if not (torch.is_grad_enabled() and new.wants_graph()):
             return new
         bias = () if state.bias is None else (state.bias,)
-        return _Anchor.apply(new, state.hidden, *bias, *state.head.trainable())
+        return Anchor.apply(new, state.hidden, *bias, *state.head.trainable())
 
     def _node(self) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -56,7 +57,7 @@ class LazyLogits(Lazy, torch.Tensor):
     def _is_output(self) -> bool:
         """Whether somebody's ``autograd.Function`` has returned these: its backward must run."""
         node = self._node()
-        return node is not None and node.name() not in ("_AnchorBackward", _DDP_NODE)
+        return node is not None and node.name() not in (_ANCHOR_NODE, _DDP_NODE)
 
     def gate(self) -> Tensor | None:
         """See :class:`Lazy`: these logits, where DDP has sent them through a node of its own.
@@ -73,7 +74,7 @@ class LazyLogits(Lazy, torch.Tensor):
     def replace(self, state: State) -> None:
         """See :class:`Lazy`."""
         super().replace(state)
-        if (node := self._node()) is not None and node.name() == "_AnchorBackward":
+        if (node := self._node()) is not None and node.name() == _ANCHOR_NODE:
             node.state = state
 
     def materialize(self) -> Tensor:
@@ -82,11 +83,11 @@ class LazyLogits(Lazy, torch.Tensor):
             return self._real
         real, node, gate = super().materialize(), self._node(), self.gate()
         if self._is_output():
-            real = _Reveal.apply(self, real.detach())
+            real = Reveal.apply(self, real.detach())
         elif gate is not None and self._parent is None:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                real = _Gate.apply(real, gate)
-        if node is not None and node.name() == "_AnchorBackward":
+                real = Gate.apply(real, gate)
+        if node is not None and node.name() == _ANCHOR_NODE:
             node.real = real
         self._real = real
         return real
@@ -136,57 +137,6 @@ def take_step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if args[0].looked_at():
         return NotImplemented
     return handler(*args, **kwargs)
-
-
-class _Anchor(torch.autograd.Function):
-    """The edge from lazy logits to what they are made of.
-
-    Its backward runs where something below Python's overrides differentiates them (a user's
-    ``autograd.Function``); the fused loss has edges of its own.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, *sources: Tensor) -> LazyLogits:
-        ctx.state, ctx.real = logits._state, None
-        ctx.set_materialize_grads(False)
-        return LazyLogits(logits._state)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[1:]
-        if grad is None:
-            return (None, *(None for _ in wanted))
-        s = ctx.state
-        real = LazyLogits(s).materialize() if ctx.real is None else ctx.real
-        bias = () if s.bias is None else (s.bias,)
-        sources = [x for x in (s.hidden, *bias, *s.head.trainable()) if x.requires_grad]
-        grads = iter(torch.autograd.grad(real, sources, grad, retain_graph=True, allow_unused=True))
-        return (None, *(next(grads) if want else None for want in wanted))
-
-
-class _Reveal(torch.autograd.Function):
-    """Real logits ``real`` whose gradient goes where that of ``logits`` would."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, real: Tensor) -> Tensor:
-        return real.view_as(real)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _Gate(torch.autograd.Function):
-    """``x`` itself; its backward also visits what ``gate`` came through, with no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return grad, None
 
 
 def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
@@ -303,7 +253,7 @@ def _cross_entropy(
         elif reduction == "none":
             loss = loss.view(target.shape)
         if gate is not None and loss.requires_grad:
-            loss = _Gate.apply(loss, gate)
+            loss = Gate.apply(loss, gate)
     kind = state.hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return loss  # autocast takes cross_entropy in float32

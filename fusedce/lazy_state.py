@@ -149,3 +149,19 @@ _REAL_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "tanh": lambda z, _: z.tanh(),
     "to": lambda z, dtype: z.to(dtype),
 }
+
+
+def changed(x: Lazy, hidden: Tensor | None = None, **changes: Any) -> Any:
+    """``x`` with another state; its shape follows from the hidden state and the vocabulary."""
+    state = x._state._replace(gate=x.gate(), **changes)
+    if not torch.is_grad_enabled():
+        state = state._replace(detached=True)
+    if hidden is not None:
+        state = state._replace(hidden=hidden)
+    shape = [*state.hidden.shape[:-1], state.vocabulary.stop - state.vocabulary.start]
+    shape.insert(state.class_dim, shape.pop())
+    return x.make(state._replace(shape=tuple(shape)))
+
+
+def class_last(x: Lazy) -> bool:
+    return x._state.class_dim == len(x._state.shape) - 1
