@@ -234,9 +234,7 @@ def _cross_entropy(
     if not counted:
         options |= {"class_weight": weight, "reduction": reduction}
     gate = x.gate()
-    with torch.set_grad_enabled(
-        torch.is_grad_enabled() and (not state.detached or gate is not None)
-    ):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not x.is_detached()):
         loss = state.head.loss(
             fused_ce if counted else fused_cross_entropy,
             state.hidden.reshape(-1, state.hidden.shape[-1]),

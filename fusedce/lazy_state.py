@@ -46,9 +46,7 @@ class State(NamedTuple):
     bias: Tensor | None = None  # (V,), added to what the head makes before anything else
     steps: tuple[tuple[str, Any], ...] = ()  # ("mul", number), ("tanh", None), ("to", dtype)
     detached: bool = False
-    gate: Tensor | None = (
-        None  # what a wrapper around the model (DDP) made of them: see `Lazy.gate`
-    )
+    gate: Tensor | None = None  # see `Lazy.gate`
 
 
 class Lazy:
@@ -103,10 +101,14 @@ class Lazy:
         """Stand for something else from now on."""
         self._state = state
 
+    def is_detached(self) -> bool:
+        """Whether no gradient flows from these logits, whatever they are made of."""
+        return self._state.detached and self.gate() is not self
+
     def wants_graph(self) -> bool:
         """Whether gradients may flow through these logits."""
         s = self._state
-        if s.detached and self.gate() is None:
+        if self.is_detached():
             return False
         bias = s.bias is not None and s.bias.requires_grad
         return s.hidden.requires_grad or bias or bool(s.head.trainable())
@@ -153,9 +155,8 @@ _REAL_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 def changed(x: Lazy, hidden: Tensor | None = None, **changes: Any) -> Any:
     """``x`` with another state; its shape follows from the hidden state and the vocabulary."""
-    state = x._state._replace(gate=x.gate(), **changes)
-    if not torch.is_grad_enabled():
-        state = state._replace(detached=True)
+    detached = x.is_detached() or not torch.is_grad_enabled()
+    state = x._state._replace(**{"gate": x.gate(), "detached": detached} | changes)
     if hidden is not None:
         state = state._replace(hidden=hidden)
     shape = [*state.hidden.shape[:-1], state.vocabulary.stop - state.vocabulary.start]

@@ -45,7 +45,7 @@ def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
         or other.device != s.hidden.device
         or not class_last(x)
         or s.vocabulary != slice(0, V)
-        or (s.detached and other.requires_grad and torch.is_grad_enabled())
+        or (x.is_detached() and other.requires_grad and torch.is_grad_enabled())
         or alpha != 1
         or s.steps
     ):

@@ -160,7 +160,7 @@ _basic_index = _view_of("__getitem__", _getitem)
 def _detach(x: Lazy) -> Lazy:
     bias = x._state.bias
     bias = None if bias is None else bias.detach()
-    return changed(x, hidden=x._state.hidden.detach(), bias=bias, detached=True)
+    return changed(x, hidden=x._state.hidden.detach(), bias=bias, detached=True, gate=None)
 
 
 VIEWS: dict[str, Callable[..., Any]] = {

@@ -69,9 +69,11 @@ def two_steps(wrapped, rank, outside=False):
         wrapped.train()
         if outside:
             logits = wrapped(input_ids=rows(rank)["input_ids"]).logits
-            loss = F.cross_entropy(
-                logits[:, :-1].flatten(0, 1), rows(rank)["labels"][:, 1:].flatten()
-            )
+            labels = rows(rank)["labels"][:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+            without = F.cross_entropy(logits.detach()[:, :-1].flatten(0, 1), labels)
+            assert torch.equal(without, loss)
+            assert not without.requires_grad
         else:
             loss = wrapped(**rows(rank)).loss
         loss.backward()
