@@ -286,6 +286,10 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
             * abs(case.upstream * case.options.get("logit_scale", 1.0))
         )
         tiny = torch.finfo(case.dtype).smallest_normal * eps_out if eps_out > 1e-5 else 0.0
+        if name == "weight":
+            # The gradient of the mean logit is added to one that is rounded already.
+            rounded = amplitude * abs(case.upstream * case.options.get("logit_scale", 1.0))
+            largest += rounded * case.options.get("label_smoothing", 0.0) / case.V * float(spread)
         floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny
 
     for name, floor in floors.items():
