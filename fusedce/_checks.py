@@ -23,15 +23,24 @@ def autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast casts the arguments of ``F.linear``: all but float64 ones."""
-    kind = hidden.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(hidden.device)
+    if dtype is None:
         return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
 
     return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to there; ``None`` where it is not enabled."""
+    kind = device.type
+    if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the question
+        available = kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    else:
+        available = torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
 def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:

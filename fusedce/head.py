@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedce._checks import autocast_dtype
 from fusedce._linear import check_linear, is_sum_of_products, plain_weight
 from fusedce.head_run import Loss, Run, is_fsdp_unit
 from fusedce.lazy_logits import LazyLogits
@@ -163,10 +164,9 @@ def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -
         or torch._C._functorch.maybe_current_level() is not None  # torch.func
     ):
         return attached.original(self, *args, **kwargs)
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if autocast and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    cast = autocast_dtype(hidden.device)
+    if cast is not None and hidden.dtype != torch.float64:
+        hidden = hidden.to(cast)
     run = Run(self, hidden)
     hidden = run.hidden
     dtype = attached.dtype or hidden.dtype

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce._checks import autocast_dtype
 from fusedce.cross_entropy import fused_cross_entropy
 from fusedce.lazy_grad import Anchor, Gate, Reveal
 from fusedce.lazy_state import Lazy, State
@@ -252,8 +253,7 @@ def _cross_entropy(
             loss = loss.view(target.shape)
         if gate is not None and loss.requires_grad:
             loss = Gate.apply(loss, gate)
-    kind = state.hidden.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if autocast_dtype(state.hidden.device) is not None:
         return loss  # autocast takes cross_entropy in float32
     return loss.to(state.dtype)
 
