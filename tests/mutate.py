@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant("options: weight 0 is not counted", "kernels/compact.py", "        found = counted",
            "        found = found", f"{OPTIONS} -k left_out"),
     Mutant("options: smoothing spread by tokens alone", TILES, "dh.addr_((self.scale * u)",
-           "dh.addr_((0 * u)", f"{OPTIONS} -k any_subset_torch"),
+           "dh.addr_((0 * u)", f"{OPTIONS} -k pair"),
     Mutant("options: row factors not on the weight gradient", "backends/launch_chunks.py",
            "h = (h.float() * factors[:, None]).to(h.dtype)", "h = h.clone()",
            f"{OPTIONS} -k pair"),
