@@ -26,7 +26,7 @@ from accumulation_plot import draw, print_table
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, count_valid, demo
-from fusedce.demo import SEQUENCES, Batch
+from fusedce.demo.run import SEQUENCES, Batch
 
 SPLITS = ((32, 1), (16, 2), (2, 16), (1, 32))
 LEARNING_RATE = 1e-3

@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusedce.backends import configs
+from fusedce.backends.triton import archs as configs
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.scale import scale_kernel

@@ -21,7 +21,7 @@ import transformers
 from report import put
 
 import fusedce
-from fusedce import _measure
+from fusedce import measure as _measure
 
 MiB = 2**20
 SHAPE = {"batch": 4, "tokens": 256, "hidden": 256, "layers": 2, "vocabulary": 128256}

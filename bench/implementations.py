@@ -193,5 +193,5 @@ def errors(name: str, spec: Spec) -> dict[str, float]:
 
 
 def peak_target(name: str, spec: list[Any]) -> Callable[[], object]:
-    """For :func:`fusedce._measure.peak_extra_bytes`."""
+    """For :func:`fusedce.measure.peak_extra_bytes`."""
     return make_call(name, Spec(*spec))

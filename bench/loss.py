@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from implementations import CPU_NAMES, FLOOR, IMPLEMENTATIONS, Spec, flops, gradient_bytes
 from pool import Pool
 
-from fusedce._measure import peak_extra_bytes
+from fusedce.measure import peak_extra_bytes
 
 RESULTS = Path(__file__).parent / "results"
 OURS = ["fused_ce"]

@@ -26,7 +26,7 @@ from report import put
 from torch import Tensor
 
 import fusedce
-from fusedce._measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLOOR = "bare GEMMs"

@@ -30,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fusedce import replace_loss_head, restore_loss_head
-from fusedce.lazy_logits import LazyLogits
+from fusedce.head.lazy.logits import LazyLogits
 
 V, T, B = 97, 12, 2
 # Small values by the names configurations use. Lists of layer kinds are cut to the layers.

@@ -8,13 +8,14 @@ Vocabulary used everywhere in this package:
 * losses are in nats, denominators in tokens.
 """
 
-from fusedce.accumulate import LossAccumulator
-from fusedce.cross_entropy import fused_cross_entropy
-from fusedce.head import replace_loss_head, restore_loss_head
-from fusedce.labels import count_valid, shift_labels
-from fusedce.logprobs import TokenStats, fused_argmax, fused_logprobs
-from fusedce.loss import LossSum, fused_ce
-from fusedce.reference import reference_ce
+from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.contract.labels import count_valid, shift_labels
+from fusedce.contract.results import LossSum, TokenStats
+from fusedce.head.replace import replace_loss_head, restore_loss_head
+from fusedce.loss.cross_entropy import fused_cross_entropy
+from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.logprobs import fused_argmax, fused_logprobs
+from fusedce.loss.reference import reference_ce
 from fusedce.trainer import FusedTrainerMixin
 
 __version__ = "0.1.0"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import fusedce
-from fusedce.backends import INTERPRETED, TRITON_INSTALLED, resolve_backend, why_not_triton
-from fusedce.backends.chunked import _fast_bf16
-from fusedce.loss import LossSum
+from fusedce.backends.choose import INTERPRETED, TRITON_INSTALLED, resolve_backend, why_not_triton
+from fusedce.backends.torch.training import _fast_bf16
+from fusedce.contract.results import LossSum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
@@ -86,10 +86,10 @@ def _demo(options: argparse.Namespace) -> int:
     except OSError as problem:
         print(f"fusedce demo cannot write to --out {options.out}: {problem}", file=sys.stderr)
         return 2
-    from fusedce import demo
+    from fusedce.demo.run import run
 
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return demo.run(steps=options.steps, out=options.out, seed=options.seed, device=device)
+    return run(steps=options.steps, out=options.out, seed=options.seed, device=device)
 
 
 def _backend_lines(device: torch.device) -> list[str]:

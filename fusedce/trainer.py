@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import LossAccumulator
-from fusedce.head import attach
-from fusedce.lazy_logits import LossTap
+from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.head.lazy.logits import LossTap
+from fusedce.head.replace import attach
 
 logger = logging.getLogger(__name__)
 

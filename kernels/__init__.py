@@ -1,4 +1,4 @@
-"""Triton kernels. They import nothing but triton; `fusedce.backends.launch` runs them.
+"""Triton kernels. They import nothing but triton; `fusedce.backends.triton` runs them.
 
 * ``compact``: the valid rows of a batch, on the device.
 * ``tile``: a tile of logits, and the pointwise steps on it.

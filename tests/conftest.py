@@ -39,7 +39,7 @@ def interpreter_rounds_to_bf16():
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fails the test where anybody computes the real logits of a replaced head."""
-    from fusedce.lazy_state import Lazy
+    from fusedce.head.lazy.state import Lazy
 
     def materialize(self, **kwargs):
         raise AssertionError("real logits were computed")

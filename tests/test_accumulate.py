@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
 
-from fusedce import LossAccumulator, _faults, count_valid, fused_ce
+from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce.accumulate import faults as _faults
 
 RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
 

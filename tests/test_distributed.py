@@ -11,7 +11,8 @@ import torch.distributed as dist
 from loops import batches, distance, new_weight, run_streaming, run_window
 from torch.distributed.device_mesh import init_device_mesh
 
-from fusedce import LossAccumulator, _faults, fused_ce
+from fusedce import LossAccumulator, fused_ce
+from fusedce.accumulate import faults as _faults
 
 
 def reduced(reduction, streaming, rank):

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusedce
-from fusedce.sharded import sharded_ce
+from fusedce.loss.sharded import sharded_ce
 
 OBJECTS = {
     "LossAccumulator": fusedce.LossAccumulator,

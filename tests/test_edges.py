@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
-from fusedce.backends import configs, plan
+from fusedce.backends import plan
+from fusedce.backends.triton import archs as configs
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 6, 8, 13
@@ -70,7 +71,7 @@ def test_the_weight_of_an_absent_class_may_be_anything(reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_computed_where_nothing_is_valid(backend, monkeypatch):
-    from fusedce.backends.chunked_tiles import Head
+    from fusedce.backends.torch.tiles import Head
 
     hidden, weight, labels = inputs()
     labels.fill_(-100)
@@ -267,7 +268,7 @@ def test_a_sharded_vocabulary_checks_what_a_whole_one_does(two_ranks):
 
 
 def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
-    from fusedce.backends import launch_forward
+    from fusedce.backends.triton import forward as launch_forward
 
     hidden, weight, _ = inputs(torch.float16)
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")

@@ -121,7 +121,7 @@ class TestGuardRails:
         assert acc.should_step
 
     def test_bad_label_code_raises(self):
-        from fusedce.labels import bad_label_code
+        from fusedce.contract.labels import bad_label_code
 
         poisoned = (torch.tensor(float("nan")), torch.tensor(bad_label_code(5, 99)))
         with pytest.raises(ValueError, match="got 99 at flattened position 5"):
@@ -129,8 +129,8 @@ class TestGuardRails:
 
     def test_errors_on_a_device_wait_until_something_is_read(self, monkeypatch):
         """With a test double: CPU tensors that may not be looked at early, as on a GPU."""
-        from fusedce import _faults
-        from fusedce.labels import bad_label_code
+        from fusedce.accumulate import faults as _faults
+        from fusedce.contract.labels import bad_label_code
 
         monkeypatch.setattr(_faults, "readable", lambda device: False)
         acc = LossAccumulator()

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusedce
 from fusedce import replace_loss_head, restore_loss_head
-from fusedce.lazy_logits import LazyLogits
+from fusedce.head.lazy.logits import LazyLogits
 
 V, H = 50, 16
 

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from fusedce import replace_loss_head
-from fusedce.lazy_state import Lazy
+from fusedce.head.lazy.state import Lazy
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

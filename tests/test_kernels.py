@@ -11,7 +11,7 @@ import torch
 import triton
 
 import fusedce
-from fusedce.labels import bad_label_message
+from fusedce.contract.labels import bad_label_message
 from fusedce.testing import Case, check
 
 BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
@@ -36,7 +36,7 @@ def test_odd_shapes(V, H, N):
 
 
 def test_lse_is_returned_and_zero_where_ignored():
-    from fusedce.backends import launch
+    from fusedce.backends import triton as launch
 
     hidden, weight, labels, _ = Case((70,), 24, 300, ignored=0.4).tensors()
     _, n_valid, lse = launch.loss(hidden, weight, labels, None, -100, None, 1.0)
@@ -50,7 +50,8 @@ def test_lse_is_returned_and_zero_where_ignored():
 @pytest.mark.parametrize("bad", [-7, 300, 2**31 - 1])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """What a GPU does: no read out of bounds, no assert, a NaN and the evidence."""
-    from fusedce.backends import launch, launch_common
+    from fusedce.backends import triton as launch
+    from fusedce.backends.triton import compact as launch_common
 
     monkeypatch.setattr(launch_common, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
@@ -71,7 +72,8 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
 def test_scale_in_place(dtype, factor):
-    from fusedce.backends import configs, launch
+    from fusedce.backends import triton as launch
+    from fusedce.backends.triton import archs as configs
 
     x = torch.randn(3, configs.SCALE_BLOCK // 2 + 1).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
@@ -107,7 +109,8 @@ def test_every_kernel_compiles(arch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_slow_cases_say_so_once(dtype):
-    from fusedce.backends import launch, launch_forward
+    from fusedce.backends import triton as launch
+    from fusedce.backends.triton import forward as launch_forward
 
     launch_forward._say_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
@@ -127,7 +130,8 @@ def test_slow_cases_say_so_once(dtype):
 
 
 def test_tuning_is_announced_kept_and_optional(monkeypatch, tmp_path, caplog):
-    from fusedce.backends import configs, tuning
+    from fusedce.backends.triton import archs as configs
+    from fusedce.backends.triton import tuning
 
     monkeypatch.delenv("FUSEDCE_AUTOTUNE", raising=False)
     assert not tuning.enabled()

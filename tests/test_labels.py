@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedce import count_valid, shift_labels
-from fusedce.labels import bad_label_code, bad_label_message
+from fusedce.contract.labels import bad_label_code, bad_label_message
 
 
 def test_shift_and_offset():

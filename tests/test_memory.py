@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedce import fused_ce
-from fusedce._measure import peak_extra_bytes
+from fusedce.measure import peak_extra_bytes
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 

@@ -27,7 +27,7 @@ def make(place, dtype=torch.bfloat16, ignored=0.0, seed=0):
 
 
 def one_pass(hidden, weight, labels, **options):
-    from fusedce.backends import launch
+    from fusedce.backends import triton as launch
 
     return launch.loss(hidden, weight, labels, None, -100, None, 1.0, **options)
 
@@ -115,7 +115,7 @@ def test_memory_is_per_row():
 
 def test_memory_plan():
     """What the launch allocates at N=8192, V=256000, from its own formula, on every device."""
-    from fusedce.backends import configs
+    from fusedce.backends.triton import archs as configs
 
     N, V = 8192, 256000
     for (family, size), default in configs.FORWARD.items():
@@ -148,7 +148,8 @@ def test_cuda_graph_replays_with_other_labels():
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_tokens, ignored):
     """There the valid rows cannot be counted: all take part, and the result must not show it."""
-    from fusedce.backends import launch, launch_training
+    from fusedce.backends import triton as launch
+    from fusedce.backends.triton import training as launch_training
 
     hidden, weight, labels, bias = Case(
         (90,), 24, 200, dtype, ignored=ignored, with_bias=True
@@ -257,7 +258,7 @@ def test_values_on_a_gpu(dtype, chunk_tokens):
 
 @pytest.mark.gpu
 def test_every_candidate_gives_the_same_loss():
-    from fusedce.backends import configs
+    from fusedce.backends.triton import archs as configs
 
     device = torch.accelerator.current_accelerator()
     hidden, weight, labels = make((device, 1000, 1024, 50257), ignored=0.3)

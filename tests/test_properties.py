@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends import chunked, chunked_tiles
+from fusedce.backends.torch import tiles as chunked_tiles
+from fusedce.backends.torch import training as chunked
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,8 +14,8 @@ from vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows,
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.backends import plan
-from fusedce.backends.sharded import ALL_GATHER, REDUCE_SCATTER
-from fusedce.sharded import sharded_ce
+from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
+from fusedce.loss.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Who runs backward, and what it divides by on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fusedce.accumulate.ranks import submesh
+
+
+class Engine:
+    """Plain torch, DDP or FSDP: ``loss.backward()``, divided by a constant the user names."""
+
+    no_streaming: str | None = None  # why gradients cannot be corrected at the end
+
+    def __init__(self, divisor: float) -> None:
+        self._divisor = divisor
+
+    def divisor(self) -> float:
+        return self._divisor
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class AccelerateEngine(Engine):
+    """``accelerator.backward``, which divides every loss by ``gradient_accumulation_steps``.
+
+    Also in the last, shorter window of an epoch. The number is read at each loss, since trainers
+    change it while they run.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        kind = _kind(accelerator)
+        if kind == "MEGATRON_LM":
+            raise ValueError(
+                "accelerator: Megatron-LM computes and divides the loss in its own train step, "
+                "a LossAccumulator cannot reach it"
+            )
+        if kind == "DEEPSPEED":
+            self.no_streaming = (
+                "accelerate's DeepSpeed engine steps the optimizer inside the last backward of a "
+                "window (and ZeRO leaves no .grad), so finish() would come too late to correct "
+                "the gradients. Declare the counts: `with acc.window([count_valid(...) for each "
+                "micro-batch])`."
+            )
+        self._accelerator = accelerator
+
+    def divisor(self) -> float:
+        return self._accelerator.gradient_accumulation_steps
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+
+def token_mesh(accelerator: Any) -> Any:
+    """The ranks of an ``Accelerator`` that hold distinct tokens; ``None`` means all.
+
+    Raises:
+        TypeError: not an ``Accelerator``.
+        ValueError: the ranks share sequences in a way that no mesh describes.
+    """
+    _kind(accelerator)
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and getattr(parallel, "sp_enabled", False):
+        raise ValueError(
+            "accelerator: DeepSpeed's sequence parallelism has process groups of its own; build "
+            "LossAccumulator(process_group=...) with the ranks that hold distinct tokens"
+        )
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is None:
+        return None
+    # Context-parallel ranks hold distinct slices; tensor-parallel ones the same tokens.
+    return submesh(mesh, [name for name in mesh.mesh_dim_names if name != "tp"])
+
+
+def _kind(accelerator: Any) -> str:
+    needed = ("distributed_type", "gradient_accumulation_steps", "backward")
+    lacking = [name for name in needed if not hasattr(accelerator, name)]
+    if lacking:
+        raise TypeError(
+            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__} "
+            f"without {', '.join(lacking)}"
+        )
+    kind = accelerator.distributed_type
+    return str(getattr(kind, "value", kind))

@@ -1,0 +1,1 @@
+"""The loss where every rank holds some rows of the vocabulary."""

@@ -1,0 +1,265 @@
+"""The loss where every rank holds some rows of the vocabulary, in plain torch.
+
+Ranks see the same tokens. Per chunk of tokens each takes the logits of its own rows, ``(C, real)``
+and never more, and tells the others four numbers a token: the largest logit, the sum of the other
+exponentials, the label's logit where it is here, and (for label smoothing) the sum of logits. From
+these every rank knows log-sum-exp and loss, turns its tile into gradients of the logits, and
+multiplies: its rows of the weight gradient are complete, its part of ``d_hidden`` is added to the
+others' once at the end.
+
+As in `chunked`, the label's own exponential stays out of the sums: nothing cancels at p -> 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedce.autograd.summed import grad_dtype
+from fusedce.backends.plan import chunk_size
+from fusedce.backends.torch.training import parts, valid_rows
+
+# torch 2.13 gave these two new names
+ALL_GATHER, REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
+
+class Shard(NamedTuple):
+    """Which rows of the vocabulary lie here, and who has the others."""
+
+    group: dist.ProcessGroup
+    first: int  # the class of the first row here
+    V: int  # rows that are classes, over all ranks; rows beyond are padding
+    largest: int  # rows of the largest shard: chunks must be the same on all ranks
+    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
+
+
+@dataclass(frozen=True)
+class Options:
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    label_smoothing: float
+    z_loss: float
+    chunk_tokens: int | None
+
+
+class Wanted(NamedTuple):
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+def loss_and_grads(
+    hidden: Tensor,  # (N, H), or this rank's (n, H)
+    weight: Tensor,  # (V_local, H)
+    labels: Tensor,  # (N,), or (n,)
+    bias: Tensor | None,  # (V_local,)
+    token_weight: Tensor | None,  # (N,), or (n,)
+    shard: Shard,
+    options: Options,
+    wanted: Wanted,
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """``loss_sum ()``, ``n_valid ()``, and the wanted gradients of the sum."""
+    n_here = len(hidden)
+    if shard.tokens is not None:
+        most = max(shard.tokens)
+        hidden = _gather_tokens(hidden, most, 0, shard.group)
+        labels = _gather_tokens(labels, most, options.ignore_index, shard.group)
+        if token_weight is not None:
+            token_weight = _gather_tokens(token_weight, most, 0, shard.group)
+
+    N, H = hidden.shape
+    acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    rows, n_valid = valid_rows(labels, shard.V, options.ignore_index, token_weight)
+    C = chunk_size(
+        len(rows),
+        max(shard.largest, 1),
+        H,
+        logit_bytes=acc.itemsize,
+        accumulator=hidden.dtype != acc,
+        on_cpu=hidden.device.type == "cpu",
+        chunk_tokens=options.chunk_tokens,
+    )
+    head = _Head(weight, bias, shard, options, acc)
+    total = hidden.new_zeros((), dtype=torch.float64)
+    d_rows = hidden.new_empty(len(rows), H, dtype=acc) if wanted.hidden else None
+    d_weight = hidden.new_zeros(weight.shape, dtype=acc) if wanted.weight else None
+    d_bias = hidden.new_zeros(len(weight), dtype=acc) if wanted.bias else None
+    begin = 0
+    for chunk in parts(rows, C):
+        h = hidden[chunk]
+        scale = None if token_weight is None else token_weight[chunk].double()
+        tile = _Tile(head, h, labels[chunk].long(), scale)
+        total += tile.losses.sum()
+        if any(wanted):
+            g = tile.gradient()  # (C, real)
+            if d_bias is not None:
+                d_bias[: head.real] += g.sum(0)
+            g = g.to(head.gemm)
+            if d_rows is not None:
+                d_rows[begin : begin + len(chunk)] = _mm(g, head.weight, acc)
+            if d_weight is not None:
+                d_weight[: head.real] += _mm(g.t(), h, acc)
+        begin += len(chunk)
+
+    d_hidden = None
+    if d_rows is not None:
+        d_hidden = _sum_over_ranks(d_rows, rows, N, n_here, shard)
+    waits = grad_dtype(hidden.dtype)
+    grads = tuple(None if d is None else d.to(waits) for d in (d_hidden, d_weight, d_bias))
+    return total.to(acc), n_valid, grads
+
+
+class _Head:
+    """The rows of the output projection that are classes and lie here."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        shard: Shard,
+        options: Options,
+        acc: torch.dtype,
+    ) -> None:
+        self.real = min(max(shard.V - shard.first, 0), len(weight))
+        self.weight = weight[: self.real]
+        self.bias = None if bias is None else bias[: self.real].to(acc)
+        self.shard, self.options, self.acc = shard, options, acc
+        # fp16 cannot hold small probabilities, and a CPU has no bf16 product with an fp32 result.
+        low = weight.dtype == torch.bfloat16 and weight.device.type != "cpu"
+        self.gemm = torch.bfloat16 if low else acc
+
+    def logits(self, h: Tensor) -> Tensor:
+        """``(C, real)`` in fp32 or better."""
+        z = _mm(h, self.weight.t(), self.acc)
+        if self.bias is not None:
+            z += self.bias
+        if self.options.logit_scale != 1.0:
+            z *= self.options.logit_scale
+        if self.options.softcap is not None:
+            z.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
+        return z
+
+
+class _Tile:
+    """A chunk's logits here; knows the losses of its tokens, and becomes their gradient."""
+
+    def __init__(
+        self,
+        head: _Head,
+        h: Tensor,  # (C, H)
+        y: Tensor,  # (C,) int64
+        scale: Tensor | None,  # (C,) float64
+    ) -> None:
+        options, shard = head.options, head.shard
+        z = head.logits(h)
+        local = y - shard.first
+        self.inside = (local >= 0) & (local < head.real)
+        self.at = local.clamp(0, max(head.real - 1, 0))[:, None]
+        self.head, self.scale = head, 1.0 if scale is None else scale
+        if head.real:
+            z_label = z.gather(1, self.at)[:, 0].masked_fill(~self.inside, -math.inf)
+            k = z.amax(1).clamp_(min=torch.finfo(z.dtype).min)  # all -inf: exp must give 0
+        else:
+            z_label = z.new_full((len(z),), -math.inf)
+            k = z.new_full((len(z),), torch.finfo(z.dtype).min)
+        z_sum = z.sum(1, dtype=torch.float64) if options.label_smoothing else None
+        cap = options.softcap
+        self.slope = None if cap is None else 1 - (z / cap).square_()
+        self.e = z.sub_(k[:, None]).exp_()
+        self._set_label(torch.zeros_like(k))
+        mine = [k, self.e.sum(1), z_label, *([] if z_sum is None else [z_sum])]
+        ks, sums, z_labels, *z_sums = _gather(torch.stack([x.double() for x in mine]), shard.group)
+
+        top = ks.amax(0)
+        others = (sums * (ks - top).exp()).sum(0)
+        # A label that is no class (NaN, see valid_rows) must not index anywhere.
+        z_label = z_labels.amax(0).masked_fill((y < 0) | (y >= shard.V), math.nan)
+        log_others = top + others.log()
+        gap = log_others - z_label
+        self.nll = torch.logaddexp(gap, torch.zeros_like(gap))  # (C,) float64
+        self.lse = torch.logaddexp(log_others, z_label)
+        self.k = k.double()
+        losses = self.nll
+        if z_sums:
+            smooth = self.lse - z_sums[0].sum(0) / shard.V
+            losses = losses + options.label_smoothing * (smooth - losses)
+        if options.z_loss:
+            losses = losses + options.z_loss * self.lse.square()
+        self.losses = losses * self.scale  # (C,) float64
+
+    def gradient(self) -> Tensor:
+        """``(C, real)``: of the sum of ``losses`` in the products ``hidden @ weight.T + bias``.
+
+        ``(1 + 2 z_loss lse) p - (1 - eps) onehot - eps / V``, and the chain's slopes.
+        """
+        options, V = self.head.options, self.head.shard.V
+        eps = options.label_smoothing
+        outer = self.scale * options.logit_scale
+        of_p = 1 + 2 * options.z_loss * self.lse
+        g = self.e.mul_((outer * of_p * (self.k - self.lse).exp()).to(self.e.dtype)[:, None])
+        if eps:
+            g -= (outer * torch.full_like(self.lse, eps / V)).to(g.dtype)[:, None]
+        of_label = torch.expm1(-self.nll) + (of_p - 1) * (-self.nll).exp() + (eps - eps / V)
+        self._set_label((outer * of_label).to(g.dtype))
+        return g if self.slope is None else g.mul_(self.slope)
+
+    def _set_label(self, values: Tensor) -> None:
+        """Write the labels' own entries, where they lie here."""
+        if self.head.real:
+            old = self.e.gather(1, self.at)[:, 0]
+            self.e.scatter_(1, self.at, torch.where(self.inside, values, old)[:, None])
+
+
+def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
+    """``a @ b`` with an ``acc`` result, of exact products."""
+    if a.dtype == b.dtype != acc and a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=acc)
+    return torch.mm(a.to(acc), b.to(acc))
+
+
+def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``(k, C)`` of every rank, as ``(k, ranks, C)``."""
+    k, C = numbers.shape
+    return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
+
+
+def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
+    """``(n, ...)`` of every rank, each filled up to ``most`` tokens, one after the other."""
+    padded = x.new_full((most, *x.shape[1:]), value)
+    padded[: len(x)] = x
+    return all_gather(padded, group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
+    return out
+
+
+def _sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
+    H = d_rows.shape[1]
+    d_hidden = d_rows.new_zeros(N, H)
+    if shard.tokens is None:
+        if len(rows):
+            dist.all_reduce(d_rows, group=shard.group)
+        d_hidden[rows] = d_rows
+        return d_hidden
+    d_hidden[rows] = d_rows
+    mine = d_rows.new_empty(max(shard.tokens), H)
+    if N:
+        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
+    return mine[:n_here]

@@ -1,0 +1,1 @@
+"""The chunked implementation in plain torch."""

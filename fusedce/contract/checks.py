@@ -1,0 +1,180 @@
+"""Every check of the arguments of the public functions, and what autocast does to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedce.contract.labels import check_labels
+from fusedce.contract.objective import Objective
+
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensor_types(hidden: object, weight: object, labels: object, bias: object) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_labels(labels)
+
+
+def autocast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the arguments of ``F.linear``: all but float64 ones."""
+    dtype = autocast_dtype(hidden.device)
+    if dtype is None:
+        return hidden, weight, bias
+
+    def cast(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to there; ``None`` where it is not enabled."""
+    kind = device.type
+    if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the question
+        available = kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    else:
+        available = torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
+
+
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
+                f"for a weight sharded over its rows use fused_ce or fusedce.sharded.sharded_ce"
+            )
+    if hidden.dtype not in _DTYPES:
+        raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")
+    H = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != H:
+        raise ValueError(
+            f"weight must be (V, H) with H={H} (from hidden), got {tuple(weight.shape)}"
+        )
+    V = weight.shape[0]
+    if V == 0:
+        raise ValueError(f"weight must be (V, H) with V >= 1, got {tuple(weight.shape)}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(labels.shape)}"
+        )
+    if bias is not None and bias.shape != (V,):
+        raise ValueError(f"bias must be (V,) with V={V} (from weight), got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of hidden {hidden.dtype}, got {tensor.dtype}"
+            )
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name} must be on the device of hidden {hidden.device}, got {tensor.device}"
+            )
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not _TINY <= softcap <= _HUGE:
+        raise ValueError(
+            f"softcap must be positive and in the range of float32, {_TINY:.1e} to {_HUGE:.1e}, "
+            f"got {softcap}"
+        )
+    return float(softcap)
+
+
+def check_ignore_index(ignore_index: int, labels: Tensor) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
+        )
+
+
+def check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -_HUGE <= value <= _HUGE:
+        raise ValueError(f"{name} must be finite and in the range of float32, got {value}")
+    return float(value)
+
+
+def check_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+) -> Objective:
+    """Everything beyond plain cross-entropy, with the tokens flattened."""
+    label_smoothing = check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    _check_weights("token_weight", token_weight, hidden, hidden.shape[:-1], "(...)")
+    _check_weights("class_weight", class_weight, hidden, weight.shape[:1], "(V,)")
+    return Objective(
+        label_smoothing,
+        check_number("z_loss", z_loss),
+        None if token_weight is None else token_weight.reshape(-1),
+        class_weight,
+    )
+
+
+def _check_weights(
+    name: str, x: Tensor | None, hidden: Tensor, shape: torch.Size, letters: str
+) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    allowed = {torch.float32, torch.float64 if hidden.dtype == torch.float64 else torch.float32}
+    if name == "class_weight":  # torch wants it in the dtype of the logits
+        allowed.add(hidden.dtype)
+    if x.dtype not in allowed:
+        raise TypeError(
+            f"{name} must be {' or '.join(sorted(str(d) for d in allowed))}, got {x.dtype}"
+        )
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
+    if x.device != hidden.device:
+        raise ValueError(f"{name} must be on the device of hidden {hidden.device}, got {x.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require grad: it receives none here. Detach it, or, for weights of "
+            'tokens, multiply fused_cross_entropy(..., reduction="none") by them'
+        )
+
+
+def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
+    if not isinstance(argmax_out, Tensor):
+        raise TypeError(f"argmax_out must be a tensor, got {type(argmax_out).__name__}")
+    if argmax_out.dtype != torch.int64:
+        raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
+    if argmax_out.shape != labels.shape or argmax_out.device != labels.device:
+        raise ValueError(
+            f"argmax_out must have the shape and device of labels, {tuple(labels.shape)} on "
+            f"{labels.device}, got {tuple(argmax_out.shape)} on {argmax_out.device}"
+        )
+
+
+def check_chunk_tokens(chunk_tokens: int | None) -> None:
+    if chunk_tokens is None:
+        return
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+        raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")

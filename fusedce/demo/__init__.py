@@ -1,0 +1,1 @@
+"""One model trained three ways, compared."""

@@ -1,0 +1,333 @@
+"""`fusedce demo`: one small model trained three ways on real text; two of them must agree.
+
+The same 32 sequences make one optimizer step
+
+* A: as one padded batch, the mean over its tokens: what the step means;
+* B: as 32 micro-batches of one sequence, each loss its own mean, averaged: the well-known bug of
+  gradient accumulation, which weighs a token of a short sequence more than one of a long one
+  (https://github.com/huggingface/transformers/issues/34242);
+* C: as 32 micro-batches again, through :class:`fusedce.LossAccumulator`.
+
+Same initial weights, samples, order, and optimizer; float32, no dropout, deterministic algorithms.
+The text ships with Python: the topics of `pydoc`, each cut at its own section borders (two blank
+lines), a section being one training sequence of natural length, cut at ``MAX_TOKENS``. Tokenizer
+and model are made on the spot; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_labels
+from fusedce.demo.report import FULL, NAIVE, WINDOW, Cost, Report, Run, Step
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+
+SEQUENCES = 32  # per optimizer step
+MAX_TOKENS = 512
+VOCABULARY = 4096
+HIDDEN, LAYERS, HEADS = 128, 2, 4
+LEARNING_RATE = 1e-3
+END = "<end>"
+REPEATS = 5
+
+Batch = list[Tensor]  # one optimizer step: SEQUENCES tensors (T,) int64 of different T
+Losses = list[LossSum]  # of its micro-batches
+Way = Callable[[nn.Module, Batch], tuple[float, Losses]]  # backward; returns the logged loss too
+
+
+def run(*, steps: int, out: Path, seed: int, device: torch.device) -> int:
+    """Train, compare, write ``out/demo.png`` and ``out/demo.json``; the exit status."""
+    begin = time.perf_counter()
+    console = Console()
+    texts = sections()
+    tokenize = train_tokenizer(texts)
+    sequences = [torch.tensor(tokenize(text), device=device) for text in texts]
+    batches = draw_batches(sequences, steps, seed)
+    model = build_model(seed).to(device)
+    lengths = sorted(len(sequence) for sequence in sequences)
+    median, parameters = statistics.median(lengths), sum(p.numel() for p in model.parameters())
+    intro = (
+        f"[bold]One model, trained three ways on the same data[/bold] ({device}, float32)",
+        f"  text   {len(texts)} sections of Python's own documentation",
+        f"         {lengths[0]} to {lengths[-1]} tokens, median {median:.0f}; longer ones are cut",
+        f"  model  Llama, {LAYERS} layers, H={HIDDEN}, V={VOCABULARY}, "
+        f"{parameters / 1e6:.1f} M parameters, random weights",
+        f"  step   {SEQUENCES} sequences, AdamW at {LEARNING_RATE:g}; {steps} steps per run",
+        f"  {FULL:18} one padded batch: what a step means",
+        f"  {NAIVE:18} {SEQUENCES} micro-batches of one sequence, mean of their means",
+        f"  {WINDOW:18} the same micro-batches, one denominator: should equal A",
+        "",
+    )
+    console.print("\n".join(intro), highlight=False)
+
+    with exactly_repeatable():
+        runs = train_all(model, batches, console)
+    console.print("\nmeasuring the loss alone, forward and backward ...", highlight=False)
+    cost = measure_cost(model, batches[0], device)
+    report = Report(
+        runs=runs,
+        cost=cost,
+        settings={
+            "steps": steps,
+            "seed": seed,
+            "device": str(device),
+            "sequences_per_step": SEQUENCES,
+            "max_tokens": MAX_TOKENS,
+            "V": VOCABULARY,
+            "H": HIDDEN,
+            "layers": LAYERS,
+            "learning_rate": LEARNING_RATE,
+            "sequence_lengths": lengths,
+        },
+    )
+    return report.publish(console, out, begin)
+
+
+# ---- data and model -------------------------------------------------------------------------
+
+
+def sections() -> list[str]:
+    """The sections of all documents of `pydoc_data.topics`, in a fixed order."""
+    from pydoc_data.topics import topics
+
+    return [
+        section
+        for _, text in sorted(topics.items())
+        for section in re.split(r"\n{3,}", text.strip("\n"))
+    ]
+
+
+def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[str], list[int]]:
+    """A byte-level BPE of `VOCABULARY` entries; returns its encoder, which adds `END` and cuts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end = tokenizer.encode(END).ids  # one token, and the only way to it: no section holds it
+    return lambda text: [*tokenizer.encode(text).ids, *end][:longest]
+
+
+def build_model(seed: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=MAX_TOKENS,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).float().train()
+
+
+def draw_batches(sequences: list[Tensor], steps: int, seed: int) -> list[Batch]:
+    """Shuffled epochs, one after the other, cut into steps."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while len(order) < steps * SEQUENCES:
+        order += torch.randperm(len(sequences), generator=generator).tolist()
+    return [
+        [sequences[i] for i in order[step * SEQUENCES : (step + 1) * SEQUENCES]]
+        for step in range(steps)
+    ]
+
+
+def pad(batch: Batch, value: int) -> Tensor:
+    """``(SEQUENCES, T)``, padded on the right: under causal attention no token sees padding."""
+    return nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=value)
+
+
+# ---- the three ways to train ----------------------------------------------------------------
+
+
+def hidden_states(model: Any, input_ids: Tensor) -> Tensor:
+    """``(B, T, H)`` from the decoder body alone: the head's logits are never made."""
+    return model.model(input_ids=input_ids).last_hidden_state
+
+
+def loss_of(model: Any, input_ids: Tensor, labels: Tensor) -> LossSum:
+    return fused_ce(hidden_states(model, input_ids), model.lm_head.weight, shift_labels(labels))
+
+
+def full_batch(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
+    out = loss_of(model, pad(batch, 0), pad(batch, -100))
+    loss = out.mean()
+    loss.backward()
+    return loss.item(), [out]
+
+
+def naive_mean(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
+    outs = []
+    for sequence in batch:
+        out = loss_of(model, sequence[None], sequence[None])
+        (out.mean() / len(batch)).backward()
+        outs.append(out)
+    return statistics.fmean(out.mean().item() for out in outs), outs
+
+
+def one_denominator(
+    accumulator: LossAccumulator, model: nn.Module, batch: Batch
+) -> tuple[float, Losses]:
+    outs = []
+    with accumulator.window([count_valid(sequence[None]) for sequence in batch]):
+        for sequence in batch:
+            out = loss_of(model, sequence[None], sequence[None])
+            accumulator.backward(out)
+            outs.append(out)
+    return accumulator.metrics(reset=True)["loss"], outs
+
+
+def train_all(model: nn.Module, batches: list[Batch], console: Console) -> list[Run]:
+    ways: dict[str, Way] = {
+        FULL: full_batch,
+        NAIVE: naive_mean,
+        WINDOW: partial(one_denominator, LossAccumulator()),
+    }
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    columns = (
+        TextColumn("{task.description:18}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    runs = []
+    with Progress(*columns, console=console) as progress:
+        for name, way in ways.items():
+            task = progress.add_task(name, total=len(batches), loss="")
+            model.load_state_dict(start)
+            history = []
+            for step in train(model, batches, way):
+                history.append(step)
+                progress.update(task, advance=1, loss=f"{step.logged:.4f}")
+            runs.append(Run(name, history))
+    return runs
+
+
+def train(model: nn.Module, batches: list[Batch], way: Way) -> Iterator[Step]:
+    """Plain AdamW; yields what each step logs and what its tokens' mean loss truly is."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for batch in batches:
+        optimizer.zero_grad()
+        logged, outs = way(model, batch)
+        optimizer.step()
+        loss_sum = sum(out.loss_sum.item() for out in outs)
+        yield Step(logged, loss_sum / sum(int(out.n_valid) for out in outs))
+
+
+@contextmanager
+def exactly_repeatable() -> Iterator[None]:
+    """Deterministic algorithms and full float32 products, undone at the end."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+# ---- what the loss costs --------------------------------------------------------------------
+
+
+class HeadInputs(NamedTuple):
+    hidden: Tensor  # (SEQUENCES, T, H)
+    weight: Tensor  # (V, H)
+    labels: Tensor  # (SEQUENCES, T) int64, shifted
+
+
+def measure_cost(model: Any, batch: Batch, device: torch.device) -> Cost:
+    """Time and memory of the loss of one real full batch, fused and eager, forward + backward."""
+    with torch.no_grad():
+        hidden = hidden_states(model, pad(batch, 0))
+    inputs = HeadInputs(
+        hidden.detach(), model.lm_head.weight.detach().clone(), shift_labels(pad(batch, -100))
+    )
+    seconds = median_seconds({name: partial(f, inputs) for name, f in LOSSES.items()}, REPEATS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "inputs.pt")
+        torch.save(tuple(x.cpu() for x in inputs), path)
+        extra = {
+            name: peak_extra_bytes(
+                "fusedce.demo.run:prepare_loss",
+                {"name": name, "path": path, "device": str(device)},
+                device=str(device),
+            )
+            for name in LOSSES
+        }
+    B, T, H = inputs.hidden.shape
+    return Cost(
+        seconds=seconds,
+        extra_bytes=extra,
+        memory_method=memory_method(str(device)),
+        shape={"N": B * T, "H": H, "V": len(inputs.weight)},
+        n_valid=int((inputs.labels != -100).sum()),
+    )
+
+
+def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
+    """What `peak_extra_bytes` runs in a process of its own: load, warm up, return the call."""
+    inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
+    LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
+    return partial(LOSSES[name], inputs)
+
+
+def fused_loss(inputs: HeadInputs) -> list[Tensor]:
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    loss = fused_ce(hidden, weight, inputs.labels).mean()
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def eager_loss(inputs: HeadInputs) -> list[Tensor]:
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    # One expression: a name for the logits would keep them alive through backward.
+    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
+    """Eager on the valid rows only: what is left of the difference is not about padding."""
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    valid = inputs.labels != -100
+    loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+LOSSES: dict[str, Callable[[HeadInputs], list[Tensor]]] = {
+    "fused_ce": fused_loss,
+    "eager": eager_loss,
+    "eager, padding removed": eager_unpadded_loss,
+}

@@ -1,0 +1,5 @@
+"""The output head of a model, replaced by one whose loss is fused."""
+
+from fusedce.head.replace import attach, replace_loss_head, restore_loss_head
+
+__all__ = ["attach", "replace_loss_head", "restore_loss_head"]

@@ -1,0 +1,1 @@
+"""Logits that are computed when somebody looks."""

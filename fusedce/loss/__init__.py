@@ -1,0 +1,19 @@
+"""The public functions: signature, docstring, one call each."""
+
+from fusedce.contract.results import LossSum, TokenStats
+from fusedce.loss.cross_entropy import fused_cross_entropy
+from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.logprobs import fused_argmax, fused_logprobs
+from fusedce.loss.reference import reference_ce
+from fusedce.loss.sharded import sharded_ce
+
+__all__ = [
+    "LossSum",
+    "TokenStats",
+    "fused_argmax",
+    "fused_ce",
+    "fused_cross_entropy",
+    "fused_logprobs",
+    "reference_ce",
+    "sharded_ce",
+]

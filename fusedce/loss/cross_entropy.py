@@ -1,0 +1,114 @@
+"""The drop-in for ``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd.per_token import token_ce
+from fusedce.autograd.summed import linear_ce
+from fusedce.backends.choose import resolve_backend
+from fusedce.contract.checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_objective,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
+)
+
+
+def fused_cross_entropy(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    class_weight: Tensor | None = None,  # (V,) fp32, or dtype of hidden
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...) fp32
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)`` without the logits.
+
+    With the logits ``z`` of :func:`fused_ce`, ``y = labels[i]`` and ``nll[i, v] = logsumexp(z[i]) -
+    z[i, v]``, in nats::
+
+        loss[i] = token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
+        CE[i]   = (1 - label_smoothing) * class_weight[y] * nll[i, y]
+                  + label_smoothing * mean over v of class_weight[v] * nll[i, v]
+
+    ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum over valid positions;
+    ``"mean"`` that sum over ``sum of class_weight[labels[i]]`` (without class weights: over the
+    number of valid positions; ``token_weight`` does not enter the denominator).
+
+    Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this float32;
+    with every label ignored its mean is NaN, and this one 0 with gradients of 0; and a weight of 0
+    times an infinite loss is 0 here. For one denominator over several batches or ranks take
+    :func:`fused_ce` with :class:`LossAccumulator` instead of ``"mean"``.
+
+    "mean" and "sum" have the cost of :func:`fused_ce`. "none" is exact under any upstream gradient:
+    its backward computes the logits once more (four products of the head's size instead of three)
+    and leaves out the tokens whose upstream gradient is 0.
+
+    Args:
+        hidden, weight, labels, bias, ignore_index, softcap, logit_scale, label_smoothing, z_loss,
+            token_weight, chunk_tokens, backend: as in :func:`fused_ce`.
+        class_weight: ``(V,)``, float32 or the dtype of ``hidden``, without gradient: weight of each
+            class.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Returns:
+        float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
+        differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`; class probabilities as labels are
+            not supported (they are as large as the logits).
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
+        torch.Size([2, 5])
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
+    check_ignore_index(ignore_index, labels)
+    check_chunk_tokens(chunk_tokens)
+    objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, class_weight)
+    rows, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rest = (
+        bias,
+        ignore_index,
+        check_softcap(softcap),
+        check_number("logit_scale", logit_scale),
+        chunk_tokens,
+        resolve_backend(backend, hidden),
+        objective,
+    )
+    if reduction == "none":
+        return token_ce(rows, weight, y, *rest)[0].view(labels.shape)
+    loss_sum, n_valid = linear_ce(rows, weight, y, *rest)
+    if reduction == "sum":
+        return loss_sum
+    if class_weight is None:
+        return loss_sum / n_valid.clamp(min=1)
+    valid = y != ignore_index
+    chosen = class_weight.double()[y.long().clamp(0, len(class_weight) - 1)]
+    total = torch.where(valid, chosen, 0.0).sum()
+    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
+    return loss_sum / torch.where(valid.any(), total, 1.0).to(loss_sum)

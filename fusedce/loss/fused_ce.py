@@ -1,0 +1,158 @@
+"""The public loss and its contract. Computes nothing itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fusedce.autograd.summed import linear_ce
+from fusedce.backends.choose import resolve_backend
+from fusedce.contract.checks import (
+    autocast,
+    check_argmax_out,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_objective,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
+)
+from fusedce.contract.results import LossSum
+
+
+def fused_ce(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...) fp32
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+    process_group: Any = None,
+    argmax_out: Tensor | None = None,  # (...) int64
+) -> LossSum:
+    """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
+
+    With ``z = logit_scale * (hidden @ weight.T + bias)``, soft-capped to
+    ``softcap * tanh(z / softcap)`` where a cap is given (Gemma 2, arXiv:2408.00118)::
+
+        loss_sum = sum over positions i with labels[i] != ignore_index of
+                   token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
+        CE[i]    = (1 - label_smoothing) * nll[i, labels[i]] + label_smoothing * mean(nll[i])
+        nll[i]   = logsumexp(z[i]) - z[i]
+
+    Labels are already aligned: position ``i`` predicts ``labels[i]`` (:func:`shift_labels`).
+    The sum is not normalised: divide by the number of valid tokens of the whole optimizer step
+    (:class:`LossAccumulator`), or call ``.mean()`` where one batch is the whole step.
+
+    Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and sums
+    are float32 or better; the weight gradient accumulates in float32. Where an input requires
+    grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
+    require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
+    not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
+
+    With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there. The
+    hidden state of an ignored position is never read. A valid position whose logits hold NaN or
+    +inf makes the sum NaN or inf.
+
+    Args:
+        hidden: ``(..., H)``, float32, bfloat16, float16, or float64 (torch backend).
+        weight: ``(V, H)``, dtype and device of ``hidden``.
+        labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
+        bias: ``(V,)``, dtype and device of ``hidden``.
+        ignore_index: the label of positions that do not count.
+        softcap: positive cap on the size of a logit, or ``None``.
+        logit_scale: finite factor on the logits (their bias included).
+        label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; free of
+            cost without a soft-cap, a fourth product of the head's size with one.
+        z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
+        token_weight: ``(...)``, float32 (float64 beside float64 inputs), without gradient: a factor
+            on each token's loss, any sign. Tokens of weight 0 are left out, whatever their hidden
+            state holds, and cost no time. They still count in ``n_valid``.
+        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
+            a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
+        backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
+            chunked torch implementation for all others.
+        process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
+            shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
+            results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
+        argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
+            other than 0 and with -1 elsewhere, in the same pass (token accuracy for monitoring).
+
+    Returns:
+        :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
+        differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: an argument has a wrong type or dtype, or dtypes differ.
+        ValueError: shapes or devices do not match, a number is out of its range, the backend is
+            unknown, or (CPU tensors) a label is out of range: the message names the first one.
+        RuntimeError: the requested backend cannot run here, or ``loss_sum`` is differentiated
+            twice (``create_graph=True``).
+
+    Example:
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(100, 16, requires_grad=True)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
+        >>> fused_ce(hidden, weight, labels).mean().backward()
+    """
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    if process_group is not None or hasattr(weight, "placements"):
+        from fusedce.loss.sharded import sharded_ce  # sits on this module
+
+        if backend not in (None, "torch", "triton"):
+            resolve_backend(backend, hidden)  # which says what is wrong with it
+        if backend == "triton":
+            raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
+        if argmax_out is not None:
+            raise ValueError("argmax_out must be None with a sharded vocabulary")
+        return sharded_ce(
+            hidden,
+            weight,
+            labels,
+            process_group=process_group,
+            bias=bias,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            token_weight=token_weight,
+            chunk_tokens=chunk_tokens,
+        )
+    check_tensors(hidden, weight, labels, bias)
+    softcap = check_softcap(softcap)
+    logit_scale = check_number("logit_scale", logit_scale)
+    check_ignore_index(ignore_index, labels)
+    check_chunk_tokens(chunk_tokens)
+    objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, None)
+    if argmax_out is not None:
+        check_argmax_out(argmax_out, labels)
+    argmax = None if argmax_out is None else argmax_out.new_empty(labels.numel())
+
+    loss_sum, n_valid = linear_ce(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        bias,
+        ignore_index,
+        softcap,
+        logit_scale,
+        chunk_tokens,
+        resolve_backend(backend, hidden),
+        objective,
+        argmax,
+    )
+    if argmax_out is not None and argmax is not None:
+        argmax_out.copy_(argmax.view_as(argmax_out))
+    return LossSum(loss_sum, n_valid)

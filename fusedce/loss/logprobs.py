@@ -1,0 +1,150 @@
+"""Log-probabilities, entropies and likeliest classes token by token, for policy gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd.per_token import token_stats
+from fusedce.backends.choose import resolve_backend
+from fusedce.contract.checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
+)
+from fusedce.contract.results import TokenStats
+
+
+def fused_logprobs(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+) -> TokenStats:
+    """Log-probability of each label, entropy, log-sum-exp and argmax in one pass, no logits.
+
+    With the logits ``z`` of :func:`fused_ce` divided by the temperature they were sampled at,
+    ``z = z / temperature``, and ``p = softmax(z[i])``::
+
+        logprob[i] = z[i, labels[i]] - logsumexp(z[i])
+        entropy[i] = -sum over v of p[v] * log p[v]
+        lse[i]     = logsumexp(z[i])
+        argmax[i]  = argmax(z[i])        # token accuracy: (argmax == labels) at valid positions
+
+    The first three are differentiable, each token with an upstream gradient of its own. Backward
+    computes the logits once more, in tiles, and leaves out tokens whose upstream gradients are all
+    0 (masked prompts, clipped ratios). Neither ``1 - p`` nor the entropy cancels where one class
+    has nearly all the probability. Deterministic. The gradient is not differentiable again.
+
+    Ignored positions hold 0, 0, 0 and -1; their hidden state is never read. A label out of range
+    is an error on a CPU, and gives NaN on other devices.
+
+    Args:
+        hidden, weight, labels, bias, ignore_index, softcap, logit_scale, backend: as in
+            :func:`fused_ce`.
+        temperature: positive divisor of the finished (scaled and capped) logits.
+        chunk_tokens: positions computed at a time in backward; ``None`` chooses.
+
+    Returns:
+        :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``ValueError`` for a temperature
+            that is not positive and finite.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)
+        >>> actions = torch.randint(100, (2, 5))
+        >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
+        >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
+    """
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
+    check_ignore_index(ignore_index, labels)
+    check_chunk_tokens(chunk_tokens)
+    softcap = check_softcap(softcap)
+    temperature = check_number("temperature", temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
+    stats = token_stats(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        bias,
+        ignore_index,
+        None if softcap is None else softcap / temperature,
+        check_number("logit_scale", logit_scale) / temperature,
+        chunk_tokens,
+        resolve_backend(backend, hidden),
+        want_entropy=True,
+        want_argmax=True,
+    )
+    shape = labels.shape
+    return TokenStats(
+        -stats.nll.view(shape),
+        stats.entropy.view(shape),
+        stats.lse.view(shape),
+        stats.argmax.view(shape),
+    )
+
+
+@torch.no_grad()
+def fused_argmax(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    *,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """``F.linear(hidden, weight, bias).argmax(-1)`` of the finished logits, without the logits.
+
+    Products are accumulated in float32 and compared as they are: classes that round to the same
+    bfloat16 logit are told apart.
+
+    Args: as in :func:`fused_ce`.
+
+    Returns:
+        ``(...)`` int64: the likeliest class of every position (which of several equal ones is not
+        defined, and of logits with NaN neither).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`.
+
+    Example:
+        >>> fused_argmax(torch.eye(3), torch.eye(3))
+        tensor([0, 1, 2])
+    """
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"hidden must be a tensor, got {type(hidden).__name__}")
+    labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    check_tensor_types(hidden, weight, labels, bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check_tensors(hidden, weight, labels, bias)
+    stats = token_stats(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        bias,
+        -100,
+        check_softcap(softcap),
+        check_number("logit_scale", logit_scale),
+        None,
+        resolve_backend(backend, hidden),
+        want_argmax=True,
+    )
+    return stats.argmax.view(labels.shape)

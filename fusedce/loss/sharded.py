@@ -1,0 +1,176 @@
+"""The loss with a vocabulary that is sharded over ranks (tensor parallelism).
+
+Column-parallel output layer and cross-entropy of Megatron-LM (arXiv:1909.08053, section 3), with
+the logits of a chunk of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedce.autograd.summed import _scaled
+from fusedce.backends.sharded.layout import agree, layout_of
+from fusedce.backends.sharded.tiles import Options, Shard, Wanted, loss_and_grads
+from fusedce.contract.checks import (
+    autocast,
+    check_chunk_tokens,
+    check_ignore_index,
+    check_number,
+    check_objective,
+    check_softcap,
+    check_tensors,
+)
+from fusedce.contract.labels import check_labels
+from fusedce.contract.results import LossSum
+
+
+def sharded_ce(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,  # (V_local,), or a DTensor (V,) with Shard(0)
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...) fp32, no gradient
+    chunk_tokens: int | None = None,
+) -> LossSum:
+    """:func:`fusedce.fused_ce` with the rows of ``weight`` spread over ranks; the same results.
+
+    With ``z = logit_scale * (hidden @ weight.T + bias)`` over all ranks' rows, soft-capped where a
+    cap is given, ``eps = label_smoothing`` and ``lse = logsumexp(z)``::
+
+        loss_sum = sum over valid i of token_weight[i] * (lse[i]
+            - (1 - eps) * z[i, labels[i]] - eps * mean(z[i]) + z_loss * lse[i]^2)
+
+    Every rank returns the whole ``loss_sum`` and ``n_valid``, and receives its rows of the weight
+    and bias gradients and the whole gradient of its ``hidden``: the loss counts once, not once per
+    rank. A :class:`fusedce.LossAccumulator` must therefore not count these ranks
+    (``from_mesh(mesh, ["dp"])``).
+
+    A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``.
+    Deterministic; all ranks compute the same bits of the loss. Waits for the device: the host cuts
+    the chunks, and first compares what the ranks hold.
+
+    Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
+
+    * one all-gather of 5 int64: do all ranks hold the same tokens, and how many rows each;
+    * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
+      exponentials, the label's logit, the sum of logits;
+    * where ``hidden`` requires grad, one all-reduce of ``(N_valid, H)`` in float32;
+    * with sharded tokens, one all-gather each of hidden, labels and token weights before, and a
+      reduce-scatter of ``(N, H)`` in place of the all-reduce.
+
+    Args:
+        hidden: ``(..., H)``, the same on all ranks, or each rank's own tokens; a ``DTensor`` on the
+            weight's mesh says by its placement which (``Replicate``, or ``Shard`` of a dimension
+            other than the last).
+        weight: ``(V_local, H)``, this rank's rows: class ``c`` is row ``c - (rows of lower
+            ranks)``; shards may be unequal or empty. Or a ``DTensor (V, H)`` with placement
+            ``Shard(0)``.
+        labels: ``(...)``, as ``hidden``: all tokens' labels in ``[0, V)``, or this rank's.
+        process_group: the ranks that hold the shards, a group or one-dimensional ``DeviceMesh``;
+            for a ``DTensor`` it is known.
+        tokens_sharded: for plain tensors, whether each rank passes its own tokens (sequence
+            parallelism); their numbers may differ. ``loss_sum`` still covers all of them.
+        vocab_size: classes, where the last rows are padding that must have no probability;
+            ``None`` counts every row.
+        bias: like ``weight``.
+        ignore_index, softcap, logit_scale, chunk_tokens: as in :func:`fusedce.fused_ce`.
+        label_smoothing: in ``[0, 1]``, spread evenly over the classes.
+        z_loss: factor of ``lse^2`` (PaLM, arXiv:2204.02311).
+        token_weight: ``(...)``, factor of each token's loss. Tokens of weight 0 are left out,
+            whatever their hidden state holds; they still count in ``n_valid``.
+
+    Returns:
+        :class:`fusedce.LossSum`, equal on all ranks, in nats and tokens.
+
+    Raises:
+        TypeError, ValueError: as :func:`fusedce.fused_ce`; ranks disagree on tokens, labels or
+            rows (on all ranks); a placement other than those above.
+
+    Example:
+        >>> # every rank; alone, it holds the whole vocabulary
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
+        >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
+        >>> sharded_ce(hidden, weight, labels).mean().backward()
+        >>> weight.grad.placements
+        (Shard(dim=0),)
+    """
+    layout = layout_of(hidden, weight, labels, bias, token_weight, process_group, tokens_sharded)
+    check_labels(layout.labels)
+    h, w, b = autocast(layout.hidden, layout.weight, layout.bias)
+    if len(w):
+        check_tensors(h, w, layout.labels, b)
+    else:  # a rank without rows
+        check_tensors(h, w.new_empty(1, w.shape[-1]), layout.labels, None)
+    check_ignore_index(ignore_index, layout.labels)
+    check_chunk_tokens(chunk_tokens)
+    objective = check_objective(h, w, label_smoothing, z_loss, layout.token_weight, None)
+    options = Options(
+        ignore_index=ignore_index,
+        softcap=check_softcap(softcap),
+        logit_scale=check_number("logit_scale", logit_scale),
+        label_smoothing=objective.label_smoothing,
+        z_loss=objective.z_loss,
+        chunk_tokens=chunk_tokens,
+    )
+    shard = agree(layout, vocab_size)
+    loss_sum, n_valid = _ShardedCE.apply(
+        h.reshape(-1, h.shape[-1]),
+        w,
+        b,
+        layout.labels.reshape(-1),
+        objective.token_weight,
+        shard,
+        options,
+        torch.is_grad_enabled(),
+    )
+    return LossSum(loss_sum, n_valid)
+
+
+class _ShardedCE(torch.autograd.Function):
+    """Gradients of the sum are computed in forward; backward multiplies them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weight: Tensor | None,
+        shard: Shard,
+        options: Options,
+        grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = Wanted(*(grad and needed for needed in ctx.needs_input_grad[:3]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss_sum, n_valid, grads = loss_and_grads(
+                hidden, weight, labels, bias, token_weight, shard, options, wanted
+            )
+        ctx.save_for_backward(*grads)
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(n_valid)
+        return loss_sum, n_valid
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        grads = (
+            None if grad is None else _scaled(grad, grad_loss).to(ctx.dtype)
+            for grad in ctx.saved_tensors
+        )
+        return (*grads, None, None, None, None, None)

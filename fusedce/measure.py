@@ -1,0 +1,193 @@
+"""Time and memory of a few competing functions, fairly: for the demo and for `bench/`.
+
+Times come from interleaved calls, so that a machine that drifts (clocks, neighbours) favours none.
+Memory comes from a fresh process per measurement, so that what one function left behind (heap,
+thread buffers, an earlier peak) is not counted for, or hidden from, the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MMAP_THRESHOLD = 64 * 1024
+_RESULT = "peak_extra_bytes="
+# The child gets the parent's sys.path and nothing else: `-c` alone would put the working directory
+# in front, and a folder there could hide an installed package.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from fusedce.measure import _child; _child(*sys.argv[2:])"
+)
+
+
+def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Wall time of each callable, in seconds: ``repeats`` values each, sorted (median: the middle).
+
+    Round-robin: every round calls each function once, and each round starts with the next one.
+    A first round warms up and is not kept. Accelerators in use are synchronised around each call.
+
+    Raises:
+        ValueError: ``repeats`` is not positive.
+
+    Example:
+        >>> times = median_seconds({"a": lambda: sum(range(10)), "b": lambda: None}, repeats=3)
+        >>> len(times["a"])
+        3
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be >= 1, got {repeats}")
+    names = list(fns)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(repeats + 1):
+        start = i % max(len(names), 1)
+        for name in names[start:] + names[:start]:
+            _synchronize()
+            begin = time.perf_counter()
+            result = fns[name]()
+            _synchronize()
+            elapsed = time.perf_counter() - begin
+            del result  # freed outside the timed call, and before the next one
+            if i:
+                seconds[name].append(elapsed)
+    return {name: sorted(values) for name, values in seconds.items()}
+
+
+def peak_extra_bytes(
+    target: str, kwargs: Mapping[str, Any] | None = None, *, device: str = "cpu"
+) -> int:
+    """Peak memory of one call above the level right before it, in bytes, in a fresh process.
+
+    ``target`` names a function that builds its inputs, warms up on something small, and returns
+    the zero-argument callable to measure. What the callable returns stays alive until the peak is
+    read. :func:`memory_method` says in words how the number is obtained.
+
+    Args:
+        target: ``"module:function"``, importable with this process's ``sys.path``.
+        kwargs: its keyword arguments; they travel as JSON.
+        device: ``"cpu"`` for resident memory, otherwise the accelerator whose allocator to read.
+
+    Raises:
+        ValueError: ``target`` is not of that form, or names ``__main__``.
+        RuntimeError: the process failed; the message holds the end of its output.
+
+    Example:
+        >>> peak_extra_bytes("fusedce.measure:example_target", {"mib": 8}) >> 20
+        8
+    """
+    module, _, function = target.partition(":")
+    if not module or not function:
+        raise ValueError(f"target must be 'module:function', got {target!r}")
+    if module == "__main__":
+        raise ValueError(f"target must be importable in another process, got {target!r}")
+    arguments = [json.dumps(sys.path), module, function, json.dumps(dict(kwargs or {})), device]
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, *arguments],
+        capture_output=True,
+        text=True,
+        # With glibc's own, growing threshold, blocks freed in the warm-up stay resident and are
+        # used again unseen. A fixed one gives every large tensor its own mapping.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD)},
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if done.returncode != 0 or not results:
+        raise RuntimeError(
+            f"measuring {target} failed with status {done.returncode}:\n"
+            f"{(done.stdout + done.stderr)[-2000:]}"
+        )
+    return int(json.loads(results[-1].removeprefix(_RESULT)))
+
+
+def memory_method(device: str = "cpu") -> str:
+    """How :func:`peak_extra_bytes` measures on this machine, for a caption."""
+    if torch.device(device).type != "cpu":
+        return "peak of torch's device allocator above the level before the call"
+    if _reset_peak():
+        return "peak resident memory (VmHWM) above the level before the call"
+    return (
+        "growth of the process's lifetime peak (ru_maxrss): the peak cannot be reset here, so a "
+        "higher one while loading hides a part, and the number is a lower bound"
+    )
+
+
+def example_target(mib: int) -> Callable[[], object]:
+    """A callable of known memory, to try :func:`peak_extra_bytes` with."""
+    torch.ones(1024)
+    return lambda: torch.ones(mib << 20, dtype=torch.uint8)
+
+
+def _child(module: str, function: str, kwargs: str, device: str) -> None:
+    call = getattr(importlib.import_module(module), function)(**json.loads(kwargs))
+    if torch.device(device).type == "cpu":
+        extra = _host_peak(call)
+    else:
+        extra = _device_peak(call, torch.device(device))
+    print(f"{_RESULT}{extra}", flush=True)
+
+
+def _host_peak(call: Callable[[], object]) -> int:
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        if trim is not None:
+            trim(0)
+    read = _high_water_mark if _reset_peak() else _lifetime_peak
+    before = read()
+    result = call()
+    peak = read()
+    del result
+    return peak - before
+
+
+def _device_peak(call: Callable[[], object], device: torch.device) -> int:
+    memory = torch.get_device_module(device)
+    _synchronize()
+    memory.reset_peak_memory_stats(device)
+    before = memory.memory_allocated(device)
+    result = call()
+    _synchronize()
+    peak = memory.max_memory_allocated(device)
+    del result
+    return int(peak - before)
+
+
+def _reset_peak() -> bool:
+    """Set VmHWM to the present resident size; False where the system does not offer it."""
+    try:
+        _CLEAR_REFS.write_text("5")
+        return _high_water_mark() > 0
+    except OSError:
+        return False
+
+
+def _high_water_mark() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _lifetime_peak() -> int:
+    try:
+        import resource
+    except ImportError:
+        raise RuntimeError(
+            "peak memory can be measured on Linux and other POSIX systems only"
+        ) from None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere
+
+
+def _synchronize() -> None:
+    for accelerator in (torch.cuda, torch.xpu):
+        if accelerator.is_initialized():
+            accelerator.synchronize()

@@ -1,0 +1,369 @@
+"""Property tests of a loss against the reference: ours, your own head, or a fork.
+
+    from fusedce.testing import assert_matches_reference
+
+    def test_my_loss():
+        assert_matches_reference(my_loss)      # my_loss(hidden, weight, labels, **options)
+
+:func:`cases` draws small, awkward inputs with hypothesis: odd shapes, every dtype, strides,
+ignored and peaked rows, huge logits, options. :func:`check` compares loss, count and gradients of
+one case with :func:`fusedce.reference_ce`, and allows twice the error that torch itself makes in
+the same dtype, plus a floor of a few roundings. Needs hypothesis:
+``pip install 'fusedce[testing]'``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import hypothesis
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusedce.contract.results import LossSum
+from fusedce.loss.reference import reference_ce
+
+LogitsKind = Literal["flat", "peaked", "huge"]
+Loss = Callable[..., tuple[Tensor, Tensor]]
+_NAMES = ("hidden", "weight", "bias")
+OPTIONS = (
+    "bias", "softcap", "logit_scale", "ignore_index", "label_smoothing", "z_loss", "token_weight",
+)  # fmt: skip
+"""Options of :func:`fusedce.fused_ce` that :func:`cases` draws subsets of."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of a loss, described by numbers so that a failure can be read and replayed.
+
+    Attributes:
+        leading: leading shape of ``hidden`` and ``labels``; H, V: hidden and vocabulary size.
+        dtype: of hidden, weight and bias; label_dtype: int64 or int32.
+        logits: "flat" (about normal), "peaked" (the label's probability near 0.999) or "huge"
+            (up to about 1e4 in size).
+        ignored: share of ignored labels, 0 to 1; the hidden rows of ignored labels hold NaN.
+        contiguous: False takes every tensor as a strided view of a larger one.
+        requires_grad: which of hidden, weight and bias require grad.
+        upstream: gradient that arrives at ``loss_sum``.
+        options: keyword arguments of the loss besides bias and the weights: softcap, logit_scale,
+            ignore_index, label_smoothing, z_loss.
+        token_weight, class_weight: draw these weights, between 0 (a quarter of the tokens and a few
+            classes have it) and about 3, and give them to the loss.
+        seed: of the random numbers.
+    """
+
+    leading: tuple[int, ...] = (5,)
+    H: int = 16
+    V: int = 33
+    dtype: torch.dtype = torch.float32
+    label_dtype: torch.dtype = torch.int64
+    logits: LogitsKind = "flat"
+    ignored: float = 0.0
+    contiguous: bool = True
+    with_bias: bool = False
+    requires_grad: tuple[str, ...] = _NAMES
+    upstream: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+    token_weight: bool = False
+    class_weight: bool = False
+    seed: int = 0
+
+    def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Those of ``token_weight (...)`` and ``class_weight (V,)`` that the case has."""
+        rng = torch.Generator().manual_seed(self.seed + 1)
+        w = 3 * torch.rand(self.leading, generator=rng)
+        w[torch.rand(self.leading, generator=rng) < 0.25] = 0
+        c = 3 * torch.rand(self.V, generator=rng)
+        c[torch.rand(self.V, generator=rng) < 0.1] = 0
+        found = {"token_weight": w} if self.token_weight else {}
+        return {
+            k: x.to(device)
+            for k, x in (found | ({"class_weight": c} if self.class_weight else {})).items()
+        }
+
+    def tensors(
+        self, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """``hidden, weight, labels, bias`` on ``device``, without requires_grad."""
+        rng = torch.Generator().manual_seed(self.seed)
+        N = int(torch.Size(self.leading).numel())
+        labels = torch.randint(0, self.V, (N,), generator=rng)
+        weight = torch.randn(self.V, self.H, generator=rng)
+        hidden = torch.randn(N, self.H, generator=rng) / self.H**0.5
+        if self.logits == "peaked":
+            # The label's logit exceeds the others, which spread around 0 by gap / sqrt(H), so that
+            # the sum of their exponentials is about a thousandth of its own.
+            gap = math.log(1000.0 * self.V)
+            gap *= 1 + min(gap / (2 * self.H), 0.5)
+            unit = F.normalize(weight, dim=-1)
+            weight, hidden = unit, 0.1 * hidden + gap * unit[labels]
+        elif self.logits == "huge":
+            hidden = hidden * 10.0 ** torch.randint(1, 5, (N, 1), generator=rng)
+        bias = torch.randn(self.V, generator=rng) if self.with_bias else None
+
+        ignore_index = self.options.get("ignore_index", -100)
+        ignored = torch.rand(N, generator=rng) < self.ignored
+        if ignore_index >= 0:  # a real class: its tokens are ignored as well
+            ignored |= labels == ignore_index
+        labels[ignored] = ignore_index
+        hidden[ignored] = float("nan")
+
+        def place(x: Tensor) -> Tensor:
+            x = x.to(self.dtype) if x.is_floating_point() else x.to(self.label_dtype)
+            x = x.to(device)
+            if self.contiguous:
+                return x.contiguous()
+            wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + 1)
+            view = wide[..., 1::2]
+            view.copy_(x)
+            return view
+
+        return (
+            place(hidden.reshape(*self.leading, self.H)),
+            place(weight),
+            place(labels.reshape(self.leading)),
+            None if bias is None else place(bias),
+        )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Collection[torch.dtype] = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    ),
+    max_tokens: int = 40,
+    max_vocabulary: int = 300,
+    max_hidden: int = 70,
+    options: Collection[str] = OPTIONS,
+) -> Case:
+    """Strategy of :class:`Case`: shapes, dtypes, strides, ignore patterns, logits and options.
+
+    Args:
+        dtypes: to draw from; max_tokens, max_vocabulary, max_hidden: largest N, V, H.
+        options: which options the loss under test accepts; besides those of
+            :func:`fusedce.fused_ce`, "class_weight".
+    """
+    leading = draw(
+        st.one_of(
+            st.tuples(st.integers(0, max_tokens)),
+            st.tuples(st.integers(1, 4), st.integers(0, max_tokens // 4)),
+            st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, max_tokens // 6)),
+            st.just(()),
+        ),
+        label="leading",
+    )
+    V = draw(st.one_of(st.sampled_from([1, 2, 127, 257]), st.integers(1, max_vocabulary)))
+    V = min(V, max_vocabulary)
+    chosen: dict[str, Any] = {}
+    if "softcap" in options:
+        softcap = draw(st.sampled_from([None, None, 1.0, 5.0, 30.0]), label="softcap")
+        chosen |= {} if softcap is None else {"softcap": softcap}
+    if "logit_scale" in options:
+        scale = draw(st.sampled_from([None, None, 0.25, -1.5, 3.0]), label="logit_scale")
+        chosen |= {} if scale is None else {"logit_scale": scale}
+    if "ignore_index" in options:
+        index = draw(st.sampled_from([None, None, -1, 0, V - 1, V + 5]), label="ignore_index")
+        chosen |= {} if index is None else {"ignore_index": index}
+    if "label_smoothing" in options:
+        smoothing = draw(st.sampled_from([None, None, 0.1, 1.0]), label="label_smoothing")
+        chosen |= {} if smoothing is None else {"label_smoothing": smoothing}
+    if "z_loss" in options:
+        z_loss = draw(st.sampled_from([None, None, 1e-4, 0.3]), label="z_loss")
+        chosen |= {} if z_loss is None else {"z_loss": z_loss}
+    with_bias = "bias" in options and draw(st.booleans(), label="bias")
+    inputs = _NAMES if with_bias else _NAMES[:2]
+    return Case(
+        leading=leading,
+        H=draw(st.integers(1, max_hidden), label="H"),
+        V=V,
+        dtype=draw(st.sampled_from(list(dtypes))),
+        label_dtype=draw(st.sampled_from([torch.int64, torch.int32])),
+        logits=draw(st.sampled_from(["flat", "flat", "peaked", "huge"])),
+        ignored=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
+        contiguous=draw(st.booleans()) or not leading,
+        with_bias=with_bias,
+        requires_grad=tuple(x for x in inputs if draw(st.booleans(), label=f"{x} requires grad")),
+        upstream=draw(st.sampled_from([1.0, 0.37, -2.0, 1 / 1234567])),
+        options=chosen,
+        token_weight="token_weight" in options and draw(st.booleans(), label="token_weight"),
+        class_weight="class_weight" in options and draw(st.booleans(), label="class_weight"),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def assert_matches_reference(
+    fn: Loss,
+    case: Case | None = None,
+    *,
+    max_examples: int = 100,
+    device: torch.device | str = "cpu",
+    **strategy: Any,
+) -> None:
+    """Assert that ``fn(hidden, weight, labels, **options)`` agrees with :func:`reference_ce`.
+
+    Args:
+        fn: returns ``(loss_sum, n_valid)``; takes ``bias`` and the options of the case as keywords.
+        case: the one case to check; ``None`` lets hypothesis draw ``max_examples`` of them.
+        device: where the inputs live.
+        **strategy: arguments of :func:`cases`, e.g. ``options=()`` for a loss without options.
+
+    Raises:
+        AssertionError: naming the quantity, its error and the bound.
+    """
+    if case is not None:
+        check(fn, case, device)
+        return
+
+    @hypothesis.settings(max_examples=max_examples, deadline=None)
+    @hypothesis.given(case=cases(**strategy))
+    def run(case: Case) -> None:
+        check(fn, case, device)
+
+    run()
+
+
+def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
+    """Compare loss, count and gradients of one case: see :func:`assert_matches_reference`."""
+    hidden, weight, labels, bias = case.tensors(device)
+    ours = _run(fn, case, hidden, weight, labels, bias)
+    torchs = _run(_eager, case, hidden, weight, labels, bias)
+    exact = _run(
+        reference_ce,
+        case,
+        hidden.double(),
+        weight.double(),
+        labels,
+        None if bias is None else bias.double(),
+    )
+    # ---- count, and what must be exact
+    assert ours["n_valid"].dtype == torch.int64, f"n_valid must be int64: {ours['n_valid'].dtype}"
+    assert ours["n_valid"].dim() == 0, "n_valid must be 0-d"
+    assert int(ours["n_valid"]) == int(exact["n_valid"]), (
+        f"n_valid is {int(ours['n_valid'])}, reference {int(exact['n_valid'])} in {case}"
+    )
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    assert ours["loss_sum"].dtype == wide, f"loss_sum must be {wide}: {ours['loss_sum'].dtype}"
+    assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
+
+    # ---- bounds: logits are sums of H products, whose absolute values set what rounding can do
+    # (smoothing takes their mean, z-loss multiplies by them, weights multiply all of it)
+    valid = labels.reshape(-1) != case.options.get("ignore_index", -100)
+    h, w = hidden.reshape(-1, case.H)[valid].double().abs(), weight.double().abs()
+    size = h @ w.T + (0 if bias is None else bias.double().abs())
+    condition = 1 + abs(case.options.get("logit_scale", 1.0)) * (size.max() if size.numel() else 0)
+    eps_acc = torch.finfo(wide).eps
+    eps_out = torch.finfo(case.dtype).eps
+    weights = case.weights(device)
+    amplitude = 1.0
+    for x in weights.values():
+        amplitude *= max(float(x.max()) if x.numel() else 0.0, 1.0)
+    z_loss = case.options.get("z_loss", 0.0)
+    amplitude *= 1 + 2 * z_loss * float(condition)
+    floors = {"loss_sum": 4 * eps_acc * float(condition) * amplitude * max(int(valid.sum()), 1)}
+    for name in case.requires_grad:
+        largest = float(exact[name].abs().max()) if exact[name].numel() else 0.0
+        # Coefficients carry an error of a rounding of the logits, relative to p and to the target,
+        # which sum to at most 2 over a row.
+        spread = {
+            "hidden": 4 * w.max(),
+            "weight": h.sum(0).max() if len(h) else 0.0,
+            "bias": float(valid.sum()),
+        }[name]
+        coefficient = (
+            amplitude
+            * eps_acc
+            * float(condition)
+            * abs(case.upstream * case.options.get("logit_scale", 1.0))
+        )
+        tiny = torch.finfo(case.dtype).smallest_normal * eps_out if eps_out > 1e-5 else 0.0
+        if name == "weight":
+            # The gradient of the mean logit is added to one that is rounded already.
+            rounded = amplitude * abs(case.upstream * case.options.get("logit_scale", 1.0))
+            largest += rounded * case.options.get("label_smoothing", 0.0) / case.V * float(spread)
+        floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny
+
+    for name, floor in floors.items():
+        x, t, e = (run[name].double() for run in (ours, torchs, exact))
+        assert x.shape == e.shape, f"{name}: shape {tuple(x.shape)} for {tuple(e.shape)}"
+        if not torch.isfinite(e).all():
+            torch.testing.assert_close(x.isfinite(), e.isfinite())
+            continue
+        if not e.numel():
+            continue
+        error = float((x - e).abs().nan_to_num(nan=float("inf")).max())
+        torch_error = float((t - e).abs().nan_to_num(nan=float("inf")).max())
+        if not torch_error < float("inf"):  # eager overflows in fp16 where we do not
+            torch_error = 0.0
+        bound = 2 * torch_error + floor
+        assert error <= bound, (
+            f"{name}: error {error:.3e} exceeds {bound:.3e} (torch makes {torch_error:.3e}, "
+            f"largest {float(e.abs().max()):.3e}) in {case}"
+        )
+    for name in set(_NAMES) - set(case.requires_grad):
+        assert ours[name] is None, f"{name} does not require grad but received one in {case}"
+
+
+def _run(
+    fn: Loss,
+    case: Case,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+) -> dict[str, Any]:
+    inputs = {"hidden": hidden, "weight": weight, "bias": bias}
+    # detach keeps the strides, so that a strided input reaches the loss as it is
+    leaves = {
+        name: x if x is None else x.detach().requires_grad_(name in case.requires_grad)
+        for name, x in inputs.items()
+    }
+    options = case.options | case.weights(hidden.device)
+    if leaves["bias"] is not None:
+        options["bias"] = leaves["bias"]
+    loss_sum, n_valid = fn(leaves["hidden"], leaves["weight"], labels, **options)
+    if case.requires_grad:
+        (loss_sum * case.upstream).backward()
+    grads = {name: None if x is None else x.grad for name, x in leaves.items()}
+    return {"loss_sum": loss_sum.detach(), "n_valid": n_valid, **grads}
+
+
+def _eager(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> LossSum:
+    """What people write: logits in the inputs' dtype, cross-entropy in float32."""
+    labels = labels.reshape(-1).long()
+    counted = labels != ignore_index
+    w = torch.ones(len(labels), device=hidden.device) if token_weight is None else token_weight
+    valid = counted & (w.reshape(-1) != 0)
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1])[valid], weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    c = None if class_weight is None else class_weight.to(logits)
+    losses = F.cross_entropy(
+        logits, labels[valid], weight=c, label_smoothing=label_smoothing, reduction="none"
+    )
+    losses = losses + z_loss * logits.logsumexp(-1).square()
+    return LossSum((w.reshape(-1)[valid].to(losses) * losses).sum(), counted.sum())
