@@ -31,6 +31,7 @@ def forward_kernel(
     block_losses,  # (blocks,) fp64 scratch
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
     loss_sum,  # () fp32 out
+    lse,  # (N,) fp32 out at valid rows, if HAS_LSE
     N,
     H,
     V,
@@ -52,6 +53,7 @@ def forward_kernel(
     FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     # Row blocks of a group run next to each other on the same split: its weights come from L2.
     pid = tl.program_id(0)
@@ -141,6 +143,8 @@ def forward_kernel(
     place = partials + 2 * plane + offs_n
     z_label = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
     loss = token_loss(m_safe, s, tl.where(known, z_label, float("nan")))
+    if HAS_LSE:
+        tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
     block_loss = tl.sum(tl.where(mask_n, loss, 0.0), axis=0)
     tl.store(block_losses + block, block_loss)
 

@@ -114,13 +114,12 @@ def _mean_class(problem: Problem) -> Tensor | float:
     return 1.0 if c is None else c.mean(dtype=torch.float64)
 
 
-def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
+def expected_upstream(problem: Problem) -> Tensor:
     """``()`` fp32 or fp64: the factor in which gradients are taken before they are rounded.
 
-    Backward multiplies by what comes from upstream over this, nothing at all where that is 1. By
-    default the factor of a mean over the batch's own tokens.
+    Backward multiplies by what comes from upstream over this, nothing at all where that is 1.
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    return 1 / n_valid.clamp(min=1).to(dtype)
+    return torch.ones((), dtype=dtype, device=problem.hidden.device)

@@ -93,15 +93,19 @@ def fused_cross_entropy(
     if reduction == "none":
         return dispatch.token_losses(problem).view(labels.shape)
     if reduction == "sum":
-        one = torch.ones((), dtype=torch.float32, device=hidden.device)
-        return dispatch.loss_sum(problem._replace(expected_upstream=one)).loss_sum
-    if class_weight is None:
-        return dispatch.loss_sum(problem).mean()
-    valid = problem.labels != ignore_index
-    chosen = class_weight.double()[problem.labels.long().clamp(0, len(class_weight) - 1)]
-    total = torch.where(valid, chosen, 0.0).sum()
-    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    denominator = torch.where(valid.any(), total, 1.0).to(dtype)
+        return dispatch.loss_sum(problem).loss_sum
+    denominator = _denominator(problem)
     problem = problem._replace(expected_upstream=1 / denominator)
     return dispatch.loss_sum(problem).loss_sum / denominator
+
+
+def _denominator(problem: Problem) -> Tensor:
+    """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
+    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    valid = problem.labels != problem.ignore_index
+    if problem.class_weight is None:
+        return valid.sum().clamp(min=1).to(dtype)
+    V = problem.class_weight.shape[0]
+    chosen = problem.class_weight.double()[problem.labels.long().clamp(0, V - 1)]
+    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
+    return torch.where(valid.any(), torch.where(valid, chosen, 0.0).sum(), 1.0).to(dtype)

@@ -17,7 +17,11 @@ from fusedce.contract.problem import Problem
 from fusedce.kernels.forward import forward_kernel
 
 
-def loss(problem: Problem, config: ForwardConfig | None = None) -> tuple[Tensor, Tensor]:
+def loss(
+    problem: Problem,
+    config: ForwardConfig | None = None,
+    lse: Tensor | None = None,  # (N,) fp32 to fill at valid rows
+) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     problem = with_unit_strides(problem)
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
@@ -51,6 +55,7 @@ def loss(problem: Problem, config: ForwardConfig | None = None) -> tuple[Tensor,
                 block_losses,
                 tickets,
                 packed.loss_sum,
+                packed.loss_sum if lse is None else lse,
                 N,
                 H,
                 V,
@@ -72,6 +77,7 @@ def loss(problem: Problem, config: ForwardConfig | None = None) -> tuple[Tensor,
                 FLATTEN=config.FLATTEN,
                 INPUT_PRECISION=input_precision(hidden),
                 UPCAST=device.type == "cpu",
+                HAS_LSE=lse is not None,
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
             )

@@ -31,7 +31,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
-        factor = expected_upstream(problem, packed.n_valid).clone()
+        factor = expected_upstream(problem).clone()
         if graph:
             n, outer = len(labels), 1.0
             factor.fill_(1)
