@@ -47,9 +47,14 @@ def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             )  # fmt: skip
             rows.append({"kernel": variant.label, "arch": arch} | row)
             if args.out is not None:
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+                args.out.write_text(as_json(rows))
             print(f"{arch} {variant.label}", file=sys.stderr, flush=True)
     return rows
+
+
+def as_json(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each row, so that differences read."""
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -121,7 +126,7 @@ def main() -> int:
     args = parser.parse_args()
     rows = json.loads(args.rows.read_text()) if args.rows else compile_all(args)
     if args.json:
-        json.dump(rows, sys.stdout, indent=1)
+        print(as_json(rows))
         return 0
     if args.against is None:
         print(f"triton {triton.__version__}\n\n{table(rows)}")
