@@ -198,9 +198,10 @@ def hidden_grad_kernel(
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
     label = tl.load(labels + c).to(tl.int64)
-    known = (label >= 0) & (label < V)
+    # A bad label must not read out of bounds; its residual is NaN, whatever is read instead.
+    label = tl.where((label >= 0) & (label < V), label, 0)
     g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) / amplify
-    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h & known, other=0.0)
+    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h, other=0.0)
     g = (g + tl.load(residuals + c) * w.to(tl.float32)) * factor
     if HAS_FACTORS:
         g *= tl.load(row_factors + c)
