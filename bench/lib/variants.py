@@ -27,17 +27,17 @@ _TYPES = dict.fromkeys(
 ) | {
     "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
     "block_losses": "*fp64", "places": "*i32", "argmax": "*i64",
-    "factor": "fp32", "scale": "fp32", "softcap": "fp32",
+    "factor": "fp32", "amplify": "fp32", "scale": "fp32", "softcap": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "z_label",
-     "residuals", "terms", "row_factors", "mean_row", "mean_factors", "token_weight",
+     "residuals", "terms", "row_factors", "token_weight",
      "class_weight", "nll", "entropy", "zmean", "z_labels", "alpha", "beta", "gamma", "at_label"),
     "*fp32",
 )  # fmt: skip
 # What Triton finds to be multiples of 16 at launch, for an aligned head.
 ALIGNED = frozenset((
     "hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "products",
-    "exps", "stride_pc", "stride_ec", "T", "x", "labels", "rows",
+    "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "T", "x", "labels", "rows",
 ))  # fmt: skip
 
 
@@ -59,6 +59,8 @@ def types_of(variant: Variant) -> dict[str, str]:
             types[name] = f"tensordesc<{variant.dtype}{block}>"
         elif name.startswith("stride_"):
             types[name] = "i32"
+        elif name == "exps" and variant.constants.get("HAS_SHIFT"):
+            types[name] = "*fp32"
         else:
             types[name] = _TYPES.get(name, f"*{variant.dtype}")
     return types
@@ -103,7 +105,7 @@ def variants(
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
                 constants = {"BLOCK_H": 1024, "num_warps": archs.EXP_WARPS}
-                constants |= {"HAS_FACTORS": extra, "HAS_MEAN": extra}
+                constants |= {"HAS_FACTORS": extra}
                 label = f"hidden_grad {dtype}{' terms' if extra else ''}"
                 yield Variant(label, hidden_grad_kernel, dtype, constants)
         if group in ("all", "scale"):
@@ -115,7 +117,7 @@ def variants(
             yield Variant(f"compact{' terms' if extra else ''}", compact_kernel, "i64", constants)
     if group in ("all", "stats"):
         constants = {"BLOCK_N": archs.MERGE_BLOCK_N, "HAS_ENTROPY": True, "HAS_ARGMAX": True,
-                     "HAS_ZSUM": True}  # fmt: skip
+                     "HAS_ZSUM": True, "HAS_LSE": True}  # fmt: skip
         yield Variant("merge_stats", merge_stats_kernel, "i64", constants)
 
 
@@ -123,7 +125,7 @@ def _forward(
     label: str, dtype: str, blocks: archs.ForwardConfig, common: dict[str, Any]
 ) -> Iterator[Variant]:
     """With TMA where the row asks for it, and as it runs where the addresses forbid it."""
-    constants = _without(blocks._asdict(), "MAX_SPLITS") | common
+    constants = _without(blocks._asdict(), "MAX_SPLITS") | common | {"HAS_LSE": False}
     for descriptor in sorted({False, blocks.DESCRIPTOR}, reverse=True):
         tma = " TMA" if descriptor else ""
         yield Variant(
@@ -144,9 +146,13 @@ def _softmax_grad(
         label = f"{name}{' terms' if extra else ''}"
         more = {"HAS_ARGMAX": extra}
         yield Variant(f"exp_tile {label}", exp_tile_kernel, dtype, constants | more)
-        more = {"HAS_ARGMAX": extra, "HAS_TERMS": extra, "BLOCKS": 64}
         without = _without(constants, "HAS_BIAS")
-        yield Variant(f"softmax_grad {label}", softmax_grad_kernel, dtype, without | more)
+        # label smoothing is a shift, with no soft-cap beside it
+        for shift in (False, True) if extra else (False,):
+            more = {"HAS_ARGMAX": extra, "HAS_TERMS": extra, "BLOCKS": 64, "HAS_SHIFT": shift,
+                    "HAS_CLASS_WEIGHT": shift, "HAS_SOFTCAP": option and not shift}  # fmt: skip
+            smoothed = f"{label}{' smoothing' if shift else ''}"
+            yield Variant(f"softmax_grad {smoothed}", softmax_grad_kernel, dtype, without | more)
         more = {"HAS_BETA": extra, "HAS_GAMMA": extra, "HAS_CLASS_WEIGHT": extra}
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | more)
 
