@@ -2,7 +2,6 @@
 
 from mutants import Mutant
 
-EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant(
@@ -21,6 +20,6 @@ MUTANTS = [
         "edge: reference smooths in float32",
         "F.one_hot(labels, V).double()",
         "F.one_hot(labels, V)",
-        EDGES,
+        "test_reference.py",
     ),
 ]
