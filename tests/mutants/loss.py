@@ -2,7 +2,6 @@
 
 from mutants import Mutant
 
-
 MUTANTS = [
     Mutant(
         "tokens: temperature does not reach the cap",
