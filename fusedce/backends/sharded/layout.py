@@ -48,7 +48,7 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
                     f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
                 )
             local[name] = x.to_local()
-    return Layout(problem._replace(**local), mesh.get_group(dim), tokens_sharded)
+    return Layout(problem.but(**local), mesh.get_group(dim), tokens_sharded)
 
 
 def is_dtensor(x: object) -> bool:

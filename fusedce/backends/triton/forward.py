@@ -103,7 +103,7 @@ def _forward_config(problem: Problem) -> ForwardConfig:
         rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
         rows = torch.randn(tuning.ROWS, H, device=device, generator=rng).to(problem.hidden.dtype)
         labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
-        sample = problem._replace(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
+        sample = problem.but(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
         with on(device):
             return float(triton.testing.do_bench(functools.partial(loss, sample, config)))
 
@@ -114,7 +114,7 @@ def _forward_config(problem: Problem) -> ForwardConfig:
 def with_unit_strides(problem: Problem) -> Problem:
     """Tensors that kernels may walk along the last dimension of."""
     bias = problem.bias
-    return problem._replace(
+    return problem.but(
         hidden=unit_stride("hidden", problem.hidden),
         weight=unit_stride("weight", problem.weight),
         labels=problem.labels.contiguous(),
