@@ -86,7 +86,7 @@ def test_a_dry_run_of_everything(tmp_path):
 
     # Run again, nothing is measured twice.
     before = (tmp_path / "loss-cpu.json").read_text()
-    again = run("--dry", "forward", "uniform", out=tmp_path)
+    again = run("--dry", "forward", out=tmp_path)
     assert again.returncode == 0
     assert "measured already" in again.stdout
     assert (tmp_path / "loss-cpu.json").read_text() == before
