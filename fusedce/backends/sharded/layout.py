@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.accumulate.ranks import Ranks
 from fusedce.backends.sharded.tiles import Shard, all_gather
+from fusedce.contract.groups import Ranks
 
 
 class Layout(NamedTuple):

@@ -10,7 +10,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from loops import H, V, distance
-from test_engines import train
+from support.engines import train
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
