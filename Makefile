@@ -4,13 +4,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test quick fuzz test-oldest test-newest lint clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
 	@echo "make test   run the test suite"
+	@echo "make quick  the same without the slow tests (under two minutes)"
+	@echo "make fuzz   property tests on random examples for SECONDS=300"
+	@echo "make test-oldest, make test-newest"
+	@echo "            the suite with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
 	@echo "make lint   ruff and mypy"
-	@echo "make clean  remove .venv, out/ and caches"
+	@echo "make clean  remove the environments, out/ and caches"
 	@echo "Set-up goes to .venv by itself; PYTHON=python3.12 chooses another interpreter."
 
 demo: $(STAMP)
@@ -21,6 +25,23 @@ test: $(STAMP)
 	@echo "== test: the whole suite, two processes of one thread"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
+quick: $(STAMP)
+	@echo "== quick: all but the slow tests, two processes of one thread"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+
+SECONDS ?= 300
+fuzz: $(STAMP)
+	@echo "== fuzz: property tests on random examples for $(SECONDS) seconds"
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(SECONDS)
+
+# Each has its own environment, as big as its torch (about 8 GB), and the Python named here where
+# that is installed. TESTS=tests/loss chooses among the tests.
+PYTHON_oldest ?= $(shell python3.10 -V >/dev/null 2>&1 && echo python3.10 || echo $(PYTHON))
+PYTHON_newest ?= $(shell python3.13 -V >/dev/null 2>&1 && echo python3.13 || echo $(PYTHON))
+test-oldest test-newest: test-%: .venv-%/.installed
+	@echo "== test-$*: the suite with what constraints-$*.txt pins"
+	@OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 $(TESTS)
+
 lint: $(STAMP)
 	@echo "== lint: ruff check, ruff format --check, mypy"
 	@$(BIN)/ruff check
@@ -28,8 +49,8 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 clean:
-	@echo "== clean: removing .venv, out/ and caches"
-	@rm -rf .venv out build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	@echo "== clean: removing the environments, out/ and caches"
+	@rm -rf .venv .venv-oldest .venv-newest out build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed dependency list installs again; a failed install leaves no stamp.
@@ -37,4 +58,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== set-up: the pinned dependencies into .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-%/.installed: pyproject.toml constraints-%.txt
+	@echo "== set-up: the $* versions into .venv-$* (several minutes, once)"
+	@$(PYTHON_$*) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-$*.txt -e '.[dev]'
 	@touch $@

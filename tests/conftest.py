@@ -1,39 +1,32 @@
-"""Without a GPU the Triton kernels are interpreted; that must be decided before triton loads."""
+"""What every test stands on: the interpreter, seeds, hypothesis, GPUs."""
 
 import os
-import sys
-from pathlib import Path
+import random
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # loops.py and ranks.py, shared by tests
+# The same examples on every machine and day, and the line that repeats a failure with it;
+# `make fuzz` draws others.
+settings.register_profile("default", derandomize=True, print_blob=True, deadline=None)
+settings.register_profile("fuzz", print_blob=True, deadline=None)
+settings.load_profile("default")
 
+# Without a GPU the Triton kernels are interpreted; that must be decided before triton loads.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interpreter_rounds_to_bf16():
-    """Triton's interpreter cuts float32 off to bf16, which doubles the errors; hardware rounds."""
+def interpreter_as_on_hardware():
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from support.interpreter import as_on_hardware
 
-    original = interpreter.InterpreterBuilder.cast_impl
-
-    def cast_impl(self, src, dst_type):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-            return original(self, src, dst_type)
-        rounded = torch.from_numpy(np.asarray(src.data)).to(torch.bfloat16)
-        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
-
-    interpreter.InterpreterBuilder.cast_impl = cast_impl
-    yield
-    interpreter.InterpreterBuilder.cast_impl = original
+    with as_on_hardware():
+        yield
 
 
 @pytest.fixture
@@ -45,6 +38,13 @@ def no_logits(monkeypatch):
         raise AssertionError("real logits were computed")
 
     monkeypatch.setattr(Lazy, "materialize", materialize)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture: what a test draws depends neither on the day nor on other tests."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 def pytest_collection_modifyitems(items):

@@ -7,10 +7,10 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows, truth
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows, truth
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.backends import plan

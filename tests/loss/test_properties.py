@@ -22,6 +22,7 @@ def bf16_units(request, monkeypatch):
     monkeypatch.setattr(chunked, "_fast_bf16", lambda device: request.param == "fast_bf16")
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend(tile, monkeypatch):

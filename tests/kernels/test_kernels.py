@@ -84,7 +84,7 @@ def test_scale_in_place(dtype, factor):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_every_kernel_compiles(arch):
     """Everything fits; on sm_90 nothing spills and the tensor cores are fed asynchronously."""
-    script = Path(__file__).parents[1] / "bench" / "compiler_report.py"
+    script = Path(__file__).parents[2] / "bench" / "compiler_report.py"
     done = subprocess.run(
         [sys.executable, str(script), "--arch", arch, "--json"], capture_output=True, text=True
     )

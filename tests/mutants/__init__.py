@@ -1,0 +1,62 @@
+"""Deliberate breakages of the code, one file an area, each with the tests that must turn red.
+
+To add one, append to the file of its area (a new area is a new file here with a list ``MUTANTS``):
+
+    Mutant("name: what goes wrong", "text in the code", "text put in its place", "test_x.py -k y")
+
+The text must occur exactly once in the package, `kernels/` included; no file is named, so code may
+move. A text that spans lines keeps their indentation. The tests are a file (its name, or the end of
+its path where two have the same name), and what else pytest takes. `tests/test_mutants.py` checks
+all of this without running any; `tests/mutate.py` runs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Mutant(NamedTuple):
+    name: str
+    old: str  # occurs exactly once in the package
+    new: str
+    tests: str  # what must turn red: a test file, then arguments of pytest
+
+
+def by_area() -> dict[str, list[Mutant]]:
+    """All mutants; an area is a module of this package."""
+    areas = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {area: importlib.import_module(f"mutants.{area}").MUTANTS for area in areas}
+
+
+def sources() -> dict[Path, str]:
+    """The package's files by their path from the package's folder, as a wheel has them."""
+    found = {}
+    for folder in (ROOT / "fusedce", ROOT / "kernels"):
+        inside = Path() if folder.name == "fusedce" else Path(folder.name)
+        for file in folder.rglob("*.py"):
+            found[inside / file.relative_to(folder)] = file.read_text()
+    return found
+
+
+def place(mutant: Mutant, files: dict[Path, str]) -> Path:
+    """The file that holds the mutant's text; ``ValueError`` unless exactly one does, once."""
+    counts = {str(path): text.count(mutant.old) for path, text in files.items()}
+    counts = {path: n for path, n in counts.items() if n}
+    if sum(counts.values()) != 1:
+        raise ValueError(f"{mutant.name!r} must stand once in the code, stands in {counts or 'no'}")
+    return Path(next(iter(counts)))
+
+
+def suite(mutant: Mutant) -> Path:
+    """Its test file; ``ValueError`` unless exactly one matches."""
+    wanted = Path(mutant.tests.split()[0]).parts
+    tests = (ROOT / "tests").rglob(wanted[-1])
+    found = [path for path in tests if path.parts[-len(wanted) :] == wanted]
+    if len(found) != 1:
+        raise ValueError(f"{mutant.name!r} names {'/'.join(wanted)}: {len(found)} such test files")
+    return found[0]

@@ -1,0 +1,37 @@
+"""Mutants of chunks, launches and plans of the backends."""
+
+from mutants import Mutant
+
+CONTRACT = "test_fused_ce.py"
+OPTIONS = "test_options.py"
+EDGES = "test_edges.py"
+
+MUTANTS = [
+    Mutant(
+        "rows: fp16 without amplification",
+        "return 2.0 ** (14",
+        "return 1.0 * 0 ** 0 * 2.0 ** (0 * 14",
+        f"{CONTRACT} -k fp16",
+    ),
+    Mutant(
+        "options: row factors not on the weight gradient",
+        "h = (h.float() * factors[:, None]).to(h.dtype)",
+        "h = h.clone()",
+        f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "options: fp16 factors in fp16",
+        "h.dtype == torch.float16",
+        "h.dtype == torch.int8",
+        f"{OPTIONS} -k fp16_factors",
+    ),
+    Mutant(
+        "edge: chunks of any number of tokens", "most = min(most, _DEVICE_TOKENS)", "pass", EDGES
+    ),
+    Mutant(
+        "edge: tuning draws from the user's generator",
+        "H, device=hidden.device, generator=rng)",
+        "H, device=hidden.device)",
+        EDGES,
+    ),
+]

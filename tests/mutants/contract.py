@@ -1,0 +1,59 @@
+"""Mutants of checks, labels, projection, objective and results."""
+
+from mutants import Mutant
+
+CONTRACT = "test_fused_ce.py"
+OPTIONS = "test_options.py"
+EDGES = "test_edges.py"
+
+MUTANTS = [
+    Mutant(
+        "backward: factor rounded to bf16",
+        "part.float().mul_(factor)",
+        "part.mul(factor.to(part.dtype))",
+        f"{CONTRACT} -k not_rounded",
+    ),
+    Mutant(
+        "options: smoothing without its share of the label",
+        "(1 - smoothing) * loss + smoothing",
+        "loss + smoothing",
+        f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "options: slope of the z-loss halved",
+        "2 * z_loss * lse",
+        "z_loss * lse",
+        f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "shift: labels stay",
+        "shifted[..., :keep] = targets",
+        "shifted[..., :keep] = labels[..., :keep]",
+        "test_labels.py",
+    ),
+    Mutant(
+        "count: before the shift",
+        "(shifted != ignore_index).sum()",
+        "(labels != ignore_index).sum()",
+        "test_labels.py",
+    ),
+    Mutant(
+        "documents: trained across the border",
+        "document[offset:] ==",
+        "document[:keep] ==",
+        "test_labels.py",
+    ),
+    Mutant(
+        "mean: nothing valid divides by 0",
+        "own = self.n_valid.clamp(min=1)",
+        "own = self.n_valid",
+        f"{CONTRACT} -k nothing_valid",
+    ),
+    Mutant(
+        "edge: a soft-cap that is 0 in float32",
+        "if not _TINY <= softcap <= _HUGE:",
+        "if not 0 < softcap <= _HUGE:",
+        EDGES,
+    ),
+    Mutant("edge: denominator 0", "(max(number, 1) if number else own)", "max(number, 1)", EDGES),
+]

@@ -1,0 +1,26 @@
+"""Mutants of the public functions and the reference."""
+
+from mutants import Mutant
+
+EDGES = "test_edges.py"
+
+MUTANTS = [
+    Mutant(
+        "tokens: temperature does not reach the cap",
+        "softcap / temperature",
+        "softcap",
+        "test_logprobs.py -k any_case_torch",
+    ),
+    Mutant(
+        "cross-entropy: mean over tokens, not weights",
+        "torch.where(valid, chosen, 0.0).sum()",
+        "valid.sum()",
+        "test_cross_entropy.py -k parity",
+    ),
+    Mutant(
+        "edge: reference smooths in float32",
+        "F.one_hot(labels, V).double()",
+        "F.one_hot(labels, V)",
+        EDGES,
+    ),
+]

@@ -1,0 +1,77 @@
+"""Mutants of a vocabulary spread over ranks."""
+
+from mutants import Mutant
+
+SHARDS = "test_sharded.py"
+EDGES = "test_edges.py"
+
+MUTANTS = [
+    Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
+    Mutant(
+        "shards: d_hidden of this rank only",
+        "dist.all_reduce(d_rows, group=shard.group)",
+        "pass",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: the label counts twice", "self._set_label(torch.zeros_like(k))", "pass", SHARDS
+    ),
+    Mutant(
+        "shards: padding has a probability",
+        "min(max(shard.V - shard.first, 0), len(weight))",
+        "len(weight)",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: all of one size",
+        "first=sum(rows[: dist.get_rank(layout.group)])",
+        "first=len(layout.weight) * dist.get_rank(layout.group)",
+        SHARDS,
+    ),
+    Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
+    Mutant(
+        "shards: one chunk",
+        "for chunk in parts(rows, C):",
+        "for chunk in parts(rows, max(len(rows), 1)):",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: chunks overwrite each other",
+        "d_weight[: head.real] +=",
+        "d_weight[: head.real] =",
+        SHARDS,
+    ),
+    Mutant("shards: labels may differ", "or len(set(checksums)) > 1", "", SHARDS),
+    Mutant(
+        "shards: tokens get each other's gradients",
+        "getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)",
+        "mine.copy_(d_hidden[: len(mine)])",
+        SHARDS,
+    ),
+    Mutant("shards: smoothing left out of the gradient", "g -= (outer", "g -= 0 * (outer", SHARDS),
+    Mutant("shards: z-loss left out at the label", "+ (of_p - 1) * (-self.nll).exp()", "", SHARDS),
+    Mutant(
+        "shards: no slope",
+        "return g if self.slope is None else g.mul_(self.slope)",
+        "return g",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: tokens of weight 0 are read",
+        "valid & ((token_weight != 0) | bad)",
+        "valid",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: rounded where p -> 1",
+        "torch.expm1(-self.nll)",
+        "((-self.nll).float().exp() - 1)",
+        SHARDS,
+    ),
+    Mutant(
+        "edge: -inf at the label of a shard",
+        "torch.logaddexp(log_others, z_label)",
+        "z_label + self.nll",
+        EDGES,
+    ),
+]

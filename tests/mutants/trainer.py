@@ -1,0 +1,72 @@
+"""Mutants of the trainer's mixin."""
+
+from mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "trainer: own count",
+        "if _TAP is not None and _TAP.denominator is not None:",
+        "if False:",
+        "test_trainer_mixin.py",
+    ),
+    Mutant(
+        "trainer: steps forgotten",
+        "/ (steps * self._n_ranks())",
+        "/ self._n_ranks()",
+        "test_trainer_mixin.py",
+    ),
+    Mutant(
+        "trainer: ranks forgotten",
+        "/ (steps * self._n_ranks())",
+        "/ steps",
+        "test_head_distributed.py -k mixin",
+    ),
+    Mutant(
+        "trainer: borders trained",
+        "batch[name].masked_fill(where, -100)",
+        "batch[name]",
+        "test_trainer_mixin.py",
+    ),
+    Mutant(
+        "trainer: counted before the shift",
+        "int(tap.losses[0][1])",
+        "row[name].numel()",
+        "test_trainer_mixin.py",
+    ),
+    Mutant(
+        "trainer: repeated samples evaluated",
+        'inputs["labels"][real:] = -100',
+        "pass",
+        "test_head_distributed.py -k mixin",
+    ),
+    Mutant(
+        "trainer: rewrites what others log",
+        'of_interval = "loss" in logs and "learning_rate" in logs',
+        'of_interval = "loss" in logs',
+        "test_trainer_mixin.py -k rewritten",
+    ),
+    Mutant(
+        "trainer: counts what is not trained",
+        "if self._eval_totals is not None or denominator is not None:",
+        "if True:",
+        "test_trainer_mixin.py -k rewritten",
+    ),
+    Mutant(
+        "trainer: counts a run that failed",
+        "self._begin_run()\n        return",
+        "return",
+        "test_trainer_mixin.py -k memory",
+    ),
+    Mutant(
+        "trainer: any reduction",
+        '[reduction for *_, reduction in tap.losses] != ["mean"]',
+        "len(tap.losses) != 1",
+        "test_trainer_mixin.py -k refused",
+    ),
+    Mutant(
+        "trainer: shifted labels over borders",
+        "starts.roll(-1, 1)",
+        "starts",
+        "test_trainer_mixin.py -k across",
+    ),
+]

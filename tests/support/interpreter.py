@@ -1,0 +1,50 @@
+"""Triton's interpreter, made to compute as hardware does where numpy decides otherwise."""
+
+import contextlib
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def as_on_hardware():
+    """Inside, ``tl.dot`` adds in an order of its own, and float32 is rounded to bf16."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    create_dot, cast_impl = builder.create_dot, builder.cast_impl
+
+    def dot(self, a, b, d, *precision):
+        # numpy asks BLAS, which blocks by CPU and shape: there a row's sums depend on the rows
+        # beside it, which on a GPU they do not.
+        if a.data.ndim != 2 or a.data.dtype.kind != "f":
+            return create_dot(self, a, b, d, *precision)
+        return interpreter.TensorHandle(product(a.data, b.data, d.data), d.dtype.scalar)
+
+    def cast(self, src, dst_type):
+        # The interpreter cuts off, which doubles the errors.
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast_impl(self, src, dst_type)
+        rounded = torch.from_numpy(np.asarray(src.data)).to(torch.bfloat16)
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    import triton.language as tl
+
+    builder.create_dot, builder.cast_impl = dot, cast
+    try:
+        yield
+    finally:
+        builder.create_dot, builder.cast_impl = create_dot, cast_impl
+
+
+def product(a, b, d):
+    """``a @ b + d`` in ``d``'s dtype: (M, K), (K, N), (M, N), each row by itself.
+
+    Elementwise operations alone, added in the order of K: the same bits on every CPU.
+    """
+    a, b = np.ascontiguousarray(a.T, dtype=d.dtype), b.astype(d.dtype, copy=False)
+    total = np.zeros_like(d)
+    term = np.empty_like(d)
+    for column, row in zip(a, b, strict=True):
+        total += np.multiply(column[:, None], row[None], out=term)
+    return total + d

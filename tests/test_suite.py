@@ -1,0 +1,126 @@
+"""What the suite promises of itself: the same on every machine and day, in any order."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("*.py"))
+DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "rand_like",
+         "randn_like", "randint_like"}  # fmt: skip
+
+
+def named(path):
+    return str(path.relative_to(TESTS))
+
+
+def imports(tree):
+    """The modules that a file imports, dotted."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def draws_at_import(tree):
+    """Lines outside of functions that draw from torch's own generator, which no test has seeded."""
+    found = []
+
+    def visit(node):
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            return
+        call = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in DRAWS
+        if call and "generator" not in {keyword.arg for keyword in node.keywords}:
+            found.append(node.lineno)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(tree)
+    return found
+
+
+def from_fresh_entropy(tree):
+    """Lines that ask for a generator nobody has seeded."""
+    seeded = {"np.random.default_rng", "random.Random"}  # where a seed is given
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = ast.unparse(node.func)
+            if not node.args if of in seeded else of.startswith("np.random.") or of == "torch.seed":
+                yield node.lineno
+
+
+EVERY_FILE = pytest.mark.parametrize("path", FILES, ids=named)
+
+
+@EVERY_FILE
+def test_no_test_imports_another(path):
+    names = imports(ast.parse(path.read_text()))
+    assert [name for name in names if name.split(".")[-1].startswith("test_")] == []
+
+
+@EVERY_FILE
+def test_no_draw_is_left_to_chance(path):
+    tree = ast.parse(path.read_text())
+    assert draws_at_import(tree) == []
+    assert list(from_fresh_entropy(tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "check"),
+    [
+        ("H = torch.randn(3)", draws_at_import),
+        ("class A:\n    x = [torch.rand(2)]", draws_at_import),
+        ("def f():\n    np.random.shuffle(x)", from_fresh_entropy),
+        ("def f():\n    return np.random.default_rng()", from_fresh_entropy),
+    ],
+)
+def test_a_draw_left_to_chance_is_found(code, check):
+    assert len(list(check(ast.parse(code)))) == 1
+
+
+def test_a_seeded_draw_is_none_of_those():
+    code = "x = torch.randn(3, generator=rng)\ndef f():\n    return torch.randn(3)"
+    assert draws_at_import(ast.parse(code)) == []
+
+
+@pytest.fixture(scope="module")
+def drawn_by_a_fixture():
+    return torch.rand(3)
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_every_test_starts_from_the_same_seed(drawn_by_a_fixture, again):
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(0))
+    if again == 1:  # the fixture was made for this test, after the seed
+        assert drawn_by_a_fixture.equal(expected[:3])
+        assert torch.rand(3).equal(torch.rand(6, generator=torch.Generator().manual_seed(0))[3:])
+    else:
+        assert torch.rand(6).equal(expected)
+
+
+def test_hypothesis_draws_the_same_examples_every_day(request):
+    fuzzing = request.config.getoption("--hypothesis-profile") == "fuzz"
+    assert settings().derandomize != fuzzing
+    assert settings().print_blob
+
+
+def test_the_interpreters_products_do_not_depend_on_other_rows():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("compiled, not interpreted, here")
+    from support.interpreter import product
+
+    rng = torch.Generator().manual_seed(0)
+    a, b, d = (
+        torch.randn(*shape, generator=rng).numpy() for shape in ((32, 48), (48, 64), (32, 64))
+    )
+    whole = product(a, b, d)
+    torch.testing.assert_close(
+        torch.from_numpy(whole), torch.from_numpy(a @ b + d), rtol=1e-5, atol=1e-5
+    )
+    for rows in (slice(3, 4), slice(5, 20)):
+        assert (product(a[rows], b, d[rows]) == whole[rows]).all()
