@@ -65,7 +65,7 @@ class LossAccumulator:
     once; on several ranks at the window's end. What goes wrong on one rank is raised on all of
     them in the same words.
 
-    Collectives, each an all-reduce of 121 float64 on ``process_group`` (under gloo, on a group of
+    Collectives, each an all-reduce of 148 float64 on ``process_group`` (under gloo, on a group of
     the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
     it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
     ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
@@ -457,6 +457,28 @@ class LossAccumulator:
         """
         self._steps.load(state)
         self._evaluated = {}
+
+    # ---- itself -----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        steps, n = self._steps, self._steps.tokens.ranks.size()
+        now = f"{steps.totals.n_windows} windows since the reset"
+        return (
+            f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction="
+            f"{'sum' if steps.adds else 'mean'!r}, on_empty={steps.on_empty!r}, "
+            f"{now if steps.window is None else steps.window.progress()})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``deepcopy`` and ``pickle``: between windows, with the same ranks."""
+        self._steps.refuse_open_window("copy it")
+        copied = {**self.__dict__, "_steps": self._steps.settings()}
+        return {**copied, "state": self.state_dict()}
+
+    def __setstate__(self, copied: dict[str, Any]) -> None:
+        state = copied.pop("state")
+        self.__dict__.update(copied)
+        self._steps.load(state)
 
     def _sum_evaluated(self) -> None:
         faults, self._evaluated_faults = self._evaluated_faults, self._steps.new_faults()

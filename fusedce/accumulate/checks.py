@@ -66,7 +66,7 @@ def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[st
     names = list(counts)
     if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
         raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
-    if weights is not None and set(weights) != set(names):
+    if weights is not None and not set(weights) <= set(names):
         raise ValueError(f"weights must be those of the losses {names}, got {list(weights)}")
     found = {name: _as_weight(name, (weights or {}).get(name, 1.0)) for name in names}
     columns = [as_counts(counts[name]) for name in names]

@@ -41,7 +41,8 @@ def too_many(declared: int) -> Exception:
 
 _KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many)
 _NUMBERS = 4  # a kind and at most three numbers
-ROW = 1 + 2 * _NUMBERS  # what a fault is in a message: a flag, and halves of its numbers
+_SHIFTS = (48, 32, 16, 0)
+ROW = 1 + 2 * 4 * _NUMBERS  # in a message: a flag, quarters of the numbers, and their squares
 
 
 class Faults:
@@ -92,8 +93,8 @@ class Faults:
         if self._first is None:
             return torch.zeros(ROW, dtype=torch.float64, device=device)
         first = moved(self._first, device)
-        halves = torch.stack([first >> 32, first & 0xFFFFFFFF], dim=1).reshape(-1)
-        return torch.cat([(first[:1] != 0).long(), halves]).double()
+        quarters = torch.stack([(first >> shift) & 0xFFFF for shift in _SHIFTS], dim=1).reshape(-1)
+        return torch.cat([(first[:1] != 0).long(), quarters, quarters * quarters]).double()
 
     def raise_first(self) -> None:
         """Raise what was noted, and forget it. Waits for the device."""
@@ -107,13 +108,17 @@ class Faults:
 
 def of_row(row: Sequence[float]) -> Exception | None:
     """The error in the sum of the ranks' rows; ``None`` if there is none."""
-    failed, *halves = (int(x) for x in row)
+    failed, *quarters = (int(x) for x in row)
     if not failed:
         return None
-    if any(x % failed for x in halves):
+    sums, squares = quarters[: len(quarters) // 2], quarters[len(quarters) // 2 :]
+    if any(failed * y != x * x for x, y in zip(sums, squares, strict=True)):
         return RuntimeError(f"{failed} ranks found errors in their losses, different ones")
-    high, low = ([x // failed for x in halves[i::2]] for i in (0, 1))
-    return _error([(h << 32) + x for h, x in zip(high, low, strict=True)])
+    numbers = []
+    for i in range(0, len(sums), len(_SHIFTS)):
+        one = sum(x // failed << shift for x, shift in zip(sums[i:], _SHIFTS, strict=False))
+        numbers.append(one - (1 << 64) if one >> 63 else one)
+    return _error(numbers)
 
 
 def _error(numbers: Sequence[int]) -> Exception:

@@ -22,6 +22,9 @@ class Guard:
         self._warned = False
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # since our window was opened
 
+    def __reduce__(self) -> Any:
+        return Guard, ()  # a copy of an accumulator guards nothing yet
+
     def add(self, optimizer: Any, module: Any) -> None:
         while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # accelerate's wrapper

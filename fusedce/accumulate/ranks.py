@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,7 +64,7 @@ _FIELDS = {
     "agree": 2 * len(_AGREE),
     "settings": 3,
     "places": len(PLACES),
-    "failed": 2,  # how many ranks, and which one
+    "failed": 4,  # how many ranks, which one, a hash of its words and the square of that
     "fault": _faults.ROW,
     "text": _TEXT,
 }
@@ -111,6 +112,7 @@ class Meeting:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.told: Exception | None = None  # the last error that all ranks were told of
         self._unread: Tensor | None = None  # (LENGTH,): the first device message that is an error
 
     @contextlib.contextmanager
@@ -134,17 +136,22 @@ class Meeting:
         """Tell the others, who are on their way to ``place``; returns the error that all raise."""
         if self.ranks.group() is None:
             return error
-        sent = self._post(place, torch.zeros(0, dtype=torch.float64), Terms(), None, error)
-        return sent.error() or error
+        nothing = torch.zeros(0, dtype=torch.float64)
+        sent = self._post(place, nothing, Terms(), None, error)
+        if place == WINDOW and not _faults.readable(sent.message.device):
+            # Ranks that do not look at their device go on, and come to the window's end.
+            self._post(CLOSE, nothing, Terms(), None, error)
+        self.told = sent.error() or error
+        return self.told
 
     def heard(self, message: Tensor) -> None:
         """Raise what a message says is wrong, or keep it until somebody reads from the device."""
         if self.ranks.group() is None:
             return
         if _faults.readable(message.device):
-            error = self.explain(message)
-            if error is not None:
-                raise error
+            self.told = self.explain(message)
+            if self.told is not None:
+                raise self.told
             return
         old, ranks = self._unread, self.ranks.size()
         self._unread = message if old is None else torch.where(_is_error(old, ranks), old, message)
@@ -186,6 +193,7 @@ class Meeting:
             *[float(place == other) for other in PLACES],
             float(failure is not None),
             float(failure is not None and self.ranks.rank()),
+            *[float(x) for x in (hash_of(words), hash_of(words) ** 2)],
         ]
         if failure is not None:  # its own settings are not the matter
             told[_SLICES["settings"].start - n_values : _SLICES["places"].start - n_values] = [
@@ -236,9 +244,12 @@ def _is_error(message: Tensor, ranks: int) -> Tensor:
 def explain(message: Sequence[float], ranks: int) -> Exception | None:
     """The error that a message tells all ranks, in the same words; ``None`` if all is well."""
     part = {name: message[where] for name, where in _SLICES.items()}
-    failed, which = (int(x) for x in part["failed"])
+    failed, which, words, square = (int(x) for x in part["failed"])
     if failed:
-        return _failure(part["text"], failed, which, ranks)
+        where = f"rank {which} of {ranks}" if failed == 1 else f"{failed} of {ranks} ranks"
+        if failed * square != words * words:
+            return RuntimeError(f"{where} failed, with different errors: see the words of each")
+        return _failure(_decode(part["text"], failed), where)
     if max(part["places"]) != ranks:
         at = ", ".join(
             f"{int(n)} to {what}" for what, n in zip(PLACES, part["places"], strict=True) if n
@@ -287,15 +298,16 @@ def _disagreement(part: dict[str, Sequence[float]]) -> Exception | None:
     return None
 
 
-def _failure(text: Sequence[float], failed: int, which: int, ranks: int) -> Exception:
-    where = f"rank {which} of {ranks}" if failed == 1 else f"{failed} of {ranks} ranks"
-    words = _decode(text, failed)
-    if words is None:
-        return RuntimeError(f"{where} failed, with different errors: see the words of each")
-    name, _, words = words.partition(": ")
+def _failure(words: str, where: str) -> Exception:
+    name, _, text = words.partition(": ")
     if name in ("RuntimeError", "TypeError", "ValueError"):
-        return getattr(builtins, name)(f"{words} (on {where})")
-    return RuntimeError(f"{name}: {words} (on {where})")
+        return getattr(builtins, name)(f"{text} (on {where})")
+    return RuntimeError(f"{words} (on {where})")
+
+
+def hash_of(x: object) -> int:
+    """A number below 2**20, which ranks can compare; 0 for what is empty."""
+    return 1 + zlib.crc32(repr(x).encode()) % (2**20 - 1) if x else 0
 
 
 def _encode(words: str) -> list[float]:
@@ -303,10 +315,7 @@ def _encode(words: str) -> list[float]:
     return [float(int.from_bytes(data[i : i + _BYTES], "big")) for i in range(0, len(data), _BYTES)]
 
 
-def _decode(text: Sequence[float], failed: int) -> str | None:
-    """The words of all ranks that failed; ``None`` if their words differ."""
-    numbers = [int(x) for x in text]
-    if any(x % failed or x // failed >= 256**_BYTES for x in numbers):
-        return None
-    data = b"".join((x // failed).to_bytes(_BYTES, "big") for x in numbers)
+def _decode(text: Sequence[float], failed: int) -> str:
+    """The words of ranks that failed in the same way."""
+    data = b"".join((int(x) // failed).to_bytes(_BYTES, "big") for x in text)
     return data.rstrip(b"\0").decode(errors="ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -15,7 +14,16 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.leftovers import drop, leftovers
-from fusedce.accumulate.ranks import CLOSE, ESTIMATE, FINISH, METRICS, WINDOW, Meeting, Terms
+from fusedce.accumulate.ranks import (
+    CLOSE,
+    ESTIMATE,
+    FINISH,
+    METRICS,
+    WINDOW,
+    Meeting,
+    Terms,
+    hash_of,
+)
 from fusedce.accumulate.streaming import UNKNOWN, scale_gradients, trained_of
 from fusedce.accumulate.totals import ONLY, Sums, Totals, names_of, stacked
 from fusedce.accumulate.window import Window, leaves_of
@@ -50,6 +58,13 @@ class Steps:
         self._dropped = False  # a window was, whose gradients FSDP2 may hold
         self._noted = self.new_faults()  # on a device, of windows that have ended
 
+    def settings(self) -> Steps:
+        """New ones of the same ranks, before any window."""
+        new = Steps(Meeting(self.tokens.ranks), self.adds, self.on_empty, self.has_loss)
+        if self.meeting is not self.tokens:
+            new.meeting = Meeting(self.meeting.ranks)
+        return new
+
     def new_faults(self) -> _faults.Faults:
         return _faults.Faults(at_once=self.meeting.ranks.group() is None)
 
@@ -64,7 +79,9 @@ class Steps:
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
         local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
-        terms = self._terms(micro_batches=len(declared), losses=_signature(losses))
+        terms = self._terms(
+            micro_batches=len(declared), losses=0 if ONLY in losses else hash_of(losses)
+        )
         sent = self.meeting.send(WINDOW, local, terms)
         self._opens(Window(losses, declared, sent, self.new_faults()))
         if self.on_empty != "zero" or sent.work is None:
@@ -84,8 +101,9 @@ class Steps:
             return
         if error is not None:
             self.ends(dropped=True)
-            # Others that were told the same are not on their way to the window's end.
-            if isinstance(error, Exception) and window.refused() is None:
+            # Others that are told as well will not come to the window's end.
+            known = error is self.meeting.told or window.was_refused()
+            if isinstance(error, Exception) and not known:
                 self.meeting.fail(CLOSE, error)
             return
         try:
@@ -120,7 +138,7 @@ class Steps:
         """
         previous = self.totals.previous_count
         if previous is None or not self._agreed_estimate:
-            loaded = 0 if previous is None else _hash(int(previous))
+            loaded = 0 if previous is None else hash_of(int(previous))
             terms = self._terms(estimate=loaded)
             n = n_valid.clamp(min=0)[None]
             met = self.tokens.send(ESTIMATE, n, terms).wait()[0]
@@ -177,6 +195,7 @@ class Steps:
         self.ends(dropped=True)
         if module is not None:
             drop(module)
+            self._dropped = False
 
     # ---- between windows --------------------------------------------------------------------
 
@@ -278,13 +297,3 @@ class Steps:
 
 def _plus(a: Tensor, b: Tensor) -> Tensor:
     return _faults.moved(a, b.device) + b
-
-
-def _signature(weights: Mapping[str, float]) -> int:
-    """What the window's losses are, for ranks to compare; 0 for one without a name."""
-    return 0 if tuple(weights) == (ONLY,) else _hash(weights)
-
-
-def _hash(x: object) -> int:
-    """A number below 2**20 and above 0."""
-    return 1 + zlib.crc32(repr(x).encode()) % (2**20 - 1)

@@ -49,7 +49,6 @@ class Window:
         self.auxiliary: list[Tensor] = []  # waiting for the next loss
         self.is_open = True
         self.broken: str | None = None  # why it can only be dropped
-        self.agreed = True  # False once all ranks were told the same error
         self._denominators = denominators
         self._scaled = 0
         self._begun: list[tuple[int, Losses]] = []  # being differentiated
@@ -63,24 +62,20 @@ class Window:
             RuntimeError, TypeError, ValueError: what the ranks have told each other is an error.
         """
         if isinstance(self._denominators, Sent):
-            try:
-                total = self._denominators.wait()
-            except Exception:
-                self.agreed = False
-                raise
-            self._denominators = total.clamp(min=1)
+            self._denominators = self._denominators.wait().clamp(min=1)
         return self._denominators
 
-    def refused(self) -> Exception | None:
-        """What the other ranks have answered so far, for a rank that leaves the window early."""
-        if isinstance(self._denominators, Sent) and not self.agreed:
-            return None
-        return self._denominators.error() if isinstance(self._denominators, Sent) else None
+    def was_refused(self) -> bool:
+        """For a rank that leaves the window early: whether all ranks will hear of another error."""
+        sent = self._denominators
+        return isinstance(sent, Sent) and sent.error() is not None
 
     # ---- micro-batches ----------------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise if the window is broken, full, or another thread's."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint computes it again while it is differentiated, in any thread
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "this window was opened by another thread: a LossAccumulator belongs to one "
@@ -195,18 +190,24 @@ class Window:
 
 
 def _trains(roots: list[Any]) -> bool:
-    """Whether the backward that runs now reaches a parameter below ``roots``.
+    """Whether the backward that runs now is for parameters below ``roots``.
 
-    A pipeline's first step asks for gradients of a stage's inputs alone, to learn their shapes:
-    that is no training, though there is a loss. Graphs without any ``nn.Parameter`` always train.
+    A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
+    learn their shapes: that is no training, though there is a loss. Such a graph has leaves beside
+    its parameters; without any ``nn.Parameter`` it always trains.
     """
-    found = False
+    parameters = others = asked_for = False
     for variable, node in _leaves(roots):
-        if isinstance(variable, torch.nn.Parameter):
-            found = True
+        if not isinstance(variable, torch.nn.Parameter):
+            others = True
+            continue
+        parameters = True
+        try:
             if torch._C._will_engine_execute_node(node):
                 return True
-    return not found
+        except RuntimeError:  # torch's answer about leaves inside of torch.autograd.grad
+            asked_for = True
+    return not parameters or (asked_for and not others)
 
 
 def leaves_of(roots: list[Any]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
 
 from fusedce import LossAccumulator, count_valid, fused_ce
 from fusedce.accumulate import faults as _faults

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import H, V, batches, new_weight, run_streaming, run_window
+from support.loops import H, V, batches, new_weight, run_streaming, run_window
 
 from fusedce import LossAccumulator, fused_ce
 
