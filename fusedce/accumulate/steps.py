@@ -122,6 +122,11 @@ class Steps:
     def start_streaming(self, n_valid: Tensor, refusal: str | None) -> Window:
         if refusal is not None:
             raise RuntimeError(f"streaming is not possible here: {refusal}")
+        if not self.has_loss:
+            raise RuntimeError(
+                "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
+                "from_mesh(..., has_loss=True) says so"
+            )
         with self.tokens.on_the_way(ESTIMATE, not self._agreed_estimate):
             self._check_ready()
         estimate = self._estimate(n_valid)
