@@ -4,32 +4,34 @@
     python bench/options.py --device cuda --N 8192 --H 4096 --V 128256 --dtype bfloat16
     python bench/options.py --table bench/results/options-cpu.json     # print what was measured
 
-Times are medians of interleaved calls in one process, memory is the peak of one call above inputs
-and gradients' owners in a fresh process each. The floor is the bare products in the same run: one
-for a forward pass, three for both, four where backward computes the logits again.
+Times are medians of interleaved calls, ours in one process and eager's in another; memory is the
+peak of one call above its inputs. The floor is the bare products in the same run: one for a forward
+pass, three for both, four where backward computes the logits again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import put
+from lib.engine import Call as Measured
+from lib.engine import Engine, median
+from lib.implementations import FLOOR
+from lib.results import FOLDER, Results, caption, problem
+from lib.tables import markdown, mebibytes, milliseconds, put
 from torch import Tensor
 
 import fusedce
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-FLOOR = "bare GEMMs"
 # A process each, for both passes: where the options differ in memory at all.
 WITH_MEMORY = ("plain", 'reduction="none"', "eager", "fused_logprobs")
 
@@ -118,90 +120,95 @@ def _gemms(hidden: Tensor, weight: Tensor, count: int, both: bool) -> None:
         logits.T @ hidden
 
 
-def measure(args: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
-    sizes = {"N": args.N, "H": args.H, "V": args.V, "dtype": dtype, "device": args.device}
-    for group in ("options", "logprobs"):
-        names = [FLOOR, *losses(group, 4, 16, args.device, getattr(torch, dtype))]
-        for mode in ("forward", "both"):
-            make = {n: {"group": group, "name": n, "mode": mode} | sizes for n in names}
-            calls = {n: prepare(**make[n]) for n in names}
-            seconds = median_seconds(calls, args.repeats)
-            del calls
-            for name in names:
-                memory = None
-                if mode == "both" and name in WITH_MEMORY and not args.no_memory:
-                    memory = peak_extra_bytes("options:prepare", make[name], device=args.device)
-                times = seconds[name]
-                yield make[name] | {"seconds": times, "peak_extra_bytes": memory}
-                median = times[len(times) // 2]
-                print(f"{dtype} {mode} {name}: {median * 1e3:.1f} ms", file=sys.stderr, flush=True)
+def measure(
+    engine: Engine, group: str, mode: str, sizes: dict[str, Any], *, memory: bool
+) -> list[dict[str, Any]]:
+    """A row for each call of a group."""
+    names = [FLOOR, *losses(group, 4, 16, engine.device, getattr(torch, sizes["dtype"]))]
+    calls = {
+        n: Measured(
+            "options:prepare",
+            {"group": group, "name": n, "mode": mode, "device": engine.device, **sizes},
+            process="eager" if n in (FLOOR, "eager") else "fusedce",
+        )
+        for n in names
+    }
+    heavy = tuple(n for n in names if n in WITH_MEMORY) if memory and mode == "both" else ()
+    found = engine.measure(calls, memory=heavy)
+    key = {"suite": group, "mode": mode, **sizes}
+    return [key | {"name": name} | found[name] for name in names]
 
 
-def table(data: dict[str, Any]) -> str:
-    """Markdown, one table per dtype and group."""
+def tables(data: dict[str, Any]) -> str:
+    """Markdown, one table per problem and group; a row per call, both passes beside each other."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        groups.setdefault(problem(row | {"mode": None}), []).append(row)
     out = []
-    rows = data["rows"]
-    for dtype in dict.fromkeys(r["dtype"] for r in rows):
-        for group in ("options", "logprobs"):
-            here = [r for r in rows if (r["dtype"], r["group"]) == (dtype, group)]
-            by = {(r["name"], r["mode"]): r for r in here}
-            base = next(r["name"] for r in here if r["name"] != FLOOR)
-            out += [
-                f"{dtype}, N={here[0]['N']}, H={here[0]['H']}, V={here[0]['V']}:\n",
-                f"| call | forward ms | of {base} | of one GEMM | both ms | of {base} "
-                f"| of {4 if group == 'logprobs' else 3} GEMMs | peak MiB |",
-                "|---|---|---|---|---|---|---|---|",
-            ]
-            for name in dict.fromkeys(r["name"] for r in here):
-                cells = [name]
-                for mode in ("forward", "both"):
-                    t = _median(by[name, mode])
-                    of = [t / _median(by[other, mode]) for other in (base, FLOOR)]
-                    cells += [f"{t * 1e3:.0f}", *(f"{x:.2f}" for x in of)]
-                peak = by[name, "both"]["peak_extra_bytes"]
-                cells.append("-" if peak is None else f"{peak / 2**20:.0f}")
-                out.append("| " + " | ".join(cells) + " |")
-            out.append("")
-    return "\n".join(out)
+    for (group, N, H, V, dtype, *_), rows in groups.items():
+        by = {(r["name"], r["mode"]): r for r in rows}
+        base = next(r["name"] for r in rows if r["name"] != FLOOR)
+        products = 4 if group == "logprobs" else 3
+        lines = []
+        for name in dict.fromkeys(r["name"] for r in rows):
+            line: dict[str, object] = {"call": name}
+            for mode, floor in (("forward", "one GEMM"), ("both", f"{products} GEMMs")):
+                row = by.get((name, mode), {})
+                line[f"{mode}, median ms"] = row.get("failed") or milliseconds(median(row))
+                line[f"{mode} / {base}"] = _ratio(row, by.get((base, mode), {}))
+                line[f"{mode} / {floor}"] = _ratio(row, by.get((FLOOR, mode), {}))
+            peak = by.get((name, "both"), {}).get("extra_peak_bytes")
+            line["peak MiB"] = mebibytes(peak)
+            lines.append(line)
+        out.append(f"{dtype}, N={N}, H={H}, V={V}:\n\n{markdown(lines)}\n")
+    return "\n".join([*out, caption(data)])
 
 
-def _median(row: dict[str, Any]) -> float:
-    return row["seconds"][len(row["seconds"]) // 2]
+def _ratio(row: dict[str, Any], base: dict[str, Any]) -> str:
+    a, b = median(row), median(base)
+    return "" if a is None or b is None else f"{a / b:.2f}"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--N", type=int, default=256)
     parser.add_argument("--H", type=int, default=384)
     parser.add_argument("--V", type=int, default=16003)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 2)")
+    parser.add_argument("--calls", type=int, help="calls of a round (default 10; 2 on a CPU)")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--out", type=Path, help="default: results/options-DEVICE.json beside this")
-    parser.add_argument("--table", type=Path, help="print the table of measured data and stop")
+    parser.add_argument("--table", type=Path, help="print the tables of measured data and stop")
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(args.table.read_text())))
-        return
-    out = args.out or Path(__file__).parent / "results" / f"options-{args.device}.json"
-    out.parent.mkdir(exist_ok=True)
-    data: dict[str, Any] = {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "memory": memory_method(args.device),
-        "rows": [],
-    }
-    for dtype in args.dtype:
-        for row in measure(args, dtype):
-            data["rows"].append(row)
-            out.write_text(json.dumps(data, indent=1) + "\n")
-    print(table(data))
+        print(tables(json.loads(args.table.read_text())))
+        return 0
+    begin = time.monotonic()
+    results = Results(args.out or FOLDER / f"options-{args.device}.json", args.device)
+    with Engine(args.device, rounds=args.rounds, calls=args.calls) as engine:
+        results.data["memory"] = engine.memory_method()
+        for dtype in args.dtype:
+            sizes = {"N": args.N, "H": args.H, "V": args.V, "dtype": dtype}
+            for group in ("options", "logprobs"):
+                for mode in ("forward", "both"):
+                    key = problem({"suite": group, "mode": mode, **sizes})
+                    if args.resume and results.has(key):
+                        continue
+                    if time.monotonic() - begin > args.seconds:
+                        print(f"left: {dtype} {group} {mode}; run the same again with --resume")
+                        continue
+                    memory = not args.no_memory
+                    results.put(measure(engine, group, mode, sizes, memory=memory))
+    print(tables(results.data))
     if args.readme:
-        put(args.readme, f"options {args.device}", table(data).strip())
+        put(args.readme, f"options {args.device}", tables(results.data))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

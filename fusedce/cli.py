@@ -13,8 +13,13 @@ from pathlib import Path
 import torch
 
 import fusedce
-from fusedce.backends.choose import INTERPRETED, TRITON_INSTALLED, resolve_backend, why_not_triton
-from fusedce.backends.torch.training import _fast_bf16
+from fusedce.backends.choose import (
+    INTERPRETED,
+    TRITON_INSTALLED,
+    resolve_backend,
+    why_not_triton,
+)
+from fusedce.backends.torch.products import fast_bf16
 from fusedce.contract.results import LossSum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,7 +54,7 @@ def doctor() -> int:
             "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
         )
         print(f"  Triton kernels are {mode}")
-    fast = "fast" if _fast_bf16(torch.device("cpu")) else "slow, computed in float32 instead"
+    fast = "fast" if fast_bf16(torch.device("cpu")) else "slow, computed in float32 instead"
     print(f"  bfloat16 products on this CPU are {fast}")
 
     wrong = []

@@ -1,4 +1,4 @@
-"""Loss sum, token count and log-sum-exp in one launch, without writing a logit.
+"""Loss sum and token count in one launch, without writing a logit.
 
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
 tiles with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) over all logits but the
@@ -30,8 +30,8 @@ def forward_kernel(
     partials,  # (2 * splits + 1, N) fp32 scratch: maxima, sums of exponentials, label logits
     block_losses,  # (blocks,) fp64 scratch
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
-    lse,  # (N,) fp32 out at valid rows
     loss_sum,  # () fp32 out
+    lse,  # (N,) fp32 out at valid rows, if HAS_LSE
     N,
     H,
     V,
@@ -53,6 +53,7 @@ def forward_kernel(
     FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     # Row blocks of a group run next to each other on the same split: its weights come from L2.
     pid = tl.program_id(0)
@@ -142,7 +143,8 @@ def forward_kernel(
     place = partials + 2 * plane + offs_n
     z_label = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
     loss = token_loss(m_safe, s, tl.where(known, z_label, float("nan")))
-    tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
+    if HAS_LSE:
+        tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
     block_loss = tl.sum(tl.where(mask_n, loss, 0.0), axis=0)
     tl.store(block_losses + block, block_loss)
 

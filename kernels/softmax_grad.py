@@ -73,7 +73,9 @@ def exp_tile_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def softmax_grad_kernel(
-    exps,  # (C, V) in place
+    exps,  # (C, V)
+    grads,  # (C, V) out: exps, or where HAS_SHIFT another buffer
+    class_weight,  # (V,) fp32, if HAS_CLASS_WEIGHT
     labels,  # (C,) int
     maxima,  # (blocks, C) fp32
     sums,  # (blocks, C) fp32
@@ -81,7 +83,7 @@ def softmax_grad_kernel(
     losses,  # (C,) fp32 out
     residuals,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
-    terms,  # (3, C) fp32, if HAS_TERMS: see below
+    terms,  # (4, C) fp32, if HAS_TERMS: a, b, b2, shift, see below
     lse,  # (C,) fp32 out, if HAS_TERMS
     row_factors,  # (C,) fp32 out, if HAS_TERMS: what the row is to be multiplied by
     places,  # (blocks, C) int32, if HAS_ARGMAX
@@ -91,11 +93,14 @@ def softmax_grad_kernel(
     V,
     blocks,
     stride_ec,
+    stride_gc,
     scale,
     softcap,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TERMS: tl.constexpr,  # the gradient is a * (p - onehot) + (b + b2 * lse) * p
+    HAS_SHIFT: tl.constexpr,  # and shift * class_weight, taken before anything is rounded
+    HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     AMPLIFY: tl.constexpr,
     BLOCKS: tl.constexpr,  # at least `blocks`
@@ -105,9 +110,9 @@ def softmax_grad_kernel(
     block = tl.program_id(1)
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
-    place = exps + c * stride_ec + offs_v
+    out = grads + c * stride_gc + offs_v
     if first + c >= tl.load(count):
-        tl.store(place, tl.zeros((BLOCK_V,), dtype=exps.dtype.element_ty), mask=mask_v)
+        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_v)
         tl.store(losses + c, 0.0)
         tl.store(residuals + c, 0.0)
         if HAS_TERMS:
@@ -128,7 +133,7 @@ def softmax_grad_kernel(
     others *= tl.exp2(m_others - top)
     inverse = 1.0 / (exp(z, top) + others)
     factor = tl.exp2(tl.load(maxima + block * C + c) - top) * inverse
-    g = tl.load(place, mask=mask_v, other=0.0).to(tl.float32) * factor
+    g = tl.load(exps + c * stride_ec + offs_v, mask=mask_v, other=0.0).to(tl.float32) * factor
     # p - 1 = -(sum of the others), which does not cancel.
     g_label = -others * inverse * logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if HAS_TERMS:
@@ -136,15 +141,29 @@ def softmax_grad_kernel(
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
         a = tl.load(terms + c)
         b = tl.load(terms + C + c) + tl.load(terms + 2 * C + c) * log_sum.to(tl.float32)
+        shift = tl.load(terms + 3 * C + c)
         size = tl.abs(a) + tl.abs(b)
-        size = tl.where(size == 0.0, 1.0, size)
+        if HAS_SHIFT:
+            size += tl.abs(shift)
+        # A power of two: the products' other operand takes it in without being rounded again.
+        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+        size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
         g *= (a + b) / size
         p = exp(z, top) * inverse * logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         g_label = (a / size) * g_label + (b / size) * p
+        if HAS_SHIFT:  # (no soft-cap beside it: the slope is the scale)
+            shift *= scale / size
+            if HAS_CLASS_WEIGHT:
+                cw = tl.load(class_weight + offs_v, mask=mask_v, other=0.0)
+                g += shift * AMPLIFY * cw
+                g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
+            else:
+                g += shift * AMPLIFY
+                g_label += shift
         if block == 0:
             tl.store(lse + c, log_sum.to(tl.float32))
             tl.store(row_factors + c, size)
-    rounded = (g_label * AMPLIFY).to(exps.dtype.element_ty).to(tl.float32)
+    rounded = (g_label * AMPLIFY).to(grads.dtype.element_ty).to(tl.float32)
     if block == 0:
         tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
         tl.store(residuals + c, g_label - rounded / AMPLIFY)
@@ -153,7 +172,7 @@ def softmax_grad_kernel(
             tl.store(argmax + c, tl.where(z * LOG2E > m_others, label, best.to(tl.int64)))
     g = tl.where(offs_v == label, rounded, g)
     g = tl.where(known, g, float("nan"))
-    tl.store(place, g.to(exps.dtype.element_ty), mask=mask_v)
+    tl.store(out, g.to(grads.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -163,8 +182,6 @@ def hidden_grad_kernel(
     labels,  # (C,) int
     residuals,  # (C,) fp32
     row_factors,  # (C,) fp32, if HAS_FACTORS: multiply all of the above
-    mean_row,  # (H,) fp32, if HAS_MEAN: added last,
-    mean_factors,  # (C,) fp32: with this factor
     rows,  # (N,) int32: where each row belongs
     d_hidden,  # (N, H) out
     first,  # place of the first row in `rows`
@@ -172,23 +189,21 @@ def hidden_grad_kernel(
     V,
     stride_wv,
     stride_dn,
+    amplify,
     factor,
     HAS_FACTORS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
     label = tl.load(labels + c).to(tl.int64)
-    known = (label >= 0) & (label < V)
-    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) * factor
-    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h & known, other=0.0)
-    g += tl.load(residuals + c) * w.to(tl.float32)
+    # A bad label must not read out of bounds; its residual is NaN, whatever is read instead.
+    label = tl.where((label >= 0) & (label < V), label, 0)
+    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) / amplify
+    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h, other=0.0)
+    g = (g + tl.load(residuals + c) * w.to(tl.float32)) * factor
     if HAS_FACTORS:
         g *= tl.load(row_factors + c)
-    if HAS_MEAN:
-        mean = tl.load(mean_row + offs_h, mask=mask_h, other=0.0)
-        g += tl.load(mean_factors + c) * mean
     row = tl.load(rows + first + c).to(tl.int64)
     tl.store(d_hidden + row * stride_dn + offs_h, g.to(d_hidden.dtype.element_ty), mask=mask_h)

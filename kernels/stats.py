@@ -172,6 +172,7 @@ def merge_stats_kernel(
     N,
     V,
     splits,
+    HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ZSUM: tl.constexpr,
@@ -225,7 +226,8 @@ def merge_stats_kernel(
     total = tl.where(top == float("-inf"), top, top + log_sum)
     bad = z != z  # a bad label, or a logit of +inf: maxima may pass a NaN by
     tl.store(nll + row, tl.where(bad, z, loss).to(tl.float32), mask=mask_n)
-    tl.store(lse + row, tl.where(bad, z, total).to(tl.float32), mask=mask_n)
+    if HAS_LSE:
+        tl.store(lse + row, tl.where(bad, z, total).to(tl.float32), mask=mask_n)
     if HAS_ZSUM:
         tl.store(zmean + row, (zsum / V).to(tl.float32), mask=mask_n)
 

@@ -1,34 +1,16 @@
-"""Which implementation runs, and why another one cannot.
-
-A backend is a module with three functions, called with checked arguments, grad mode off:
-
-* ``loss(hidden, weight, labels, bias, ignore_index, softcap, logit_scale)``
-  -> ``(loss_sum, n_valid, lse)``, with ``lse (N,)`` zero at ignored positions;
-* ``loss_and_grads(..., chunk_tokens, d_hidden, d_weight, d_bias)`` -> ``(loss_sum, n_valid)``,
-  filling those of the three buffers that are not ``None``;
-* ``scale_(x, g)``: ``x *= g`` in place, ``g`` a 0-d tensor.
-
-Beside it is a module for what is wanted token by token:
-
-* ``token_stats(...)`` -> :class:`fusedce.contract.objective.Stats`, one pass over the logits;
-* ``token_grads(..., upstream, d_hidden, d_weight, d_bias)``, from logits computed anew.
-"""
+"""Which implementation runs, and why another one cannot."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-_MODULES = {"torch": "fusedce.backends.torch.training", "triton": "fusedce.backends.triton"}
-_TOKEN_MODULES = {
-    "torch": "fusedce.backends.torch.per_token",
-    "triton": "fusedce.backends.triton.per_token",
-}
+from fusedce.backends.protocol import Backend
+
+_NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -59,7 +41,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
         accelerated = hidden.device.type in _TRITON_DEVICES
         usable = accelerated and why_not_triton(hidden.device, hidden.dtype) is None
         return "triton" if usable else "torch"
-    if backend not in _MODULES:
+    if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":
         reason = why_not_triton(hidden.device, hidden.dtype)
@@ -68,11 +50,12 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     return backend
 
 
-def get_backend(name: str) -> ModuleType:
-    """The backend's module, imported at its first use (triton is slow to import)."""
-    return importlib.import_module(_MODULES[name])
+def get_backend(name: str | None) -> Backend:
+    """The backend of that name, imported at its first use (triton is slow to import)."""
+    if name == "triton":
+        from fusedce.backends import triton
 
+        return triton
+    from fusedce.backends import torch as chunked
 
-def get_token_backend(name: str) -> ModuleType:
-    """The backend's module for statistics and gradients token by token."""
-    return importlib.import_module(_TOKEN_MODULES[name])
+    return chunked

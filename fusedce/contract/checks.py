@@ -6,31 +6,76 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.labels import check_labels
-from fusedce.contract.objective import Objective
+from fusedce.contract.problem import Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_tensor_types(hidden: object, weight: object, labels: object, bias: object) -> None:
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+def checked(problem: Problem) -> Problem:
+    """The problem as all layers below the public functions take it: checked, cast, flattened.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it must be, and what it is.
+    """
+    check_tensor_types(problem)
+    problem = autocast(problem)
+    check_tensors(problem)
+    check_options(problem)
+    return flattened(problem)
+
+
+def check_options(problem: Problem) -> None:
+    """Everything but the three tensors and the bias."""
+    check_softcap(problem.softcap)
+    check_number("logit_scale", problem.logit_scale)
+    check_ignore_index(problem.ignore_index, problem.labels)
+    check_chunk_tokens(problem.chunk_tokens)
+    smoothing = check_number("label_smoothing", problem.label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
+    check_number("z_loss", problem.z_loss)
+    hidden, weight = problem.hidden, problem.weight
+    _check_weights("token_weight", problem.token_weight, hidden, hidden.shape[:-1], "(...)")
+    _check_weights("class_weight", problem.class_weight, hidden, weight.shape[:1], "(V,)")
+
+
+def flattened(problem: Problem) -> Problem:
+    """Tokens in one dimension, numbers as floats."""
+    hidden, token_weight, softcap = problem.hidden, problem.token_weight, problem.softcap
+    return problem._replace(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        labels=problem.labels.reshape(-1),
+        token_weight=None if token_weight is None else token_weight.reshape(-1),
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=float(problem.logit_scale),
+        label_smoothing=float(problem.label_smoothing),
+        z_loss=float(problem.z_loss),
+    )
+
+
+def check_tensor_types(problem: Problem) -> None:
+    for name in ("hidden", "weight", "bias"):
+        tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    check_labels(labels)
+    check_labels(problem.labels)
 
 
-def autocast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast(problem: Problem) -> Problem:
     """Cast as autocast casts the arguments of ``F.linear``: all but float64 ones."""
-    dtype = autocast_dtype(hidden.device)
+    dtype = autocast_dtype(problem.hidden.device)
     if dtype is None:
-        return hidden, weight, bias
+        return problem
 
     def cast(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
 
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+    return problem._replace(
+        hidden=cast(problem.hidden),
+        weight=cast(problem.weight),
+        bias=None if problem.bias is None else cast(problem.bias),
+    )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -43,7 +88,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
-def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def check_tensors(problem: Problem) -> None:
+    hidden, weight = problem.hidden, problem.weight
+    labels, bias = problem.labels, problem.bias
     for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if hasattr(x, "placements"):
             raise TypeError(
@@ -81,9 +128,9 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
             )
 
 
-def check_softcap(softcap: float | None) -> float | None:
+def check_softcap(softcap: float | None) -> None:
     if softcap is None:
-        return None
+        return
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
     if not _TINY <= softcap <= _HUGE:
@@ -91,7 +138,6 @@ def check_softcap(softcap: float | None) -> float | None:
             f"softcap must be positive and in the range of float32, {_TINY:.1e} to {_HUGE:.1e}, "
             f"got {softcap}"
         )
-    return float(softcap)
 
 
 def check_ignore_index(ignore_index: int, labels: Tensor) -> None:
@@ -110,28 +156,6 @@ def check_number(name: str, value: float) -> float:
     if not -_HUGE <= value <= _HUGE:
         raise ValueError(f"{name} must be finite and in the range of float32, got {value}")
     return float(value)
-
-
-def check_objective(
-    hidden: Tensor,
-    weight: Tensor,
-    label_smoothing: float,
-    z_loss: float,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-) -> Objective:
-    """Everything beyond plain cross-entropy, with the tokens flattened."""
-    label_smoothing = check_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    _check_weights("token_weight", token_weight, hidden, hidden.shape[:-1], "(...)")
-    _check_weights("class_weight", class_weight, hidden, weight.shape[:1], "(V,)")
-    return Objective(
-        label_smoothing,
-        check_number("z_loss", z_loss),
-        None if token_weight is None else token_weight.reshape(-1),
-        class_weight,
-    )
 
 
 def _check_weights(

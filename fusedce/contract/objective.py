@@ -17,52 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-class Objective(NamedTuple):
-    """Options of the loss beyond plain cross-entropy; numbers are checked before they come here."""
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    token_weight: Tensor | None = None  # (N,) fp32 or fp64
-    class_weight: Tensor | None = None  # (V,) fp32 or fp64
-
-    @property
-    def plain(self) -> bool:
-        return not (self.label_smoothing or self.z_loss) and self.unweighted
-
-    @property
-    def unweighted(self) -> bool:
-        return self.token_weight is None and self.class_weight is None
-
-    def folded(self, labels: Tensor) -> Objective:
-        """The same, with class weights as token weights where they are nothing else.
-
-        A token of weight 0 is then left out as a whole, with whatever its logits hold.
-        """
-        if self.class_weight is None or self.label_smoothing or self.z_loss:
-            return self
-        c = self.class_weight.double()[labels.long().clamp(0, len(self.class_weight) - 1)]
-        w = c if self.token_weight is None else self.token_weight * c
-        return self._replace(token_weight=w, class_weight=None)
-
-    def rows(self, chosen: Tensor | slice) -> Objective:
-        """Of the tokens at ``chosen``."""
-        if self.token_weight is None:
-            return self
-        return self._replace(token_weight=self.token_weight[chosen])
-
-
-PLAIN = Objective()
+from fusedce.contract.problem import Problem
 
 
 class Stats(NamedTuple):
-    """Per token; 0 at positions that are ignored or have weight 0 (``argmax``: -1)."""
+    """Per token; 0 at positions that are ignored or have weight 0."""
 
     nll: Tensor  # (N,) -log p(label), fp32 or fp64
-    lse: Tensor  # (N,)
-    entropy: Tensor  # (N,), or (0,) where not asked for
-    zmean: Tensor  # (N,) sum_v c_v z_v / V, or (0,)
-    argmax: Tensor  # (N,) int64, or (0,)
+    lse: Tensor  # (N,), or (0,) where not asked for, as the two below
+    entropy: Tensor
+    zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64
 
 
@@ -79,50 +43,83 @@ class Upstream(NamedTuple):
     used: Tensor  # bool: any of it is not 0
 
 
+class Slopes(NamedTuple):
+    """Derivatives of a token's loss, ``(n,)`` each or one number for all.
+
+    Their sum over a row of logits, ``nll * (p - onehot) + lse * p + zmean * c / V``, is the
+    gradient of the logits.
+    """
+
+    nll: Tensor | float
+    lse: Tensor | float
+    zmean: Tensor | float
+
+
+def folded(problem: Problem) -> Problem:
+    """The same, with class weights as token weights where they are nothing else.
+
+    A token of weight 0 is then left out as a whole, with whatever its logits hold.
+    """
+    c = problem.class_weight
+    if c is None or problem.label_smoothing or problem.z_loss:
+        return problem
+    w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
+    if problem.token_weight is not None:
+        w = problem.token_weight * w
+    return problem._replace(token_weight=w, class_weight=None)
+
+
 def token_losses(
-    objective: Objective,
+    problem: Problem,
     y: Tensor,  # (n,) labels, in range
     nll: Tensor,  # (n,)
-    lse: Tensor,  # (n,)
+    lse: Tensor,  # (n,), read with label smoothing or z-loss
     zmean: Tensor | None,  # (n,), with label smoothing only
 ) -> Tensor:
     """``(n,)`` losses, differentiable in nll, lse and zmean."""
-    smoothing, z_loss, token_weight, class_weight = objective
     loss = nll
-    if class_weight is not None:
-        c = class_weight.to(loss)[y]
+    smoothing = problem.label_smoothing
+    if problem.class_weight is not None:
+        c = problem.class_weight.to(loss)[y]
         loss = loss.masked_fill(c == 0, 0) * c  # not inf * 0
     if smoothing and zmean is not None:
-        loss = (1 - smoothing) * loss + smoothing * (_mean_class(objective) * lse - zmean)
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    return loss if token_weight is None else loss * token_weight.to(loss)
+        loss = (1 - smoothing) * loss + smoothing * (_mean_class(problem) * lse - zmean)
+    if problem.z_loss:
+        loss = loss + problem.z_loss * lse.square()
+    return loss if problem.token_weight is None else loss * problem.token_weight.to(loss)
 
 
 def slopes(
-    objective: Objective,
+    problem: Problem,
     y: Tensor,  # (n,) labels, in range
     lse: Tensor,  # (n,)
-) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
-    """Derivatives of :func:`token_losses` by nll, lse and zmean: ``(n,)``, or one number for all.
-
-    Their sum over a row of logits, ``u_nll * (p - onehot) + u_lse * p + u_zmean * c / V``, is the
-    gradient of the logits.
-    """
-    smoothing, z_loss, token_weight, class_weight = objective
-    u_nll: Tensor | float = 1 - smoothing
-    u_lse: Tensor | float = smoothing * _mean_class(objective) if smoothing else 0.0
-    u_zmean: Tensor | float = -smoothing
-    if class_weight is not None:
-        u_nll = u_nll * class_weight.to(lse)[y]
-    if z_loss:
-        u_lse = u_lse + 2 * z_loss * lse
-    if token_weight is not None:
-        w = token_weight.to(lse)
-        return w * u_nll, w * u_lse, w * u_zmean
-    return u_nll, u_lse, u_zmean
+) -> Slopes:
+    """Derivatives of :func:`token_losses` by nll, lse and zmean."""
+    smoothing = problem.label_smoothing
+    by_nll: Tensor | float = 1 - smoothing
+    by_lse: Tensor | float = smoothing * _mean_class(problem) if smoothing else 0.0
+    by_zmean: Tensor | float = -smoothing
+    if problem.class_weight is not None:
+        by_nll = by_nll * problem.class_weight.to(lse)[y]
+    if problem.z_loss:
+        by_lse = by_lse + 2 * problem.z_loss * lse
+    if problem.token_weight is not None:
+        w = problem.token_weight.to(lse)
+        return Slopes(w * by_nll, w * by_lse, w * by_zmean)
+    return Slopes(by_nll, by_lse, by_zmean)
 
 
-def _mean_class(objective: Objective) -> Tensor | float:
-    c = objective.class_weight
+def _mean_class(problem: Problem) -> Tensor | float:
+    c = problem.class_weight
     return 1.0 if c is None else c.mean(dtype=torch.float64)
+
+
+def expected_upstream(problem: Problem) -> Tensor:
+    """``()`` fp32 or fp64: the factor in which gradients are taken before they are rounded.
+
+    Backward multiplies by what comes from upstream over this, nothing at all where that is 1.
+    """
+    if problem.expected_upstream is not None:
+        return problem.expected_upstream
+    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    return torch.ones((), dtype=dtype, device=problem.hidden.device)

@@ -7,19 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd.per_token import token_ce
-from fusedce.autograd.summed import linear_ce
-from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import (
-    autocast,
-    check_chunk_tokens,
-    check_ignore_index,
-    check_number,
-    check_objective,
-    check_softcap,
-    check_tensor_types,
-    check_tensors,
-)
+from fusedce.autograd import dispatch
+from fusedce.contract.checks import checked
+from fusedce.contract.problem import Problem
 
 
 def fused_cross_entropy(
@@ -84,31 +74,38 @@ def fused_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    check_tensors(hidden, weight, labels, bias)
-    check_ignore_index(ignore_index, labels)
-    check_chunk_tokens(chunk_tokens)
-    objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, class_weight)
-    rows, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    rest = (
-        bias,
-        ignore_index,
-        check_softcap(softcap),
-        check_number("logit_scale", logit_scale),
-        chunk_tokens,
-        resolve_backend(backend, hidden),
-        objective,
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        token_weight=token_weight,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        chunk_tokens=chunk_tokens,
+        backend=backend,
     )
+    problem = checked(problem)
     if reduction == "none":
-        return token_ce(rows, weight, y, *rest)[0].view(labels.shape)
-    loss_sum, n_valid = linear_ce(rows, weight, y, *rest)
+        return dispatch.token_losses(problem).view(labels.shape)
     if reduction == "sum":
-        return loss_sum
-    if class_weight is None:
-        return loss_sum / n_valid.clamp(min=1)
-    valid = y != ignore_index
-    chosen = class_weight.double()[y.long().clamp(0, len(class_weight) - 1)]
-    total = torch.where(valid, chosen, 0.0).sum()
+        return dispatch.loss_sum(problem).loss_sum
+    denominator = _denominator(problem)
+    problem = problem._replace(expected_upstream=1 / denominator)
+    return dispatch.loss_sum(problem).loss_sum / denominator
+
+
+def _denominator(problem: Problem) -> Tensor:
+    """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
+    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    valid = problem.labels != problem.ignore_index
+    if problem.class_weight is None:
+        return valid.sum().clamp(min=1).to(dtype)
+    V = problem.class_weight.shape[0]
+    chosen = problem.class_weight.double()[problem.labels.long().clamp(0, V - 1)]
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    return loss_sum / torch.where(valid.any(), total, 1.0).to(loss_sum)
+    return torch.where(valid.any(), torch.where(valid, chosen, 0.0).sum(), 1.0).to(dtype)

@@ -6,20 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedce.autograd.summed import linear_ce
+from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import (
-    autocast,
-    check_argmax_out,
-    check_chunk_tokens,
-    check_ignore_index,
-    check_number,
-    check_objective,
-    check_softcap,
-    check_tensor_types,
-    check_tensors,
-)
+from fusedce.contract.checks import check_argmax_out, checked
+from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+from fusedce.loss.sharded import is_sharded, sharded_ce
 
 
 def fused_ce(
@@ -105,11 +97,7 @@ def fused_ce(
         >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
-    check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    if process_group is not None or hasattr(weight, "placements"):
-        from fusedce.loss.sharded import sharded_ce  # sits on this module
-
+    if is_sharded(weight, process_group):
         if backend not in (None, "torch", "triton"):
             resolve_backend(backend, hidden)  # which says what is wrong with it
         if backend == "triton":
@@ -130,29 +118,31 @@ def fused_ce(
             token_weight=token_weight,
             chunk_tokens=chunk_tokens,
         )
-    check_tensors(hidden, weight, labels, bias)
-    softcap = check_softcap(softcap)
-    logit_scale = check_number("logit_scale", logit_scale)
-    check_ignore_index(ignore_index, labels)
-    check_chunk_tokens(chunk_tokens)
-    objective = check_objective(hidden, weight, label_smoothing, z_loss, token_weight, None)
-    if argmax_out is not None:
-        check_argmax_out(argmax_out, labels)
-    argmax = None if argmax_out is None else argmax_out.new_empty(labels.numel())
-
-    loss_sum, n_valid = linear_ce(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        bias,
-        ignore_index,
-        softcap,
-        logit_scale,
-        chunk_tokens,
-        resolve_backend(backend, hidden),
-        objective,
-        argmax,
+    problem = checked(
+        Problem(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            token_weight=token_weight,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+            backend=backend,
+        )
     )
-    if argmax_out is not None and argmax is not None:
-        argmax_out.copy_(argmax.view_as(argmax_out))
-    return LossSum(loss_sum, n_valid)
+    if argmax_out is None:
+        return dispatch.loss_sum(problem)
+    check_argmax_out(argmax_out, labels)
+    argmax = (
+        argmax_out.view(-1)
+        if argmax_out.is_contiguous()
+        else argmax_out.new_empty(argmax_out.numel())
+    )
+    result = dispatch.loss_sum(problem, argmax)
+    if not argmax_out.is_contiguous():
+        argmax_out.copy_(argmax.view(argmax_out.shape))
+    return result

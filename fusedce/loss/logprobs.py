@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.autograd.per_token import token_stats
-from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import (
-    autocast,
-    check_chunk_tokens,
-    check_ignore_index,
-    check_number,
-    check_softcap,
-    check_tensor_types,
-    check_tensors,
-)
+from fusedce.autograd import dispatch
+from fusedce.contract.checks import check_number, checked
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats
 
 
@@ -69,35 +61,32 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    check_tensors(hidden, weight, labels, bias)
-    check_ignore_index(ignore_index, labels)
-    check_chunk_tokens(chunk_tokens)
-    softcap = check_softcap(softcap)
     temperature = check_number("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
-    stats = token_stats(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        bias,
-        ignore_index,
-        None if softcap is None else softcap / temperature,
-        check_number("logit_scale", logit_scale) / temperature,
-        chunk_tokens,
-        resolve_backend(backend, hidden),
-        want_entropy=True,
-        want_argmax=True,
+    problem = checked(
+        Problem(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            chunk_tokens=chunk_tokens,
+            backend=backend,
+        )
     )
+    # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
+    problem = problem._replace(
+        softcap=None if problem.softcap is None else problem.softcap / temperature,
+        logit_scale=problem.logit_scale / temperature,
+    )
+    argmax = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
+    stats = dispatch.token_stats(problem, Wanted(lse=True, entropy=True), argmax.view(-1))
     shape = labels.shape
     return TokenStats(
-        -stats.nll.view(shape),
-        stats.entropy.view(shape),
-        stats.lse.view(shape),
-        stats.argmax.view(shape),
+        -stats.nll.view(shape), stats.entropy.view(shape), stats.lse.view(shape), argmax
     )
 
 
@@ -132,19 +121,17 @@ def fused_argmax(
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden must be a tensor, got {type(hidden).__name__}")
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    check_tensor_types(hidden, weight, labels, bias)
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    check_tensors(hidden, weight, labels, bias)
-    stats = token_stats(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        bias,
-        -100,
-        check_softcap(softcap),
-        check_number("logit_scale", logit_scale),
-        None,
-        resolve_backend(backend, hidden),
-        want_argmax=True,
+    problem = checked(
+        Problem(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            backend=backend,
+        )
     )
-    return stats.argmax.view(labels.shape)
+    argmax = torch.empty_like(labels)
+    dispatch.token_stats(problem, Wanted(), argmax.view(-1))
+    return argmax

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedce.autograd.summed import _scaled
-from fusedce.backends.sharded.layout import agree, layout_of
-from fusedce.backends.sharded.tiles import Options, Shard, Wanted, loss_and_grads
+from fusedce.autograd import sharded
+from fusedce.backends.sharded.layout import agree, is_dtensor, layout_of
 from fusedce.contract.checks import (
     autocast,
-    check_chunk_tokens,
-    check_ignore_index,
-    check_number,
-    check_objective,
-    check_softcap,
+    check_options,
+    check_tensor_types,
     check_tensors,
+    flattened,
 )
-from fusedce.contract.labels import check_labels
+from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+
+
+def is_sharded(weight: object, process_group: object) -> bool:
+    """Whether :func:`sharded_ce` is meant: a group was given, or the weight is a ``DTensor``."""
+    return process_group is not None or is_dtensor(weight)
 
 
 def sharded_ce(
@@ -109,68 +109,28 @@ def sharded_ce(
         >>> weight.grad.placements
         (Shard(dim=0),)
     """
-    layout = layout_of(hidden, weight, labels, bias, token_weight, process_group, tokens_sharded)
-    check_labels(layout.labels)
-    h, w, b = autocast(layout.hidden, layout.weight, layout.bias)
-    if len(w):
-        check_tensors(h, w, layout.labels, b)
-    else:  # a rank without rows
-        check_tensors(h, w.new_empty(1, w.shape[-1]), layout.labels, None)
-    check_ignore_index(ignore_index, layout.labels)
-    check_chunk_tokens(chunk_tokens)
-    objective = check_objective(h, w, label_smoothing, z_loss, layout.token_weight, None)
-    options = Options(
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        token_weight=token_weight,
         ignore_index=ignore_index,
-        softcap=check_softcap(softcap),
-        logit_scale=check_number("logit_scale", logit_scale),
-        label_smoothing=objective.label_smoothing,
-        z_loss=objective.z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
         chunk_tokens=chunk_tokens,
+        backend="torch",
     )
+    check_tensor_types(problem)
+    layout = layout_of(problem, process_group, tokens_sharded)
+    problem = autocast(layout.problem)
+    if len(problem.weight):
+        check_tensors(problem)
+    else:  # a rank without rows
+        row = problem.weight.new_empty(1, problem.weight.shape[-1])
+        check_tensors(problem._replace(weight=row, bias=None))
+    check_options(problem)
     shard = agree(layout, vocab_size)
-    loss_sum, n_valid = _ShardedCE.apply(
-        h.reshape(-1, h.shape[-1]),
-        w,
-        b,
-        layout.labels.reshape(-1),
-        objective.token_weight,
-        shard,
-        options,
-        torch.is_grad_enabled(),
-    )
-    return LossSum(loss_sum, n_valid)
-
-
-class _ShardedCE(torch.autograd.Function):
-    """Gradients of the sum are computed in forward; backward multiplies them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        token_weight: Tensor | None,
-        shard: Shard,
-        options: Options,
-        grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        wanted = Wanted(*(grad and needed for needed in ctx.needs_input_grad[:3]))
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss_sum, n_valid, grads = loss_and_grads(
-                hidden, weight, labels, bias, token_weight, shard, options, wanted
-            )
-        ctx.save_for_backward(*grads)
-        ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(n_valid)
-        return loss_sum, n_valid
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if grad is None else _scaled(grad, grad_loss).to(ctx.dtype)
-            for grad in ctx.saved_tensors
-        )
-        return (*grads, None, None, None, None, None)
+    return sharded.loss_sum(flattened(problem), shard)

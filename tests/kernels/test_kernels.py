@@ -12,6 +12,7 @@ import triton
 
 import fusedce
 from fusedce.contract.labels import bad_label_message
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case, check
 
 BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
@@ -35,14 +36,15 @@ def test_odd_shapes(V, H, N):
             check(fn, Case(**{**vars(case), "requires_grad": need}))
 
 
-def test_lse_is_returned_and_zero_where_ignored():
-    from fusedce.backends import triton as launch
+def test_the_forward_kernel_writes_lse_where_it_is_wanted_and_a_label_is_valid():
+    from fusedce.backends.triton.forward import loss
 
     hidden, weight, labels, _ = Case((70,), 24, 300, ignored=0.4).tensors()
-    _, n_valid, lse = launch.loss(hidden, weight, labels, None, -100, None, 1.0)
+    lse = torch.full((70,), 7.0)
+    _, n_valid = loss(Problem(hidden, weight, labels), lse=lse)
     valid = labels != -100
     assert n_valid == valid.sum()
-    assert lse[~valid].eq(0).all()
+    assert lse[~valid].eq(7).all()
     exact = (hidden[valid].double() @ weight.double().T).logsumexp(-1)
     torch.testing.assert_close(lse[valid].double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -51,18 +53,18 @@ def test_lse_is_returned_and_zero_where_ignored():
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """What a GPU does: no read out of bounds, no assert, a NaN and the evidence."""
     from fusedce.backends import triton as launch
-    from fusedce.backends.triton import compact as launch_common
+    from fusedce.backends.triton import forward, training
 
-    monkeypatch.setattr(launch_common, "raise_on_cpu", lambda *args: None)
+    for module in (forward, training):
+        monkeypatch.setattr(module, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
     labels[41] = labels[60] = bad
-    loss_sum, n_valid, _ = launch.loss(hidden, weight, labels, None, -100, None, 1.0)
+    problem = Problem(hidden, weight, labels)
+    loss_sum, n_valid = launch.loss(problem)
     assert loss_sum.isnan()
     assert f"got {bad} at flattened position 41" in bad_label_message(int(n_valid))
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
-    loss_sum, n_valid = launch.loss_and_grads(
-        hidden, weight, labels, None, -100, None, 1.0, None, d_hidden, d_weight, None
-    )
+    summed = launch.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+    loss_sum, n_valid, d_hidden = summed.loss_sum, summed.n_valid, summed.d_hidden
     assert loss_sum.isnan()
     assert n_valid < 0
     assert d_hidden[41].isnan().all()
@@ -114,7 +116,7 @@ def test_slow_cases_say_so_once(dtype):
 
     launch_forward._say_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
-    exact = launch.loss(hidden, weight, labels, None, -100, None, 1.0)[0]
+    exact = launch.loss(Problem(hidden, weight, labels))[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     wide = hidden.new_empty(20, 48)[:, ::2].copy_(hidden)
     for h, w, message in (
@@ -122,10 +124,10 @@ def test_slow_cases_say_so_once(dtype):
         (wide, weight, "hidden has stride 2 in its last dimension"),
     ):
         with pytest.warns(UserWarning, match=message):
-            first = launch.loss(h, w, labels, None, -100, None, 1.0)[0]
+            first = launch.loss(Problem(h, w, labels))[0]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            launch.loss(h, w, labels, None, -100, None, 1.0)
+            launch.loss(Problem(h, w, labels))
         assert first == exact  # with and without tensor descriptors, to the bit
 
 

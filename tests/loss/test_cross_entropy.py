@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.operators import opcheck_tokens
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fusedce import fused_cross_entropy
+from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -198,8 +200,19 @@ def test_compile_and_opcheck():
         torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight)),
         torch.autograd.grad(step(hidden, weight, labels), (hidden, weight)),
     )
-    args = (hidden, weight, labels, bias, torch.rand(37), torch.rand(11), -100, 2.0, 0.5, 4)
-    torch.library.opcheck(torch.ops.fusedce.token_stats, (*args, "torch", True, True, True))
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        token_weight=torch.linspace(0, 1, 11),
+        class_weight=torch.linspace(0, 1, 37),
+        softcap=2.0,
+        logit_scale=0.5,
+        chunk_tokens=4,
+        backend="torch",
+    )
+    opcheck_tokens(problem)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
 from fusedce.backends import plan
 from fusedce.backends.triton import archs as configs
+from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 6, 8, 13
@@ -71,12 +72,12 @@ def test_the_weight_of_an_absent_class_may_be_anything(reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_computed_where_nothing_is_valid(backend, monkeypatch):
-    from fusedce.backends.torch.tiles import Head
+    from fusedce.contract.projection import Projection
 
     hidden, weight, labels = inputs()
     labels.fill_(-100)
     if backend == "torch":
-        monkeypatch.setattr(Head, "logits", None)
+        monkeypatch.setattr(Projection, "logits", None)
     with torch.no_grad():
         assert fused_ce(hidden, weight, labels, backend=backend).loss_sum == 0
     statistics = fused_logprobs(hidden, weight, labels, backend=backend)
@@ -270,7 +271,7 @@ def test_a_sharded_vocabulary_checks_what_a_whole_one_does(two_ranks):
 def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
     from fusedce.backends.triton import forward as launch_forward
 
-    hidden, weight, _ = inputs(torch.float16)
+    hidden, weight, labels = inputs(torch.float16)
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch_forward.tuning, "enabled", lambda: True)
     monkeypatch.setattr(
@@ -279,5 +280,5 @@ def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
     monkeypatch.setattr(launch_forward.triton.testing, "do_bench", lambda call: 1.0)
     monkeypatch.setattr(launch_forward.tuning, "key_of", lambda *_: "key")
     before = torch.get_rng_state()
-    launch_forward._forward_config(hidden, weight, None, None, 1.0, False)
+    launch_forward._forward_config(Problem(hidden, weight, labels))
     assert torch.equal(torch.get_rng_state(), before)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.operators import opcheck_sum
 
 import fusedce
 from fusedce import LossSum, fused_ce, reference_ce
 from fusedce.backends import plan
+from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 INPUTS = ("hidden", "weight")
@@ -179,8 +181,7 @@ class TestContract:
 
     def test_opcheck(self, backend):
         hidden, weight, labels = inputs()
-        args = (hidden, weight, labels, None, -100, None, 1.0, 4, backend, True, True, False)
-        torch.library.opcheck(torch.ops.fusedce.linear_ce, args)
+        opcheck_sum(Problem(hidden, weight, labels, chunk_tokens=4, backend=backend))
 
 
 def test_gradcheck_fp64():

@@ -209,7 +209,7 @@ def test_one_token_has_the_same_bits_in_every_batch(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
     """There the used rows cannot be counted: all take part, and the result must not show it."""
-    from fusedce.backends.triton import training as launch_training
+    from fusedce.backends.triton import per_token as launch_tokens
 
     hidden, weight, labels, bias = Case(
         (90,), 24, 200, dtype, ignored=0.3, with_bias=True
@@ -222,7 +222,7 @@ def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
         return torch.autograd.grad((stats.logprob + stats.entropy).sum(), leaves)
 
     outside = run()
-    monkeypatch.setattr(launch_training, "_capturing", lambda device: True)
+    monkeypatch.setattr(launch_tokens, "capturing", lambda device: True)
     torch.testing.assert_close(run(), outside, rtol=1e-5, atol=1e-5)
 
 

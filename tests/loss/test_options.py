@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.operators import opcheck_sum
 
 from fusedce import fused_argmax, fused_ce, fused_cross_entropy, reference_ce
+from fusedce.contract.problem import Problem
 from fusedce.testing import OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]
@@ -225,9 +227,19 @@ def test_compile_and_opcheck(softcap):
     torch.testing.assert_close(
         torch.autograd.grad(got, hidden), torch.autograd.grad(wanted, hidden)
     )
-    args = (hidden, weight, labels, None, -100, None, 1.0, 4, "torch", True, True, False)
-    more = (0.1, 0.1, w, torch.rand(37), True)
-    torch.library.opcheck(torch.ops.fusedce.linear_ce, args + more)
+    opcheck_sum(
+        Problem(
+            hidden,
+            weight,
+            labels,
+            token_weight=w,
+            class_weight=torch.rand(37),
+            label_smoothing=0.1,
+            z_loss=0.1,
+            chunk_tokens=4,
+            backend="torch",
+        )
+    )
 
 
 H, W, L = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)

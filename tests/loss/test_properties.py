@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends.torch import tiles as chunked_tiles
-from fusedce.backends.torch import training as chunked
+from fusedce.backends.torch import per_token, training
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +18,8 @@ SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(params=["fast_bf16", "no_bf16_units"])
 def bf16_units(request, monkeypatch):
     """Both ways of computing bf16 on a CPU, whatever this one has."""
-    monkeypatch.setattr(chunked, "_fast_bf16", lambda device: request.param == "fast_bf16")
+    for module in (training, per_token):
+        monkeypatch.setattr(module, "fast_bf16", lambda device: request.param == "fast_bf16")
 
 
 @pytest.mark.hypothesis
@@ -27,7 +27,8 @@ def bf16_units(request, monkeypatch):
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
-    monkeypatch.setattr(chunked_tiles.Head, "tiles", _tiles_of(tile))
+    for module in (training, per_token):
+        monkeypatch.setattr(module, "tiles", _tiles_of(tile))
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
@@ -94,8 +95,8 @@ def test_the_check_can_fail():
 
 
 def _tiles_of(size):
-    def tiles(self, C):
-        V = self.weight.shape[0]
+    def tiles(weight, C):
+        V = weight.shape[0]
         return ((begin, min(begin + size, V)) for begin in range(0, V, size))
 
     return tiles

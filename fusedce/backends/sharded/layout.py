@@ -6,73 +6,49 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fusedce.backends.sharded.tiles import Shard, all_gather
 from fusedce.contract.groups import Ranks
+from fusedce.contract.problem import Problem
 
 
 class Layout(NamedTuple):
-    """Local tensors, and who holds the rest of the vocabulary."""
+    """What lies here, and who holds the rest of the vocabulary."""
 
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    token_weight: Tensor | None
+    problem: Problem  # of local tensors
     group: dist.ProcessGroup
     tokens_sharded: bool
 
 
-def layout_of(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    process_group: Any,
-    tokens_sharded: bool,
-) -> Layout:
+def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Layout:
     """Where everything lies, read from placements or from the group given.
 
     Raises:
-        TypeError, ValueError: a placement or group that does not describe a sharded vocabulary.
+        ValueError: a placement or group that does not describe a sharded vocabulary.
     """
-    tensors = {"hidden": hidden, "weight": weight, "labels": labels}
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    weight: Any = problem.weight
     if not is_dtensor(weight):
         group = Ranks(process_group).group()
         if group is None:
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return Layout(hidden, weight, labels, bias, token_weight, group, tokens_sharded)
+        return Layout(problem, group, tokens_sharded)
     if process_group is not None:
         raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
-    whole: Any = weight
-    mesh, dim = whole.device_mesh, shard_dim("weight", whole)
-    group = mesh.get_group(dim)
-
-    def local(name: str, x: Any) -> Any:
-        if x is None or not is_dtensor(x):
-            return x
-        if x.device_mesh != mesh:
-            raise ValueError(f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}")
-        return x.to_local()
-
+    mesh, dim = weight.device_mesh, shard_dim("weight", weight)
+    bias = problem.bias
     if bias is not None and (not is_dtensor(bias) or shard_dim("bias", bias) != dim):
         raise ValueError("bias must be a DTensor sharded like weight")
-    if is_dtensor(hidden):
-        tokens_sharded = _tokens_sharded(hidden, dim)
-    return Layout(
-        local("hidden", hidden),
-        whole.to_local(),
-        local("labels", labels),
-        local("bias", bias),
-        local("token_weight", token_weight),
-        group,
-        tokens_sharded,
-    )
+    if is_dtensor(problem.hidden):
+        tokens_sharded = _tokens_sharded(problem.hidden, dim)
+    local: dict[str, Any] = {}
+    for name, x in problem._asdict().items():
+        if is_dtensor(x):
+            if x.device_mesh != mesh:
+                raise ValueError(
+                    f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
+                )
+            local[name] = x.to_local()
+    return Layout(problem._replace(**local), mesh.get_group(dim), tokens_sharded)
 
 
 def is_dtensor(x: object) -> bool:
@@ -109,11 +85,12 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
     """What ranks must know of each other; raises on all of them where they do not fit."""
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
-    labels = layout.labels.reshape(-1).long()
+    problem = layout.problem
+    labels = problem.labels.reshape(-1).long()
     order = torch.arange(1, len(labels) + 1, device=labels.device)
     checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
     mine = torch.tensor(
-        [len(layout.weight), len(labels), layout.hidden.shape[-1], vocab_size or 0],
+        [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0],
         device=labels.device,
     )
     told = all_gather(torch.cat([mine, checksum[None]]), layout.group).view(-1, 5)

@@ -13,16 +13,18 @@ As in `chunked`, the label's own exponential stays out of the sums: nothing canc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.autograd.summed import grad_dtype
+from fusedce.backends.gradients import waiting_dtype
 from fusedce.backends.plan import chunk_size
-from fusedce.backends.torch.training import parts, valid_rows
+from fusedce.backends.protocol import Summed
+from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.contract.objective import expected_upstream
+from fusedce.contract.problem import Problem, Wanted
 
 # torch 2.13 gave these two new names
 ALL_GATHER, REDUCE_SCATTER = (
@@ -44,111 +46,80 @@ class Shard(NamedTuple):
     tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
 
 
-@dataclass(frozen=True)
-class Options:
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    label_smoothing: float
-    z_loss: float
-    chunk_tokens: int | None
-
-
-class Wanted(NamedTuple):
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-def loss_and_grads(
-    hidden: Tensor,  # (N, H), or this rank's (n, H)
-    weight: Tensor,  # (V_local, H)
-    labels: Tensor,  # (N,), or (n,)
-    bias: Tensor | None,  # (V_local,)
-    token_weight: Tensor | None,  # (N,), or (n,)
-    shard: Shard,
-    options: Options,
-    wanted: Wanted,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """``loss_sum ()``, ``n_valid ()``, and the wanted gradients of the sum."""
-    n_here = len(hidden)
+def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
+    """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
+    n_here = len(problem.hidden)
     if shard.tokens is not None:
-        most = max(shard.tokens)
-        hidden = _gather_tokens(hidden, most, 0, shard.group)
-        labels = _gather_tokens(labels, most, options.ignore_index, shard.group)
-        if token_weight is not None:
-            token_weight = _gather_tokens(token_weight, most, 0, shard.group)
-
+        problem = _all_tokens(problem, max(shard.tokens), shard.group)
+    hidden, labels, token_weight = problem.hidden, problem.labels, problem.token_weight
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    rows, n_valid = valid_rows(labels, shard.V, options.ignore_index, token_weight)
-    C = chunk_size(
+    rows, n_valid = valid_rows(problem, shard.V)
+    size = chunk_size(
         len(rows),
         max(shard.largest, 1),
         H,
         logit_bytes=acc.itemsize,
         accumulator=hidden.dtype != acc,
         on_cpu=hidden.device.type == "cpu",
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=problem.chunk_tokens,
     )
-    head = _Head(weight, bias, shard, options, acc)
+    local = LocalRows(problem, shard)
     total = hidden.new_zeros((), dtype=torch.float64)
     d_rows = hidden.new_empty(len(rows), H, dtype=acc) if wanted.hidden else None
-    d_weight = hidden.new_zeros(weight.shape, dtype=acc) if wanted.weight else None
-    d_bias = hidden.new_zeros(len(weight), dtype=acc) if wanted.bias else None
+    d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
+    d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
+    factor = expected_upstream(problem)
     begin = 0
-    for chunk in parts(rows, C):
+    for chunk in chunks_of(rows, size):
         h = hidden[chunk]
         scale = None if token_weight is None else token_weight[chunk].double()
-        tile = _Tile(head, h, labels[chunk].long(), scale)
+        tile = _Tile(local, h, labels[chunk].long(), scale)
         total += tile.losses.sum()
-        if any(wanted):
-            g = tile.gradient()  # (C, real)
+        if any(wanted.gradients):
+            g = tile.gradient(factor)  # (C, real)
             if d_bias is not None:
-                d_bias[: head.real] += g.sum(0)
-            g = g.to(head.gemm)
+                d_bias[: local.real] += g.sum(0)
+            g = g.to(local.gemm)
             if d_rows is not None:
-                d_rows[begin : begin + len(chunk)] = _mm(g, head.weight, acc)
+                d_rows[begin : begin + len(chunk)] = _mm(g, local.weight, acc)
             if d_weight is not None:
-                d_weight[: head.real] += _mm(g.t(), h, acc)
+                d_weight[: local.real] += _mm(g.t(), h, acc)
         begin += len(chunk)
 
     d_hidden = None
     if d_rows is not None:
         d_hidden = _sum_over_ranks(d_rows, rows, N, n_here, shard)
-    waits = grad_dtype(hidden.dtype)
-    grads = tuple(None if d is None else d.to(waits) for d in (d_hidden, d_weight, d_bias))
-    return total.to(acc), n_valid, grads
+    waits = waiting_dtype(hidden.dtype)
+    grads = (
+        hidden.new_empty(0) if d is None else d.to(waits) for d in (d_hidden, d_weight, d_bias)
+    )
+    return Summed(total.to(acc), n_valid, factor, *grads)
 
 
-class _Head:
+class LocalRows:
     """The rows of the output projection that are classes and lie here."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        shard: Shard,
-        options: Options,
-        acc: torch.dtype,
-    ) -> None:
+    def __init__(self, problem: Problem, shard: Shard) -> None:
+        weight, bias = problem.weight, problem.bias
+        self.acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.real = min(max(shard.V - shard.first, 0), len(weight))
         self.weight = weight[: self.real]
-        self.bias = None if bias is None else bias[: self.real].to(acc)
-        self.shard, self.options, self.acc = shard, options, acc
+        self.bias = None if bias is None else bias[: self.real].to(self.acc)
+        self.problem, self.shard = problem, shard
         # fp16 cannot hold small probabilities, and a CPU has no bf16 product with an fp32 result.
         low = weight.dtype == torch.bfloat16 and weight.device.type != "cpu"
-        self.gemm = torch.bfloat16 if low else acc
+        self.gemm = torch.bfloat16 if low else self.acc
 
     def logits(self, h: Tensor) -> Tensor:
         """``(C, real)`` in fp32 or better."""
         z = _mm(h, self.weight.t(), self.acc)
         if self.bias is not None:
             z += self.bias
-        if self.options.logit_scale != 1.0:
-            z *= self.options.logit_scale
-        if self.options.softcap is not None:
-            z.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
+        if self.problem.logit_scale != 1.0:
+            z *= self.problem.logit_scale
+        if self.problem.softcap is not None:
+            z.div_(self.problem.softcap).tanh_().mul_(self.problem.softcap)
         return z
 
 
@@ -157,18 +128,18 @@ class _Tile:
 
     def __init__(
         self,
-        head: _Head,
+        local: LocalRows,
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,) int64
         scale: Tensor | None,  # (C,) float64
     ) -> None:
-        options, shard = head.options, head.shard
-        z = head.logits(h)
-        local = y - shard.first
-        self.inside = (local >= 0) & (local < head.real)
-        self.at = local.clamp(0, max(head.real - 1, 0))[:, None]
-        self.head, self.scale = head, 1.0 if scale is None else scale
-        if head.real:
+        options, shard = local.problem, local.shard
+        z = local.logits(h)
+        place = y - shard.first
+        self.inside = (place >= 0) & (place < local.real)
+        self.at = place.clamp(0, max(local.real - 1, 0))[:, None]
+        self.local, self.scale = local, 1.0 if scale is None else scale
+        if local.real:
             z_label = z.gather(1, self.at)[:, 0].masked_fill(~self.inside, -math.inf)
             k = z.amax(1).clamp_(min=torch.finfo(z.dtype).min)  # all -inf: exp must give 0
         else:
@@ -199,14 +170,14 @@ class _Tile:
             losses = losses + options.z_loss * self.lse.square()
         self.losses = losses * self.scale  # (C,) float64
 
-    def gradient(self) -> Tensor:
-        """``(C, real)``: of the sum of ``losses`` in the products ``hidden @ weight.T + bias``.
+    def gradient(self, factor: Tensor) -> Tensor:
+        """``(C, real)``: ``factor`` times that of the sum of ``losses`` in the raw products.
 
         ``(1 + 2 z_loss lse) p - (1 - eps) onehot - eps / V``, and the chain's slopes.
         """
-        options, V = self.head.options, self.head.shard.V
+        options, V = self.local.problem, self.local.shard.V
         eps = options.label_smoothing
-        outer = self.scale * options.logit_scale
+        outer = factor * self.scale * options.logit_scale
         of_p = 1 + 2 * options.z_loss * self.lse
         g = self.e.mul_((outer * of_p * (self.k - self.lse).exp()).to(self.e.dtype)[:, None])
         if eps:
@@ -217,7 +188,7 @@ class _Tile:
 
     def _set_label(self, values: Tensor) -> None:
         """Write the labels' own entries, where they lie here."""
-        if self.head.real:
+        if self.local.real:
             old = self.e.gather(1, self.at)[:, 0]
             self.e.scatter_(1, self.at, torch.where(self.inside, values, old)[:, None])
 
@@ -233,6 +204,18 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``(k, C)`` of every rank, as ``(k, ranks, C)``."""
     k, C = numbers.shape
     return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
+
+
+def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
+    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
+    token_weight = problem.token_weight
+    return problem._replace(
+        hidden=_gather_tokens(problem.hidden, most, 0, group),
+        labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
+        token_weight=(
+            None if token_weight is None else _gather_tokens(token_weight, most, 0, group)
+        ),
+    )
 
 
 def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:

@@ -9,8 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedce.backends.triton import archs as configs
-from fusedce.backends.triton.row_factors import ChunkTerms
+from fusedce.backends.gradients import Gradients
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.row_factors import ChunkFactors
+from fusedce.contract.problem import Problem
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
@@ -20,26 +22,24 @@ _PART = 16384  # vocabulary rows whose chunk gradient is held before it is added
 class Chunks:
     """The logits of one chunk after another, in the same buffers."""
 
-    def __init__(
-        self,
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        softcap: float | None,
-        logit_scale: float,
-        C: int,
-    ) -> None:
+    def __init__(self, problem: Problem, C: int) -> None:
+        weight, bias = problem.weight, problem.bias
         V = weight.shape[0]
         device = weight.device
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.softcap, self.scale = softcap, logit_scale
+        self.softcap, self.scale = problem.softcap, problem.logit_scale
         self.bias = None if bias is None else bias.contiguous()
-        self.amplify = amplification(weight.dtype, logit_scale)
-        self.block = min(triton.next_power_of_2(V), configs.exp_block(device))
+        self.amplify = amplification(weight.dtype, self.scale)
+        self.block = min(triton.next_power_of_2(V), archs.exp_block(device))
         self.blocks = triton.cdiv(V, self.block)
-        self.T = min(max(configs.TILE_ELEMENTS // C // self.block, 1) * self.block, V)
+        self.T = min(max(archs.TILE_ELEMENTS // C // self.block, 1) * self.block, V)
         self.products = torch.empty(C * self.T, dtype=torch.float32, device=device)
         # Rows start at multiples of 16 bytes, which the products that read them want.
-        self.exps = torch.empty(C, -(-V // 8) * 8, dtype=weight.dtype, device=device)[:, :V]
+        self.grads = torch.empty(C, -(-V // 8) * 8, dtype=weight.dtype, device=device)[:, :V]
+        self.exps = self.grads
+        if problem.label_smoothing and problem.softcap is None:
+            # What smoothing leaves of a probability is rounded, not the probability itself.
+            self.exps = torch.empty(C, V, dtype=torch.float32, device=device)
         self.stats = torch.empty(2, self.blocks * C, dtype=torch.float32, device=device)
         self.z_label = torch.empty(C, dtype=torch.float32, device=device)
         self.residuals = torch.empty(C, dtype=torch.float32, device=device)
@@ -51,7 +51,7 @@ class Chunks:
         losses: Tensor,  # (C,) fp32 to fill
         count: Tensor,  # () int32: valid rows
         first: int,  # number of the chunk's first row
-        part: ChunkTerms | None,
+        part: ChunkFactors | None,
         argmax: Tensor | None,  # (C,) int64 to fill
     ) -> Tensor:
         """``(C, V)``: ``amplify`` times the derivative of the losses by ``h @ weight.T``.
@@ -59,7 +59,7 @@ class Chunks:
         With ``part``, each row still waits for its factor ``part.rows``.
         """
         V, C = self.weight.shape[0], len(h)
-        exps, (maxima, sums) = self.exps[:C], self.stats
+        exps, grads, (maxima, sums) = self.exps[:C], self.grads[:C], self.stats
         places = sums  # unused without argmax
         if argmax is not None:
             places = torch.empty(self.blocks * C, dtype=torch.int32, device=h.device)
@@ -69,7 +69,7 @@ class Chunks:
             "HAS_ARGMAX": argmax is not None,
             "AMPLIFY": self.amplify,
             "BLOCK_V": self.block,
-            "num_warps": configs.EXP_WARPS,
+            "num_warps": archs.EXP_WARPS,
         }
         softcap = 1.0 if self.softcap is None else self.softcap
         for begin in range(0, V, self.T):
@@ -95,8 +95,11 @@ class Chunks:
                 HAS_BIAS=self.bias is not None,
                 **options,
             )
+        class_weight = None if part is None else part.class_weight
         softmax_grad_kernel[(C, self.blocks)](
             exps,
+            grads,
+            losses if class_weight is None else class_weight,
             y,
             maxima,
             sums,
@@ -114,13 +117,16 @@ class Chunks:
             V,
             self.blocks,
             exps.stride(0),
+            grads.stride(0),
             self.scale,
             softcap,
             HAS_TERMS=part is not None,
+            HAS_SHIFT=exps.data_ptr() != grads.data_ptr(),
+            HAS_CLASS_WEIGHT=class_weight is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
             **options,
         )
-        return exps
+        return grads
 
     def known_gradient(
         self,
@@ -137,7 +143,7 @@ class Chunks:
     ) -> Tensor:
         """``(C, V)``: ``amplify`` times ``g``, times the derivative of z by ``h @ weight.T``."""
         V, C = self.weight.shape[0], len(h)
-        grads = self.exps[:C]
+        grads = self.grads[:C]
         self.residuals.zero_()
         for begin in range(0, V, self.T):
             T = min(self.T, V - begin)
@@ -171,7 +177,7 @@ class Chunks:
                 HAS_CLASS_WEIGHT=class_weight is not None,
                 AMPLIFY=self.amplify,
                 BLOCK_V=self.block,
-                num_warps=configs.EXP_WARPS,
+                num_warps=archs.EXP_WARPS,
             )
         return grads
 
@@ -183,11 +189,10 @@ class Chunks:
         first: int,
         d_hidden: Tensor,  # (N, H) to fill at rows[first : first + C]
         factors: Tensor | None,  # (C,) fp32: of the rows of g
-        mean_row: Tensor | None = None,  # (H,) fp32: added with
-        mean_factors: Tensor | None = None,  # (C,) fp32
+        outer: float,  # of all of them
     ) -> None:
         V, H = self.weight.shape
-        step = max(configs.TILE_ELEMENTS // 2 // H, 128)
+        step = max(archs.TILE_ELEMENTS // 2 // H, 128)
         products = torch.empty(min(step, len(g)), H, dtype=torch.float32, device=g.device)
         block = min(triton.next_power_of_2(H), 1024)
         for begin in range(0, len(g), step):
@@ -199,8 +204,6 @@ class Chunks:
                 y[begin:],
                 self.residuals[begin:],
                 self.residuals if factors is None else factors[begin:],
-                self.residuals if mean_row is None else mean_row,
-                self.residuals if mean_factors is None else mean_factors[begin:],
                 rows,
                 d_hidden,
                 first + begin,
@@ -208,31 +211,32 @@ class Chunks:
                 V,
                 self.weight.stride(0),
                 d_hidden.stride(0),
-                1 / self.amplify,
+                self.amplify,
+                outer,
                 HAS_FACTORS=factors is not None,
-                HAS_MEAN=mean_row is not None,
                 BLOCK_H=block,
-                num_warps=configs.EXP_WARPS,
+                num_warps=archs.EXP_WARPS,
             )
 
     def add_head_gradients(
         self,
         g: Tensor,  # (C, V), from `gradient`
         h: Tensor,  # (C, H)
-        d_weight: Tensor | None,  # (V, H)
-        d_bias: Tensor | None,  # (V,) fp32
+        grads: Gradients,
         factors: Tensor | None,  # (C,) fp32: of the rows of g
+        outer: float,  # of all of them
         *,
         first: bool,
     ) -> None:
-        """``d_weight (+)= g.T @ h`` and ``d_bias += g.sum(0)``, rows times their factors."""
-        if d_bias is not None and factors is None:
-            d_bias.add_(g.sum(0, dtype=torch.float32), alpha=1 / self.amplify)
-        elif d_bias is not None and factors is not None:
-            for i in range(0, len(d_bias), _PART):
+        """``weight (+)= g.T @ h`` and ``bias += g.sum(0)``, rows times their factors."""
+        alpha = outer / self.amplify
+        if grads.bias is not None and factors is None:
+            grads.bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
+        elif grads.bias is not None and factors is not None:
+            for i in range(0, len(grads.bias), _PART):
                 sums = torch.mv(g[:, i : i + _PART].float().t(), factors)
-                d_bias[i : i + _PART].add_(sums, alpha=1 / self.amplify)
-        if d_weight is None:
+                grads.bias[i : i + _PART].add_(sums, alpha=alpha)
+        if grads.weight is None:
             return
         largest = None
         if factors is not None:
@@ -240,7 +244,7 @@ class Chunks:
                 largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
                 factors = factors / largest
             h = (h.float() * factors[:, None]).to(h.dtype)
-        _add_weight_grad(d_weight, g, h, 1 / self.amplify, largest, first=first)
+        _add_weight_grad(grads.weight, g, h, alpha, largest, first=first)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -284,12 +288,15 @@ def _add_weight_grad(
 ) -> None:
     """``d_weight (V, H) (+)= factor * largest * g (C, V).T @ h (C, H)`` in d_weight's dtype."""
     if d_weight.dtype == h.dtype:
-        torch.addmm(d_weight, g.t(), h, beta=0 if first else 1, out=d_weight)
+        torch.addmm(d_weight, g.t(), h, beta=0 if first else 1, alpha=factor, out=d_weight)
         return
     for begin in range(0, len(d_weight), _PART):
         part = d_weight[begin : begin + _PART]
-        product = torch.empty_like(part)
+        product = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         mm(g[:, begin : begin + _PART].t(), h, product)
         if largest is not None:
             product.mul_(largest)
-        torch.mul(product, factor, out=part) if first else part.add_(product, alpha=factor)
+        if first:
+            part.copy_(product.mul_(factor))
+        else:
+            part.add_(product, alpha=factor)

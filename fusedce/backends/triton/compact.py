@@ -1,52 +1,67 @@
-"""What both passes of the Triton backend share."""
+"""Which rows count, packed on the device; and what every launcher asks of the device."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.triton import archs as configs
+from fusedce.backends.triton import archs
 from fusedce.contract.labels import bad_label_message
+from fusedce.contract.problem import Problem
 from fusedce.kernels.compact import compact_kernel
 
 
-def compact(
-    labels: Tensor,
-    V: int,
-    ignore_index: int,
-    tickets: Tensor,
-    token_weight: Tensor | None = None,  # (N,): rows of weight 0 count, and are left out
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``rows (N,)``, ``count ()`` int32, ``n_valid ()`` int64 and a zero ``loss_sum ()``."""
-    N, device = len(labels), labels.device
-    rows = torch.empty(N, dtype=torch.int32, device=device)
-    count = torch.empty((), dtype=torch.int32, device=device)
-    n_valid = torch.empty((), dtype=torch.int64, device=device)
-    loss_sum = torch.empty((), dtype=torch.float32, device=device)
+class Rows(NamedTuple):
+    """Valid rows, packed, and how many."""
+
+    rows: Tensor  # (N,) int32, of which `used` are written
+    used: Tensor  # () int32
+    n_valid: Tensor  # () int64: with those of weight 0; negative for a bad label
+    loss_sum: Tensor  # () fp32, 0
+
+
+def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None = None) -> Rows:
+    """Rows with a label to predict and a weight (or ``used (N,)``) other than 0.
+
+    ``tickets (...)`` int32 are set to 0.
+    """
+    labels, device = problem.labels, problem.labels.device
+    N = len(labels)
+    if tickets is None:
+        tickets = torch.empty(0, dtype=torch.int32, device=device)
+    weights = problem.token_weight if used is None else used
+    packed = Rows(
+        torch.empty(N, dtype=torch.int32, device=device),
+        torch.empty((), dtype=torch.int32, device=device),
+        torch.empty((), dtype=torch.int64, device=device),
+        torch.empty((), dtype=torch.float32, device=device),
+    )
     compact_kernel[(1,)](
         labels,
-        rows,
-        count,
-        n_valid,
-        loss_sum,
+        packed.rows,
+        packed.used,
+        packed.n_valid,
+        packed.loss_sum,
         tickets,
-        labels if token_weight is None else token_weight.contiguous(),
+        labels if weights is None else weights.contiguous(),
         N,
-        V,
-        ignore_index,
+        problem.weight.shape[0],
+        problem.ignore_index,
         len(tickets),
-        HAS_TOKEN_WEIGHT=token_weight is not None,
-        BLOCK_N=configs.COMPACT_BLOCK_N,
+        HAS_TOKEN_WEIGHT=weights is not None,
+        BLOCK_N=archs.COMPACT_BLOCK_N,
     )
-    return rows, count, n_valid, loss_sum
+    return packed
 
 
-def raise_on_cpu(n_valid: Tensor, V: int, ignore_index: int) -> None:
+def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
     """Bad labels: an error where looking costs nothing; on a GPU the code in ``n_valid`` stays."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
-        raise ValueError(bad_label_message(int(n_valid), V, ignore_index))
+        V = problem.weight.shape[0]
+        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -54,3 +69,8 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "cpu":
         return nullcontext()
     return getattr(torch, device.type).device(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Inside a CUDA graph nothing may wait: then all rows are computed, the ignored ones as 0."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -10,70 +10,63 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends.triton import archs as configs
-from fusedce.backends.triton import compact as common
-from fusedce.backends.triton import tuning
+from fusedce.backends.triton import archs, tuning
 from fusedce.backends.triton.archs import ForwardConfig
+from fusedce.backends.triton.compact import compact, on, raise_on_cpu
+from fusedce.contract.problem import Problem
 from fusedce.kernels.forward import forward_kernel
 
 
 def loss(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    labels: Tensor,  # (N,)
-    bias: Tensor | None,  # (V,)
-    ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
+    problem: Problem,
     config: ForwardConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``loss_sum ()``, ``n_valid ()`` int64, ``lse (N,)`` fp32 (0 at ignored positions)."""
-    hidden, weight = unit_stride("hidden", hidden), unit_stride("weight", weight)
-    labels = labels.contiguous()
+    lse: Tensor | None = None,  # (N,) fp32 to fill at valid rows
+) -> tuple[Tensor, Tensor]:
+    """``loss_sum ()`` and ``n_valid ()`` int64."""
+    problem = with_unit_strides(problem)
+    hidden, weight, bias = problem.hidden, problem.weight, problem.bias
     for name, x in (("hidden", hidden), ("weight", weight)):
         if not _aligned(x):
             _say_once(f"rows of {name} are not aligned to 16 bytes, so loads are narrow")
     N, H = hidden.shape
     V = weight.shape[0]
     device = hidden.device
-    if config is None:
-        options = bias is not None or logit_scale != 1.0 or softcap is not None
-        config = _forward_config(hidden, weight, bias, softcap, logit_scale, options)
+    config = _forward_config(problem) if config is None else config
     blocks = triton.cdiv(N, config.BLOCK_N)
-    tiles_per_split, splits = configs.vocabulary_splits(V, config)
+    tiles_per_split, splits = archs.vocabulary_splits(V, config)
     weight_tiles = descriptor(weight, config)
+    softcap = problem.softcap
 
-    lse = torch.zeros(N, dtype=torch.float32, device=device)
     partials = torch.empty((2 * splits + 1) * N, dtype=torch.float32, device=device)
     block_losses = torch.empty(blocks, dtype=torch.float64, device=device)
     tickets = torch.empty(1 + blocks, dtype=torch.int32, device=device)
-    with common.on(device):
-        rows, count, n_valid, loss_sum = common.compact(labels, V, ignore_index, tickets)
+    with on(device):
+        packed = compact(problem, tickets)
         if N:
             forward_kernel[(blocks * splits,)](
                 hidden,
                 weight,
                 weight if weight_tiles is None else weight_tiles,
-                weight if bias is None else bias.contiguous(),
-                labels,
-                rows,
-                count,
+                weight if bias is None else bias,
+                problem.labels,
+                packed.rows,
+                packed.used,
                 partials,
                 block_losses,
                 tickets,
-                lse,
-                loss_sum,
+                packed.loss_sum,
+                packed.loss_sum if lse is None else lse,
                 N,
                 H,
                 V,
                 hidden.stride(0),
                 weight.stride(0),
-                logit_scale,
+                problem.logit_scale,
                 1.0 if softcap is None else softcap,
                 tiles_per_split,
                 splits,
                 HAS_BIAS=bias is not None,
-                HAS_SCALE=logit_scale != 1.0,
+                HAS_SCALE=problem.logit_scale != 1.0,
                 HAS_SOFTCAP=softcap is not None,
                 BLOCK_N=config.BLOCK_N,
                 BLOCK_V=config.BLOCK_V,
@@ -84,40 +77,49 @@ def loss(
                 FLATTEN=config.FLATTEN,
                 INPUT_PRECISION=input_precision(hidden),
                 UPCAST=device.type == "cpu",
+                HAS_LSE=lse is not None,
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
             )
-    common.raise_on_cpu(n_valid, V, ignore_index)
-    return loss_sum, n_valid, lse
+    raise_on_cpu(packed.n_valid, problem)
+    return packed.loss_sum, packed.n_valid
 
 
-def _forward_config(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    options: bool,
-) -> ForwardConfig:
-    family = configs.architecture(hidden.device)
-    size = hidden.element_size()
-    default = configs.forward(family, size, options=options)
-    if not tuning.enabled() or size != 2 or family not in configs.CANDIDATES:
+def has_options(problem: Problem) -> bool:
+    """Whether logits are more than products."""
+    return problem.bias is not None or problem.logit_scale != 1.0 or problem.softcap is not None
+
+
+def _forward_config(problem: Problem) -> ForwardConfig:
+    device, size = problem.hidden.device, problem.hidden.element_size()
+    family = archs.architecture(device)
+    options = has_options(problem)
+    default = archs.forward(family, size, options=options)
+    if not tuning.enabled() or size != 2 or family not in archs.CANDIDATES:
         return default
-    V, H = weight.shape
+    V, H = problem.weight.shape
 
     def milliseconds(config: ForwardConfig) -> float:
-        rng = torch.Generator(hidden.device).manual_seed(0)  # the user's own is left alone
-        rows = torch.randn(tuning.ROWS, H, device=hidden.device, generator=rng).to(hidden.dtype)
-        labels = torch.randint(V, (tuning.ROWS,), device=hidden.device, generator=rng)
-        call = functools.partial(
-            loss, rows, weight, labels, bias, -100, softcap, logit_scale, config
-        )
-        with common.on(hidden.device):
-            return float(triton.testing.do_bench(call))
+        rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
+        rows = torch.randn(tuning.ROWS, H, device=device, generator=rng).to(problem.hidden.dtype)
+        labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
+        sample = problem._replace(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
+        with on(device):
+            return float(triton.testing.do_bench(functools.partial(loss, sample, config)))
 
-    key = tuning.key_of(hidden.device, hidden.dtype, H, V, options)
-    return tuning.choose(key, (default, *configs.CANDIDATES[family]), milliseconds)
+    key = tuning.key_of(device, problem.hidden.dtype, H, V, options)
+    return tuning.choose(key, (default, *archs.CANDIDATES[family]), milliseconds)
+
+
+def with_unit_strides(problem: Problem) -> Problem:
+    """Tensors that kernels may walk along the last dimension of."""
+    bias = problem.bias
+    return problem._replace(
+        hidden=unit_stride("hidden", problem.hidden),
+        weight=unit_stride("weight", problem.weight),
+        labels=problem.labels.contiguous(),
+        bias=None if bias is None else bias.contiguous(),
+    )
 
 
 def unit_stride(name: str, x: Tensor) -> Tensor:

@@ -7,43 +7,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.torch.tiles import Head, MeanLogit
-from fusedce.contract.objective import Objective, slopes, token_losses
+from fusedce.backends.mean_logit import MeanLogit
+from fusedce.contract.objective import slopes, token_losses
+from fusedce.contract.problem import Problem
 
 
-class ChunkTerms(NamedTuple):
-    """Options of one chunk of tokens."""
+class ChunkFactors(NamedTuple):
+    """Options of one chunk of tokens, and what the kernel says of its rows."""
 
-    objective: Objective  # token weights are the chunk's
+    problem: Problem  # token weights are the chunk's
     y: Tensor  # (C,) labels, in range
     padding: Tensor | None  # (C,) bool: rows that are none, inside a CUDA graph
-    zmean: Tensor | None  # (C,) fp64, with label smoothing, as the two below
-    mean_row: Tensor | None  # (H,) fp32: part of the gradient of hidden,
-    mean_factors: Tensor | None  # (C,) fp32: with this factor
-    terms: Tensor  # (3, C) fp32: derivatives of the loss by nll and lse, and of the latter by lse
+    zmean: Tensor | None  # (C,) fp64, with label smoothing
+    terms: (
+        Tensor  # (4, C) fp32: derivatives by nll and lse, of the latter by lse, by a logit's mean
+    )
+    class_weight: Tensor | None  # (V,) fp32, at most 1, with label smoothing
     lse: Tensor  # (C,) fp32, for the kernel to fill
     rows: Tensor  # (C,) fp32, for the kernel to fill: factors of the rows of its gradient
 
     def losses(self, nll: Tensor) -> Tensor:
         """``(C,)`` losses from what the kernel found."""
-        losses = token_losses(self.objective, self.y, nll.double(), self.lse.double(), self.zmean)
+        losses = token_losses(self.problem, self.y, nll.double(), self.lse.double(), self.zmean)
         return losses if self.padding is None else losses.masked_fill(self.padding, 0)
 
 
-class Terms:
+class RowFactors:
     """Options of a loss, from which :meth:`chunk` cuts."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        logit_scale: float,
-    ) -> None:
-        self.objective, self.V, self.scale = objective, weight.shape[0], logit_scale
-        self.mean = None
-        if objective.label_smoothing:
-            self.mean = MeanLogit(Head(weight, bias, None, logit_scale), objective.class_weight)
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.V = problem, problem.weight.shape[0]
+        self.mean = MeanLogit(problem) if problem.label_smoothing else None
+        self.class_weight, self.largest = None, torch.ones((), device=problem.weight.device)
+        if self.mean is not None and problem.class_weight is not None:
+            c = problem.class_weight.float()
+            self.largest = c.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+            self.class_weight = c / self.largest
 
     def chunk(
         self,
@@ -51,28 +50,21 @@ class Terms:
         h: Tensor,  # (C, H), padding 0
         y: Tensor,  # (C,)
         padding: Tensor | None,  # (C,) bool
-    ) -> ChunkTerms:
+    ) -> ChunkFactors:
         C, device = len(h), h.device
-        part = self.objective.rows(rows)
+        part = self.problem.rows(rows)
         y = y.long().clamp(0, self.V - 1)
         zero = torch.zeros(C, dtype=torch.float64, device=device)
-        u_nll, u_lse, u_zmean = (zero + u for u in slopes(part, y, zero))
-        by_lse = zero + slopes(part, y, zero + 1)[1] - u_lse
-        zmean = mean_row = mean_factors = None
-        if self.mean is not None:
-            if padding is not None:
-                u_zmean = u_zmean.masked_fill(padding, 0)
-            zmean = self.mean.of(h.float())
-            self.mean.gather(h.float(), u_zmean)
-            mean_row, mean_factors = self.mean.row, (self.scale * u_zmean).float()
-        return ChunkTerms(
+        at_0, at_1 = slopes(part, y, zero), slopes(part, y, zero + 1)
+        shift = zero + at_0.zmean * self.largest / self.V
+        terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero, shift])
+        return ChunkFactors(
             part,
             y,
             padding,
-            zmean,
-            mean_row,
-            mean_factors,
-            torch.stack([u_nll, u_lse, by_lse]).float(),
+            None if self.mean is None else self.mean.of(h.float()),
+            terms.float(),
+            self.class_weight,
             torch.empty(C, device=device),
             torch.empty(C, device=device),
         )

@@ -10,99 +10,79 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedce.backends.gradients import Gradients, waiting_dtype
 from fusedce.backends.plan import chunk_size
-from fusedce.backends.triton import compact as common
+from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
-from fusedce.backends.triton.row_factors import Terms
-from fusedce.contract.objective import PLAIN, Objective
+from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.row_factors import RowFactors
+from fusedce.contract.objective import expected_upstream
+from fusedce.contract.problem import Problem, Wanted
 
 
-def loss_and_grads(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    labels: Tensor,  # (N,)
-    bias: Tensor | None,  # (V,)
-    ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
-    chunk_tokens: int | None,
-    d_hidden: Tensor | None,  # (N, H) to fill
-    d_weight: Tensor | None,  # (V, H) to fill
-    d_bias: Tensor | None,  # (V,) to fill
-    objective: Objective = PLAIN,  # with a soft-cap: no label smoothing
-    argmax: Tensor | None = None,  # (N,) int64 to fill at valid rows
-) -> tuple[Tensor, Tensor]:
-    """``loss_sum ()`` and ``n_valid ()``; the gradients of the sum go to the given buffers."""
-    V, H = weight.shape
-    device, dtype = hidden.device, hidden.dtype
-    labels = labels.contiguous()
-    with common.on(device):
-        tickets = torch.empty(0, dtype=torch.int32, device=device)
-        rows, count, n_valid, loss_sum = common.compact(
-            labels, V, ignore_index, tickets, objective.token_weight
-        )
-        common.raise_on_cpu(n_valid, V, ignore_index)
-        capturing = _capturing(device)
-        n = len(labels) if capturing else int(count)  # the one host synchronisation
-        if n == 0:
-            for grad in (d_hidden, d_weight, d_bias):
-                if grad is not None:
-                    grad.zero_()
-            return loss_sum, n_valid
-
-        narrow = d_weight is not None and d_weight.dtype != torch.float32
-        C = chunk_size(
+def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
+    """The sum and its wanted gradients; holds the exponentials of one chunk."""
+    V, H = problem.weight.shape
+    device, dtype = problem.hidden.device, problem.hidden.dtype
+    problem = problem._replace(labels=problem.labels.contiguous())
+    labels = problem.labels
+    with on(device):
+        packed = compact(problem)
+        rows, count = packed.rows, packed.used
+        raise_on_cpu(packed.n_valid, problem)
+        graph = capturing(device)
+        factor = expected_upstream(problem).clone()
+        if graph:
+            n, outer = len(labels), 1.0
+            factor.fill_(1)
+        else:  # the one host synchronisation
+            n, outer = torch.stack([count.double(), factor.double()]).tolist()
+            n = int(n)
+        size = chunk_size(
             n,
             V,
             H,
-            logit_bytes=dtype.itemsize,
-            accumulator=narrow,
+            logit_bytes=dtype.itemsize + (4 if problem.label_smoothing else 0),
+            accumulator=wanted.weight and dtype != torch.float32,
             on_cpu=False,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=problem.chunk_tokens,
         )
-        C = min(C, n)
-        every_row = n == len(labels) and not capturing
-        if d_hidden is not None and not every_row:
-            d_hidden.zero_()
-        d_weight_sum = d_weight
-        if n > C and narrow:
-            d_weight_sum = torch.empty(V, H, dtype=torch.float32, device=device)
-        d_bias_sum = None if d_bias is None else torch.zeros(V, device=device)
+        C = min(size, n)
+        every_row = n == len(labels) and not graph
+        grads = Gradients(
+            problem,
+            wanted,
+            dtype=waiting_dtype(dtype),
+            chunks=-(-n // C) if n else 0,
+            every_row=every_row,
+        )
+        if argmax is not None and not every_row:
+            argmax.fill_(-1)
+        if n == 0:
+            return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
         losses = torch.empty(n, dtype=torch.float32, device=device)
-        chunks = Chunks(weight, bias, softcap, logit_scale, C)
-        terms = None if objective.plain else Terms(objective, weight, bias, logit_scale)
+        chunks = Chunks(problem, C)
+        options = None if problem.plain else RowFactors(problem)
 
         for begin in range(0, n, C):
             end = min(begin + C, n)
             chunk = slice(begin, end) if every_row else rows[begin:end].long()
-            h, y = hidden[chunk], labels[chunk]  # (C, H), (C,)
-            if capturing:  # ignored rows take part, as zeros
+            h, y = problem.hidden[chunk], labels[chunk]  # (C, H), (C,)
+            padding = None
+            if graph:  # ignored rows take part, as zeros
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
-            else:
-                padding = None
-            part = None if terms is None else terms.chunk(chunk, h, y, padding)
+            part = None if options is None else options.chunk(chunk, h, y, padding)
             best = None if argmax is None else argmax.new_empty(len(y))
             g = chunks.gradient(h, y, losses[begin:end], count, begin, part, best)  # (C, V)
             if argmax is not None and best is not None:
                 argmax[chunk] = best if padding is None else best.masked_fill_(padding, -1)
+            row_factors = None
             if part is not None:
                 losses[begin:end] = part.losses(losses[begin:end])
-            factors = None if part is None else part.rows
-            if d_hidden is not None:
-                mean = (None, None) if part is None else (part.mean_row, part.mean_factors)
-                chunks.hidden_gradient(g, y, rows, begin, d_hidden, factors, *mean)
-            chunks.add_head_gradients(g, h, d_weight_sum, d_bias_sum, factors, first=begin == 0)
-        if terms is not None and terms.mean is not None:
-            terms.mean.add_head_gradients(d_weight_sum, d_bias_sum)
-
-        if d_weight is not None and d_weight_sum is not None and d_weight_sum is not d_weight:
-            d_weight.copy_(d_weight_sum)
-        if d_bias is not None and d_bias_sum is not None:
-            d_bias.copy_(d_bias_sum)
-        return losses.sum(dtype=torch.float64).float(), n_valid
-
-
-def _capturing(device: torch.device) -> bool:
-    """Inside a CUDA graph nothing may wait: then all rows are computed, the ignored ones as 0."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                row_factors = part.rows
+            if grads.hidden is not None:
+                chunks.hidden_gradient(g, y, rows, begin, grads.hidden, row_factors, outer)
+            chunks.add_head_gradients(g, h, grads, row_factors, outer, first=begin == 0)
+        total = losses.sum(dtype=torch.float64).float()
+        return Summed(total, packed.n_valid, factor, *grads.written())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusedce
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -27,9 +28,11 @@ def make(place, dtype=torch.bfloat16, ignored=0.0, seed=0):
 
 
 def one_pass(hidden, weight, labels, **options):
-    from fusedce.backends import triton as launch
+    """``loss_sum``, ``n_valid`` and ``lse``, 0 where no label is valid."""
+    from fusedce.backends.triton.forward import loss
 
-    return launch.loss(hidden, weight, labels, None, -100, None, 1.0, **options)
+    lse = torch.zeros(len(labels), device=labels.device)
+    return *loss(Problem(hidden, weight, labels), lse=lse, **options), lse
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -156,14 +159,20 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
     ).tensors()
 
     def run():
-        grads = [torch.full_like(x, 7.0, dtype=torch.float32) for x in (hidden, weight, bias)]
-        out = launch.loss_and_grads(
-            hidden, weight, labels, bias, -100, 5.0, 0.7, chunk_tokens, *grads
+        problem = Problem(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            softcap=5.0,
+            logit_scale=0.7,
+            chunk_tokens=chunk_tokens,
         )
-        return *out, *grads
+        wanted = Wanted(hidden=True, weight=True, bias=True)
+        return tuple(launch.loss_and_grads(problem, wanted, None))
 
     outside = run()
-    monkeypatch.setattr(launch_training, "_capturing", lambda device: True)
+    monkeypatch.setattr(launch_training, "capturing", lambda device: True)
     torch.testing.assert_close(run(), outside, rtol=1e-6, atol=1e-6)
 
 

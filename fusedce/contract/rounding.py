@@ -18,3 +18,9 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     parts = x.view(-1).split(_PART) if x.is_contiguous() else (x,)
     for part in parts:
         part.copy_(part.float().mul_(factor))
+
+
+def scale_unless_one(x: Tensor, factor: Tensor) -> None:
+    """:func:`scale_`, left alone where ``factor`` is 1 and reading it costs nothing."""
+    if factor.device.type != "cpu" or factor.item() != 1:
+        scale_(x, factor)

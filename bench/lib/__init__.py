@@ -1,0 +1,1 @@
+"""What the scripts of `bench/` share: problems, implementations, one engine, tables, pictures."""

@@ -1,0 +1,183 @@
+"""Compile a kernel for an architecture without a GPU, and read what came out.
+
+Triton compiles for any target; `ptxas` then says registers and spills, `nvdisasm` shows machine
+code. On AMD targets both come from the assembly and its metadata.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KiB = 1024
+_BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Target(NamedTuple):
+    """What is compiled for."""
+
+    gpu: GPUTarget
+    shared_limit: int  # bytes a block may use
+    ptxas: str = ""  # name of the architecture there; none for AMD
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * KiB, "sm_80"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * KiB, "sm_90a"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * KiB, "sm_100a"),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * KiB, "sm_120a"),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * KiB),
+}
+_MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma"
+_ASYNC = r"cp\.async\.c[ga]\.|cp\.async\.bulk\.tensor|global_load_lds|buffer_load.* lds"
+_BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes of a SASS access
+
+
+def available(target: str) -> bool:
+    """Whether this Triton holds a compiler for it."""
+    return ("nvidia" if TARGETS[target].ptxas else "amd") in backends
+
+
+def compile_kernel(
+    kernel: Any,
+    target: str,
+    types: dict[str, str],  # Triton types of the arguments that are no constants
+    constants: dict[str, Any],  # and of launch: num_warps, num_stages
+    aligned: frozenset[str],  # arguments that are multiples of 16
+) -> dict[str, Any]:
+    """One row of the report: see the keys at the end."""
+    constants = dict(constants)
+    options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
+    place = kernel.arg_names.index
+    special = {p.name for p in kernel.params if not p.do_not_specialize}
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else types[n] for n in kernel.arg_names},
+        constexprs={(place(k),): v for k, v in constants.items()},
+        attrs={
+            (place(k),): [["tt.divisibility", 16]]
+            for k in kernel.arg_names
+            if k in aligned & special and k not in constants
+        },
+    )
+    gpu, limit, ptxas = TARGETS[target]
+    compiled = triton.compile(source, target=gpu, options=options)
+    if ptxas:
+        asm = compiled.asm["ptx"]
+        found = _nvidia(asm, ptxas)
+    else:
+        asm = compiled.asm["amdgcn"]
+        found = _amd(asm)
+    matrix = collections.Counter(re.findall(_MATRIX, asm))
+    return {
+        **found,
+        "warps": compiled.metadata.num_warps,
+        "shared": compiled.metadata.shared,  # bytes
+        "shared_limit": limit,
+        "matrix": dict(sorted(matrix.items())),  # tensor-core instructions
+        "async": len(re.findall(_ASYNC, asm)),  # copies that run beside the arithmetic
+        "exp2": len(re.findall(r"ex2\.approx|v_exp_f32", asm)),
+    }
+
+
+# ---- NVIDIA -----------------------------------------------------------------------------------
+
+
+def _nvidia(ptx: str, arch: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        file, cubin = Path(scratch) / "kernel.ptx", Path(scratch) / "kernel.cubin"
+        file.write_text(ptx)
+        said = assemble(file, arch, cubin)
+        code = subprocess.run(
+            [str(_BIN / "nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),  # of a thread
+        # bytes of a thread, stored and loaded again
+        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        **machine_code(code),
+    }
+
+
+def assemblers(arch: str) -> list[Path]:
+    """Assemblers to try, best first: Blackwell has one of its own, which is also the newer one."""
+    names = ["ptxas", "ptxas-blackwell"]
+    if arch.startswith("sm_1"):
+        names.reverse()
+    return [_BIN / name for name in names if (_BIN / name).exists()]
+
+
+def assemble(ptx: Path, arch: str, out: Path) -> str:
+    """Write ``out`` and return what the assembler says of registers and spills.
+
+    Raises:
+        RuntimeError: no assembler takes the file; the message holds what the last one said.
+    """
+    why = "Triton came without ptxas"
+    for binary in assemblers(arch):
+        command = [str(binary), "-v", f"--gpu-name={arch}", str(ptx), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stderr + done.stdout
+        why = f"{' '.join(command)} failed:\n{(done.stderr + done.stdout)[-2000:]}"
+        if "Unsupported .version" not in why and "is not defined for option" not in why:
+            break  # another one would say the same
+    raise RuntimeError(why)
+
+
+def machine_code(sass: str) -> dict[str, Any]:
+    """Counts of what ``nvdisasm -c`` printed."""
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", sass, re.M)
+    names = [name.rstrip(";") for name in lines if not name.startswith("NOP")]
+    return {
+        "instructions": len(names),
+        "barriers": sum(name.startswith("BAR.") for name in names),
+        "loads": _widths(names, "LDG"),  # bytes of an access of a thread: how many
+        "stores": _widths(names, "STG"),
+    }
+
+
+def _widths(names: list[str], kind: str) -> dict[str, int]:
+    found: collections.Counter[int] = collections.Counter()
+    for name in names:
+        operation, *suffixes = name.split(".")
+        if operation == kind:
+            found[next((_BITS[s] for s in suffixes if s in _BITS), 4)] += 1
+    return {str(width): found[width] for width in sorted(found, reverse=True)}
+
+
+# ---- AMD --------------------------------------------------------------------------------------
+
+_DWORDS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2,
+           "sshort": 2, "byte": 1, "ubyte": 1, "sbyte": 1}  # fmt: skip
+
+
+def _amd(asm: str) -> dict[str, Any]:
+    def number(key: str) -> int:
+        return int(re.findall(rf"\.{key}:\s+(\d+)", asm)[0])
+
+    names = re.findall(r"^\t((?:[sv]|ds|global|buffer|flat)_\w+)", asm, re.M)
+    widths = {}
+    for kind in ("load", "store"):
+        found: collections.Counter[int] = collections.Counter()
+        for name in names:
+            access = re.fullmatch(rf"(?:global|buffer|flat)_{kind}_(\w+?)(?:_d16\w*)?", name)
+            if access is not None and access[1] in _DWORDS:
+                found[_DWORDS[access[1]]] += 1
+        widths[f"{kind}s"] = {str(w): found[w] for w in sorted(found, reverse=True)}
+    return {
+        "registers": number("vgpr_count"),
+        "spill_bytes": 4 * number("vgpr_spill_count"),
+        "instructions": len(names),
+        "barriers": names.count("s_barrier"),
+        **widths,
+    }

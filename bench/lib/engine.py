@@ -1,0 +1,183 @@
+"""The one engine for time and memory: every script hands it its calls.
+
+A call is named as in :mod:`fusedce.measure`: ``"module:function"`` builds it from keywords. It runs
+in a process of its own (or shared by calls that are one implementation), so that a crash or an
+out-of-memory error is a row, not the end. Rounds go from one call to the next, so that a drifting
+machine favours none.
+
+On a CPU times come from :func:`fusedce.measure.median_seconds` and memory from
+:func:`fusedce.measure.peak_extra_bytes`. On an accelerator a round is a burst of calls between
+events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
+each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
+bottleneck); memory is what the device's allocator saw.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+
+from .pool import Pool
+
+_BURST_SECONDS = 2.0  # slow calls are made fewer times
+
+
+class Call(NamedTuple):
+    """One thing to measure."""
+
+    target: str  # "module:function", importable with this process's sys.path
+    kwargs: dict[str, Any]
+    process: str  # calls of the same name share one
+
+
+class Engine:
+    """Measures calls on one device; close it, or use it in a ``with``."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        rounds: int | None = None,
+        calls: int | None = None,
+        timeout: float = 120,
+    ) -> None:
+        self.device = device
+        self.on_cpu = torch.device(device).type == "cpu"
+        self.rounds = rounds or 2
+        self.calls = calls or (2 if self.on_cpu else 10)  # of a round
+        self._pool = Pool(timeout)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.close()
+
+    def ask(self, process: str, target: str, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+        """``("ok", target(**kwargs))`` from that process, or ``("error", why)``."""
+        return self._pool.ask(process, "run", target, dict(kwargs))
+
+    def measure(
+        self,
+        calls: Mapping[str, Call],
+        *,
+        time: bool = True,
+        memory: tuple[str, ...] = (),
+        on_done: Callable[[str], object] = lambda name: None,
+    ) -> dict[str, dict[str, Any]]:
+        """For each call ``seconds`` and ``wall_seconds`` (sorted), or ``failed``: why.
+
+        ``memory`` names the calls whose ``extra_peak_bytes`` is measured, beyond what was there
+        before the call: inputs are not in it, gradients that the call leaves are.
+        """
+        rows: dict[str, dict[str, Any]] = {name: {} for name in calls}
+        names = list(calls)
+        prepared = names if time or not self.on_cpu else []
+        for name in prepared:
+            call = calls[name]
+            self._order(rows[name], call.process, "prepare", name, call.target, call.kwargs)
+        if time:
+            for i in range(self.rounds):
+                for name in names[i % len(names) :] + names[: i % len(names)]:
+                    self._round(rows[name], calls[name], name)
+        for name in memory:
+            self._peak(rows[name], calls[name], name)
+        for name in prepared:
+            self._pool.ask(calls[name].process, "drop", name, self.device)
+        for row in rows.values():
+            for kind in ("seconds", "wall_seconds"):
+                if kind in row:
+                    row[kind].sort()
+        return rows
+
+    def _order(self, row: dict[str, Any], process: str, *order: Any) -> Any:
+        """The answer, or None with ``failed`` in the row."""
+        if "failed" in row:
+            return None
+        status, answer = self._pool.ask(process, *order)
+        if status != "ok":
+            row.clear()
+            row["failed"] = answer
+            return None
+        return answer
+
+    def _round(self, row: dict[str, Any], call: Call, name: str) -> None:
+        answer = self._order(row, call.process, "time", name, self.device, self.calls)
+        if answer is not None:
+            for kind, values in answer.items():
+                row.setdefault(kind, []).extend(values)
+
+    def _peak(self, row: dict[str, Any], call: Call, name: str) -> None:
+        if "failed" in row:
+            return
+        if not self.on_cpu:
+            row["extra_peak_bytes"] = self._order(row, call.process, "peak", name, self.device)
+            return
+        try:
+            row["extra_peak_bytes"] = peak_extra_bytes(call.target, call.kwargs)
+        except RuntimeError as e:
+            row["failed"] = str(e).strip().splitlines()[-1]
+
+    def memory_method(self) -> str:
+        """How memory was measured, for a caption."""
+        return memory_method(self.device)
+
+
+def median(row: Mapping[str, Any]) -> float | None:
+    """Seconds: the device's own where there are any."""
+    return statistics.median(row["seconds"]) if row.get("seconds") else None
+
+
+# ---- in the processes -------------------------------------------------------------------------
+
+
+def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, list[float]]:
+    """``seconds`` of each of ``calls`` calls, and ``wall_seconds``; one more warms up."""
+    if torch.device(device).type == "cpu":
+        return {"seconds": median_seconds({"": call}, calls)[""]}
+    module = torch.get_device_module(device)
+    begin = time.perf_counter()
+    call()  # untimed: the allocator was emptied for the others
+    module.synchronize()
+    once = time.perf_counter() - begin
+    calls = max(min(calls, int(_BURST_SECONDS / max(once, 1e-9))), 3)
+    events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    begin = time.perf_counter()
+    for first, last in events:
+        first.record()
+        call()
+        last.record()
+    module.synchronize()
+    wall = (time.perf_counter() - begin) / calls
+    return {
+        "seconds": [first.elapsed_time(last) / 1e3 for first, last in events],
+        "wall_seconds": [wall],
+    }
+
+
+def peak_of_call(call: Callable[[], object], device: str) -> int:
+    """Peak of the device's allocator during one call, in bytes above the level before it."""
+    module = torch.get_device_module(device)
+    call()
+    free(device)
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    result = call()
+    module.synchronize()
+    peak = module.max_memory_allocated() - before
+    del result
+    return int(peak)
+
+
+def free(device: str) -> None:
+    """Give back what the allocator keeps: the other processes want it."""
+    if torch.device(device).type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()

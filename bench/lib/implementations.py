@@ -1,0 +1,105 @@
+"""The losses that are compared: each takes ``(hidden, weight, labels, **options)`` and returns the
+mean loss, ready for ``backward``.
+
+Peers are imported when asked for, and looked for before a process is started for them: one that is
+not installed is a row that says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def fused_ce(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    import fusedce
+
+    return fusedce.fused_ce(hidden, weight, labels, **options).mean()
+
+
+def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def compiled_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return _compiled()(hidden, weight, labels)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(eager)  # here, since the compiler's import takes seconds
+
+
+def torch_chunked(
+    hidden: Tensor, weight: Tensor, labels: Tensor, batch_chunk_size: int | None = None
+) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=batch_chunk_size)
+    return F.linear_cross_entropy(hidden, weight, labels, options=options)
+
+
+def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
+
+
+def liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Its own path for Hopper, which has to be asked for by name."""
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+    return sm90.LigerFusedLinearCrossEntropySM90Function.apply(hidden, weight, labels)
+
+
+def cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, filter_eps: float | str | None = "high"
+) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, weight, labels, filter_eps=filter_eps)
+
+
+def quack(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(hidden, weight, labels, reduction="mean")
+
+
+FLOOR = "bare GEMMs"
+COMPILED = "compiled eager"
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "fused_ce": fused_ce,
+    "eager": eager,
+    COMPILED: compiled_eager,
+    "F.linear_cross_entropy": torch_chunked,
+    "F.linear_cross_entropy, 4096": functools.partial(torch_chunked, batch_chunk_size=4096),
+    "Liger-Kernel": liger,
+    "Liger-Kernel, CuTe": liger_cute,
+    "cut-cross-entropy": cut_cross_entropy,
+    "cut-cross-entropy, exact": functools.partial(cut_cross_entropy, filter_eps=None),
+    "QuACK": quack,
+}
+ON_CPU = tuple(IMPLEMENTATIONS)[:5]
+# Modules without which a peer cannot run: what is looked for before a process is spent.
+_NEEDS = {
+    "Liger-Kernel": ("liger_kernel",),
+    "Liger-Kernel, CuTe": ("liger_kernel", "cutlass"),
+    "cut-cross-entropy": ("cut_cross_entropy",),
+    "cut-cross-entropy, exact": ("cut_cross_entropy",),
+    "QuACK": ("quack", "cutlass"),
+}
+
+
+def missing(name: str) -> str | None:
+    """Why an implementation cannot run here, as far as one sees without importing it."""
+    for module in _NEEDS.get(name, ()):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    if name.startswith("F.") and not hasattr(F, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has no F.linear_cross_entropy"
+    return None

@@ -1,0 +1,309 @@
+"""Every picture of `bench/`, in one style, drawn from committed data.
+
+Ours is blue and the others are grey or orange, which no common colour blindness confuses; names
+stand at the bars and lines, not in the colours alone. The background is opaque white, so that a
+dark page leaves them readable. Captions say what was measured and where.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from .implementations import FLOOR
+from .results import Row, problem
+
+OURS, OTHER, NAIVE, INK = "#0072b2", "#9a9a9a", "#d55e00", "#222222"
+STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#666666",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "savefig.facecolor": "white",
+    "savefig.dpi": 130,
+}
+MiB = 2**20
+GAP_FLOOR = 1e-8  # a gap of exactly 0 has no place on a log scale
+
+
+def of_losses(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path]:
+    """Pictures of `bench/loss.py`: memory, time, time against memory, ignored labels.
+
+    ``rows`` carry ``median`` seconds and ``ratio`` to the bare products. A picture whose suite was
+    not measured is left out.
+    """
+    drawn = {
+        "memory": _memory([r for r in rows if r["suite"] == "memory"], where),
+        "time": _time([r for r in rows if r["suite"] == "time"], where),
+        "budget": _budget([r for r in rows if r["suite"] == "budget"], where),
+        "ignored": _ignored([r for r in rows if r["suite"] == "masked"], where),
+    }
+    return [_save(f, folder / f"{n}-{tag}.png") for n, f in drawn.items() if f is not None]
+
+
+def _memory(rows: list[Row], where: str) -> Figure | None:
+    rows = [r for r in rows if r.get("extra_peak_bytes") is not None]
+    title = "Peak memory of a training step of the loss, beyond inputs and gradients"
+    return _panels(rows, lambda r: r["extra_peak_bytes"] / MiB, "MiB", _mib, title, where)
+
+
+def _time(rows: list[Row], where: str) -> Figure | None:
+    rows = [r for r in rows if r["ratio"] is not None and r["name"] != FLOOR]
+    title = "Time of forward + backward over that of the three bare products (1 is the floor)"
+    return _panels(rows, lambda r: r["ratio"], "time / bare GEMMs", _times, title, where, floor=1)
+
+
+def _mib(x: float) -> str:
+    return f"{x / 1024:.1f} GiB" if x >= 10 * 1024 else f"{x:.0f} MiB"
+
+
+def _times(x: float) -> str:
+    return f"{x:.2f} x"
+
+
+def _panels(
+    rows: list[Row],
+    value: Callable[[Row], float],
+    unit: str,
+    text: Callable[[float], str],
+    title: str,
+    where: str,
+    floor: float | None = None,
+) -> Figure | None:
+    """A panel of bars for each problem."""
+    problems = list(dict.fromkeys(problem(r) for r in rows))
+    if not problems:
+        return None
+    columns = min(len(problems), 2)
+    lines = -(-len(problems) // columns)
+    names = max(sum(problem(r) == p for r in rows) for p in problems)
+    figure = _figure(11, 0.9 + lines * (0.8 + 0.3 * names))
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for panel, p in zip(panels, problems, strict=False):
+        here = [r for r in rows if problem(r) == p]
+        bars(panel, [(r["name"], value(r)) for r in here], text)
+        panel.set_title(f"N={p[1]}, H={p[2]}, V={p[3]}, {p[4]}")
+        panel.set_xlabel(unit)
+        if floor is not None:
+            panel.axvline(floor, color=INK, linewidth=1)
+    for panel in panels[len(problems) :]:
+        panel.set_visible(False)
+    return _titled(figure, title, f"{_conditions(rows)}. {where}")
+
+
+def bars(panel: Axes, values: Sequence[tuple[str, float]], text: Callable[[float], str]) -> None:
+    """Horizontal, in the order given, ours in blue, each with its number."""
+    names = [name for name, _ in values]
+    colours = [OURS if name.startswith("fused_ce") else OTHER for name in names]
+    drawn = panel.barh(range(len(names)), [v for _, v in values], color=colours, height=0.7)
+    panel.bar_label(drawn, [text(v) for _, v in values], padding=3, fontsize=9)
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.22 * max(v for _, v in values))
+    panel.grid(visible=False, axis="y")
+    panel.tick_params(axis="y", length=0)
+
+
+def _budget(rows: list[Row], where: str) -> Figure | None:
+    rows = [r for r in rows if r.get("extra_peak_bytes") and r["ratio"] is not None]
+    if not rows:
+        return None
+    figure = _figure(8, 4.6)
+    axes = figure.subplots()
+    mine = sorted(
+        ((r["extra_peak_bytes"] / MiB, r["ratio"], r["chunk_tokens"]) for r in rows
+         if r["name"] == "fused_ce"),
+        key=lambda point: point[:2],
+    )  # fmt: skip
+    curve = [(x, y) for x, y, chunk in mine if chunk]
+    axes.plot([x for x, _ in curve], [y for _, y in curve], "-", color=OURS, linewidth=1.6)
+    for x, y, chunk in mine:
+        face = {"mfc": "white"} if chunk else {"label": "fused_ce (circles: tokens of a chunk)"}
+        axes.plot(x, y, "o", color=OURS, markersize=7, **face)
+        if chunk:
+            axes.annotate(f"{chunk}", (x, y), xytext=(0, -15), textcoords="offset points",
+                          ha="center", fontsize=8.5, color=OURS)  # fmt: skip
+    others = [r for r in rows if r["name"] not in ("fused_ce", FLOOR)]
+    for r, mark in zip(others, "s^DvPX<>*h", strict=False):
+        point = (r["extra_peak_bytes"] / MiB, r["ratio"])
+        axes.plot(*point, mark, color="#555555", mfc="#cccccc", markersize=8, label=r["name"])
+    axes.legend()
+    _log_ticks(axes, "x", [r["extra_peak_bytes"] / MiB for r in rows])
+    _log_ticks(axes, "y", [1.0, *(r["ratio"] for r in rows)])
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.set_xlabel("peak memory beyond inputs and gradients, MiB (log)")
+    axes.set_ylabel("time / bare GEMMs (log)")
+    title = "Time against memory of one forward + backward"
+    return _titled(figure, title, f"{_of(rows[0])}, {_conditions(rows)}. {where}")
+
+
+def _log_ticks(axes: Axes, axis: str, values: Sequence[float]) -> None:
+    """A log scale with few, plain numbers on it: 1, 2, 5, 10, 20, 50 ..."""
+    low, high = min(values) / 1.5, max(values) * 1.7
+    steps = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5)]
+    scale = axes.xaxis if axis == "x" else axes.yaxis
+    (axes.set_xscale if axis == "x" else axes.set_yscale)("log")
+    scale.set_major_locator(FixedLocator([s for s in steps if low <= s <= high]))
+    scale.set_minor_locator(NullLocator())
+    scale.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    (axes.set_xlim if axis == "x" else axes.set_ylim)(low, high)
+
+
+def _ignored(rows: list[Row], where: str) -> Figure | None:
+    rows = [r for r in rows if r["median"] is not None]
+    if not rows:
+        return None
+    figure = _figure(8, 4.2)
+    axes = figure.subplots()
+    styles = {FLOOR: (INK, ":", "s"), "fused_ce": (OURS, "-", "o"), "eager": (NAIVE, "--", "^")}
+    for name, (colour, line, mark) in styles.items():
+        points = sorted((100 * r["ignored"], 1e3 * r["median"]) for r in rows if r["name"] == name)
+        if points:
+            axes.plot(*zip(*points, strict=True), line, marker=mark, color=colour, linewidth=1.8,
+                      mfc="white" if name == FLOOR else colour, label=name)  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower left")
+    axes.set_xticks([0, 25, 50, 75, 90])
+    axes.set_xlabel("labels ignored, %")
+    axes.set_ylabel("forward + backward, ms")
+    return _titled(figure, "Time by the share of ignored labels", f"{_of(rows[0])}. {where}")
+
+
+def accumulation(data: dict[str, Any], path: Path) -> Path:
+    """One panel per regime: the logged losses above, their distance to 32x1 below."""
+    regimes = data["regimes"]
+    figure = _figure(4.2 * len(regimes), 6.8)
+    axes = figure.subplots(
+        2, len(regimes), sharex=True, sharey="row", height_ratios=(3, 2), squeeze=False
+    )
+    for (top, bottom), (regime, found) in zip(axes.T, regimes.items(), strict=True):
+        runs = found["runs"]
+        full = runs["32x1"]["logged"]
+        x = range(1, len(full) + 1)
+        top.plot(x, full, color=INK, linewidth=5, alpha=0.3, label="32x1")
+        for name, (colour, line) in _SPLITS.items():
+            run = runs[name]["logged"]
+            bottom.semilogy(x, _gaps(run, full), color=colour, linestyle=line, linewidth=1.4,
+                            label=name)  # fmt: skip
+            if name.endswith("1x32"):
+                top.plot(x, run, color=colour, linestyle=line, linewidth=1.8, label=name)
+        top.set_title(regime)
+        bottom.set_xlabel("optimizer step")
+    axes[0, 0].set_ylabel("logged loss, nats per token")
+    axes[0, 0].legend()
+    axes[1, 0].set_ylabel(f"distance to 32x1, nats\n(below {GAP_FLOOR:g}: drawn there)")
+    # Where every line lies low, which is the regime of equal lengths, there is room.
+    axes[1, -1].legend(fontsize=8, ncols=2, loc="upper right")
+    where = f"{data['device_name']}, torch {data['torch']}, float32; {data['steps']} steps of 32"
+    title = "Effective batch of 32 sequences, split into micro-batches"
+    return _save(_titled(figure, title, f"{where} sequences, AdamW."), path)
+
+
+_SPLITS = {
+    "naive 16x2": ("#f0b37e", "-"),
+    "naive 2x16": ("#e07b39", "-"),
+    "naive 1x32": (NAIVE, "-"),
+    "fused 16x2": ("#8fc1e3", "--"),
+    "fused 2x16": ("#3d8fc6", "--"),
+    "fused 1x32": (OURS, "--"),
+    "floor": ("#888888", ":"),
+}
+
+
+def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path, tag: str) -> Path:
+    """The README's picture: memory and time against the others, and the gap of the denominator."""
+    memory = [r for r in rows if r["suite"] == "memory" and r.get("extra_peak_bytes") is not None]
+    time = [r for r in rows if r["suite"] == "time" and r["median"] and r["name"] != FLOOR]
+    of = {problem(r)[1:] for r in memory} & {problem(r)[1:] for r in time}
+    if not of:
+        raise ValueError("the suites 'memory' and 'time' have no problem in common: measure both")
+    chosen = max(of, key=lambda p: (p[0] * p[1] * p[2], p[3]))  # the largest; float32 of two
+    memory, time = ([r for r in part if problem(r)[1:] == chosen] for part in (memory, time))
+    names = [r["name"] for r in memory if r["name"] in {t["name"] for t in time}]
+
+    figure = _figure(12.5, 4.6)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.15))
+    peaks = {r["name"]: r["extra_peak_bytes"] / MiB for r in memory}
+    times = {r["name"]: r["ratio"] for r in time}
+    bars(left, [(n, peaks[n]) for n in names], _mib)
+    left.set_title("Peak memory of the loss")
+    left.set_xlabel("MiB beyond inputs and gradients")
+    bars(middle, [(n, times[n]) for n in names], _times)
+    middle.set_yticks([])
+    middle.axvline(1, color=INK, linewidth=1)
+    middle.set_title("Time of the loss")
+    middle.set_xlabel("over the three bare products")
+
+    regime, runs = max(
+        ((name, found["runs"]) for name, found in gaps["regimes"].items()),
+        key=lambda pair: pair[1]["naive 1x32"]["logged_gap"],
+    )
+    full = runs["32x1"]["logged"]
+    x = range(1, len(full) + 1)
+    for name, colour, text in (
+        ("naive 1x32", NAIVE, "mean of means"),
+        ("fused 1x32", OURS, "one denominator"),
+    ):
+        right.semilogy(x, _gaps(runs[name]["logged"], full), color=colour, linewidth=1.8)
+        above = (len(full) / 2, max(_gaps(runs[name]["logged"], full)))
+        right.annotate(text, above, xytext=(0, 8), textcoords="offset points", ha="center",
+                       color=colour, fontsize=10)  # fmt: skip
+    right.set_ylim(GAP_FLOOR / 2, 10)
+    right.set_title("Logged loss of 1x32 beside 32x1")
+    right.set_xlabel("optimizer step")
+    right.set_ylabel("distance, nats per token (log)")
+    N, H, V, dtype = chosen[:4]
+    conditions = f"Left: N={N}, H={H}, V={V}, {dtype}, {_conditions(memory)}; {where}. "
+    conditions += f"Right: 32 sequences ({regime} tokens) as one batch and as 32 micro-batches; "
+    conditions += f"{gaps['device_name']}, torch {gaps['torch']}, float32."
+    return _save(_titled(figure, "", conditions), folder / f"overview-{tag}.png")
+
+
+def _gaps(run: Sequence[float], full: Sequence[float]) -> list[float]:
+    return [max(abs(a - b), GAP_FLOOR) for a, b in zip(run, full, strict=True)]
+
+
+def _of(row: Row) -> str:
+    return f"N={row['N']}, H={row['H']}, V={row['V']}, {row['dtype']}"
+
+
+def _conditions(rows: Sequence[Row]) -> str:
+    shares = sorted({r["ignored"] for r in rows})
+    return "labels ignored: " + ", ".join(f"{s:.0%}" for s in shares)
+
+
+def _figure(width: float, height: float) -> Figure:
+    mpl.rcParams.update(STYLE)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _titled(figure: Figure, title: str, caption: str) -> Figure:
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    width = int(figure.get_figwidth() * 15)
+    figure.supxlabel("\n".join(textwrap.wrap(caption, width)), x=0.01, ha="left", fontsize=8,
+                     color="#555555")  # fmt: skip
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

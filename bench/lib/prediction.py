@@ -1,0 +1,262 @@
+"""Predict time and memory of the loss on a GPU from bytes, FLOPs, launches and device figures.
+
+A call is a sum of terms, each a number of bytes over the memory's
+bandwidth, FLOPs over the rate of products, or a count of launches: nothing overlaps but what says
+so. Sizes are N tokens (all valid), H hidden, V vocabulary; inputs are bf16. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+MiB, GiB = 2**20, 2**30
+
+
+class Device(NamedTuple):
+    """Rates that a program reaches, not those of a datasheet."""
+
+    name: str
+    flops: float  # of a large bf16 product, per second
+    bandwidth: float  # of a copy, bytes read and written per second
+    memory: int  # bytes
+    l2: int  # bytes of the last cache
+    processors: int  # SMs or CUs
+    clock: float  # Hz
+    source: str
+
+
+# What was measured on the H200 over what its datasheet says (989 TFLOP/s dense, 4.8 TB/s), taken
+# for the devices that nobody has measured for us.
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 788 / 989, 4.3 / 4.8
+
+
+def _datasheet(
+    name: str, tflops: float, tbytes: float, gib: int, l2: int, processors: int, ghz: float
+) -> Device:
+    return Device(
+        name, tflops * 1e12 * _REACHED_FLOPS, tbytes * 1e12 * _REACHED_BANDWIDTH, gib * GiB,
+        l2 * MiB, processors, ghz * 1e9,
+        f"datasheet ({tflops:g} TFLOP/s dense, {tbytes:g} TB/s) times what the H200 reaches of its",
+    )  # fmt: skip
+
+
+DEVICES = {
+    d.name: d
+    for d in (
+        _datasheet("A100", 312, 2.039, 80, 40, 108, 1.41),
+        _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98),
+        Device("H200", 788e12, 4.3e12, 139 * GiB, 60 * MiB, 132, 1.98e9,
+               "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy"),
+        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965),
+        _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1),
+        _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52),
+    )
+}  # fmt: skip
+
+SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
+          (8192, 2048, 128256), (4096, 896, 151936), (2048, 896, 151936))  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """How our training pass works: what a row of the table of predictions stands for.
+
+    The numbers of ``NOW`` are read off the code and off compiled kernels; those of the others are
+    what the code would be. Where a number is an assumption it says so.
+    """
+
+    budget: int = GiB  # bytes of a chunk's logits
+    most_tokens: int | None = 8192  # of a chunk
+    tile_elements: int = 2**24  # float32 products at a time; 0: the product writes exponentials
+    normalise: bool = True  # a second pass over the exponentials
+    add_in_place: bool = False  # the chunks' weight gradients are added in the product's epilogue
+    known_denominator: bool = False  # the gradients are made with their final factor
+    gemm: float = 1.0  # of our own product with an epilogue, of the vendor's (assumed)
+    exp_instructions: float = 0.0  # of that epilogue, a logit (assumed from compiled code)
+    forward_gemm: float = 0.93  # of the forward kernel's product, of the vendor's (assumed)
+    forward_instructions: float = 17.0  # of its epilogue, a logit (assumed from compiled code)
+
+
+NOW = Plan()
+BETTER = Plan(
+    budget=2 * GiB, tile_elements=2**25, normalise=False, add_in_place=True,
+    forward_gemm=0.935, forward_instructions=10.5,
+)  # fmt: skip
+ONE_GEMM = BETTER._replace(
+    tile_elements=0, gemm=0.91, exp_instructions=18.0, forward_gemm=0.97, forward_instructions=7.0
+)
+PLANS = {
+    "fused_ce": NOW,
+    "fused_ce, one pass": BETTER,
+    "fused_ce, one GEMM": ONE_GEMM,
+}
+_LAUNCH = 3e-6  # seconds between two kernels that follow each other (assumed)
+_CALL = 100e-6  # of Python around a call that the device waits for (assumed)
+_PART = 16384  # vocabulary rows of a weight gradient that is not added in place
+_BLOCK_N, _BLOCK_V = 128, 256  # of the products
+_TAIL = 0.1  # of a wave of blocks that a product wastes at its end (assumed)
+_LANES = 128  # instructions a multiprocessor issues in a cycle, times the lanes of a warp
+
+
+class Prediction(NamedTuple):
+    """Terms that add up to the whole."""
+
+    terms: Mapping[str, float]  # seconds
+    memory: Mapping[str, int]  # bytes beyond inputs and gradients, at the peak
+
+    @property
+    def seconds(self) -> float:
+        return math.fsum(self.terms.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+# ---- what everything is made of ---------------------------------------------------------------
+
+
+def product(device: Device, M: int, N: int, K: int) -> float:
+    """Seconds of an ``(M, K) @ (K, N)`` bf16 product: its FLOPs, and the last wave of blocks.
+
+    Bounded below by reading the operands and writing two bytes an element.
+    """
+    wave = _BLOCK_N * _BLOCK_V * device.processors  # elements that are computed at a time
+    compute = 2.0 * K * (M * N + _TAIL * wave) / device.flops
+    return max(compute, _move(device, 2 * (M * K + K * N + M * N)))
+
+
+def _move(device: Device, count: float) -> float:
+    return count / device.bandwidth
+
+
+def bare_gemms(N: int, H: int, V: int, device: Device, *, training: bool = True) -> Prediction:
+    """The products nobody can do without: one forward, three with gradients."""
+    terms = {"logits product": product(device, N, V, H)}
+    if training:
+        terms["d_hidden product"] = product(device, N, H, V)
+        terms["d_weight product"] = product(device, V, H, N)
+    return Prediction(terms, {"logits": 2 * N * V})
+
+
+def eager(N: int, H: int, V: int, device: Device, *, training: bool = True) -> Prediction:
+    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``, kernel by kernel.
+
+    Forward: to float32 (2 + 4 bytes a logit), log-softmax (read twice, written). Backward: zeros
+    to scatter into (4), the slope of log-softmax (4 + 4 read twice, 4 written), back to bf16 (6).
+    """
+    passes = {"to float32": 6, "log-softmax": 12}
+    if training:
+        passes |= {"scatter": 4, "slope of log-softmax": 20, "to bf16": 6}
+    terms = dict(bare_gemms(N, H, V, device, training=training).terms)
+    terms |= {name: _move(device, count * N * V) for name, count in passes.items()}
+    terms["launches"] = _CALL + 3 * len(passes) * _LAUNCH
+    held = {"log-softmax, its gradient, the slope": 12} if training else {"float32, log-softmax": 8}
+    return Prediction(terms, {name: count * N * V for name, count in held.items()})
+
+
+def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = True) -> Prediction:
+    """The same through torch.compile: two reads forward, a read and a write backward.
+
+    The gradient of the logits takes their place: seen in the memory it needs on a CPU.
+    """
+    passes = {"log-sum-exp": 4} | ({"slope": 4} if training else {})
+    terms = dict(bare_gemms(N, H, V, device, training=training).terms)
+    terms |= {name: _move(device, count * N * V) for name, count in passes.items()}
+    terms["launches"] = _CALL + 2 * len(passes) * _LAUNCH
+    return Prediction(terms, {"logits": 2 * N * V})
+
+
+# ---- ours -------------------------------------------------------------------------------------
+
+
+def chunk_tokens(N: int, H: int, V: int, plan: Plan = NOW) -> int:
+    """Tokens of a chunk of the training pass, as `fusedce.backends.plan` chooses them."""
+    most = max(plan.budget // (2 * V), 128)
+    if plan.most_tokens is not None:
+        most = min(most, plan.most_tokens)
+    if most + 2 * H >= N:  # a single chunk needs no accumulator
+        return max(N, 1)
+    chunks = -(-N // most)
+    equal = -(-N // chunks)
+    return min(-(-equal // 128) * 128, most)
+
+
+def fused_ce(
+    N: int, H: int, V: int, device: Device, *, training: bool = True, plan: Plan = NOW
+) -> Prediction:
+    """Ours: `forward_kernel`, or chunks of exponentials and two more products."""
+    if not training:
+        return _forward(N, H, V, device, plan)
+    C = chunk_tokens(N, H, V, plan)
+    chunks = -(-N // C)
+    padded = -(-V // 8) * 8
+    memory = {"exponentials of a chunk": 2 * C * padded}
+    terms = {}
+
+    if plan.tile_elements:
+        T = min(max(plan.tile_elements // C // 2048, 1) * 2048, V)
+        tiles = -(-V // T)
+        terms["logits product"] = product(device, C, T, H) * (N * V) / (C * T)
+        # Its float32 results leave the cache before they are read.
+        terms["exponentials"] = _move(device, 6 * N * V)
+        launches = 2 * tiles
+        memory["tile of products"] = 4 * C * T
+    else:
+        terms["logits product"] = product(device, N, V, H) / plan.gemm
+        terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
+        launches = 2
+    if plan.normalise:
+        terms["normalisation"] = _move(device, 4 * N * V)
+        launches += 1
+    terms["d_hidden product"] = product(device, N, H, V)
+    terms["d_hidden"] = _move(device, 10 * N * H)
+    terms["d_weight product"] = product(device, V, H, N)
+    if chunks > 1:
+        each = 8 if plan.add_in_place else 16
+        terms["d_weight of chunks"] = _move(device, each * chunks * V * H)
+        terms["d_weight to bf16"] = _move(device, 6 * V * H)
+        launches += 1 if plan.add_in_place else 2 * -(-V // _PART)
+        memory["d_weight in float32"] = 4 * V * H
+        if not plan.add_in_place:
+            memory["part of d_weight"] = 4 * min(_PART, V) * H
+    if not plan.known_denominator:
+        terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
+    terms["launches"] = _CALL + chunks * launches * _LAUNCH
+    memory["products of d_hidden"] = 4 * min(max(2**23 // H, 128), C) * H
+    memory["statistics"] = 8 * C * -(-V // 2048)
+    return Prediction(terms, memory)
+
+
+def _forward(N: int, H: int, V: int, device: Device, plan: Plan) -> Prediction:
+    terms = {
+        "logits product": product(device, N, V, H) / plan.forward_gemm,
+        "epilogue": _instructions(device, plan.forward_instructions * N * V),
+        "launches": _CALL * 0.8 + 2 * _LAUNCH,
+    }
+    splits = min(-(-V // _BLOCK_V), 128)
+    return Prediction(terms, {"partials": 4 * (2 * splits + 1) * N, "rows": 8 * N})
+
+
+def _instructions(device: Device, count: float) -> float:
+    """Seconds of instructions that no product hides."""
+    return count / (_LANES * device.processors * device.clock)
+
+
+METHODS: dict[str, Callable[..., Prediction]] = {
+    "bare GEMMs": bare_gemms,
+    "eager": eager,
+    "compiled eager": compiled_eager,
+}
+
+
+def predict(
+    method: str, N: int, H: int, V: int, device: Device, *, training: bool = True
+) -> Prediction:
+    """Time and memory of one call of ``method``: a key of ``METHODS`` or of ``PLANS``."""
+    if method in PLANS:
+        return fused_ce(N, H, V, device, training=training, plan=PLANS[method])
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")
+    return METHODS[method](N, H, V, device, training=training)

@@ -1,0 +1,98 @@
+"""Results on disk: written after every problem, and taken up again where they stopped."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "bench" / "results"
+Row = dict[str, Any]
+_PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "chunk_tokens")
+
+
+def problem(row: Row) -> tuple[Any, ...]:
+    """What the rows of one comparison share."""
+    return tuple(row.get(k) for k in _PROBLEM)
+
+
+def source() -> str:
+    """Twelve digits of a hash of the package's code: what the rows were measured on."""
+    digest = hashlib.sha256()
+    for folder in ("fusedce", "kernels"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def device_name(device: str) -> str:
+    if torch.device(device).type != "cpu":
+        return torch.get_device_module(device).get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+    return f"{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def caption(data: dict[str, Any]) -> str:
+    """Where the numbers come from, in a line."""
+    known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
+    return f"{data['device']}; {', '.join(known)}"
+
+
+def write(path: Path, data: Any) -> None:
+    """Whole or not at all: a step may be killed at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".json.part")
+    scratch.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(scratch, path)
+
+
+def _place(data: dict[str, Any]) -> tuple[Any, ...]:
+    return data["device"], *(data["versions"].get(k) for k in ("torch", "triton"))
+
+
+class Results:
+    """Rows of one file, by problem; of one device, always of this run's versions."""
+
+    def __init__(self, path: Path, device: str, **more: Any) -> None:
+        self.path = path
+        self.stamp = {"date": datetime.date.today().isoformat(), "source": source()}
+        self.data = {"device": device_name(device), "versions": versions(), **more, "rows": []}
+        if path.exists():
+            old = json.loads(path.read_text())
+            if _place(old) == _place(self.data):
+                self.data["rows"] = old["rows"]
+            else:
+                print(f"{path} is of another place and begun anew: {caption(old)}")
+
+    def has(self, key: tuple[Any, ...]) -> bool:
+        """Whether the problem was measured with this code."""
+        found = [r for r in self.data["rows"] if problem(r) == key]
+        return bool(found) and all(r.get("source") == self.stamp["source"] for r in found)
+
+    def put(self, rows: Sequence[Row]) -> None:
+        """Replace the rows of the problem they belong to, and write the file."""
+        keys = {problem(row) for row in rows}
+        kept = [r for r in self.data["rows"] if problem(r) not in keys]
+        self.data["rows"] = kept + [row | self.stamp for row in rows]
+        write(self.path, self.data)

@@ -1,0 +1,56 @@
+"""Derivatives that do not exist are refused in words, not left out."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from fusedce.contract.problem import Problem, Wanted
+
+
+def wanted_gradients(problem: Problem) -> Wanted:
+    """Gradients of those inputs that require one now."""
+    grad = torch.is_grad_enabled()
+    return Wanted(
+        hidden=grad and problem.hidden.requires_grad,
+        weight=grad and problem.weight.requires_grad,
+        bias=grad and problem.bias is not None and problem.bias.requires_grad,
+    )
+
+
+def detached(problem: Problem) -> Problem:
+    """For operators that have no derivative of their own."""
+    return problem._replace(
+        hidden=problem.hidden.detach(),
+        weight=problem.weight.detach(),
+        bias=None if problem.bias is None else problem.bias.detach(),
+    )
+
+
+def refuse_transforms(problem: Problem) -> None:
+    """Raise RuntimeError for derivatives that would be missing or wrong without a word."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "fusedce works with autograd (backward, torch.autograd.grad), not inside transforms of "
+            "torch.func (grad, jvp, vmap): use F.cross_entropy(F.linear(...)) there"
+        )
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None
+        for x in (problem.hidden, problem.weight, problem.bias)
+    ):
+        raise RuntimeError(
+            "fusedce has no forward-mode derivative (an input is a dual tensor): use "
+            "F.cross_entropy(F.linear(...)) for it"
+        )
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError where a backward pass is itself recorded."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "fused_ce: the gradient of the loss is not differentiable (create_graph=True was "
+            "given): its formula is written by hand. Use F.cross_entropy(F.linear(...)) for "
+            "second derivatives."
+        )

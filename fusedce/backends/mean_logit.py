@@ -1,0 +1,33 @@
+"""The mean logit without a soft-cap: a product with the mean row of the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedce.contract.problem import Problem
+
+
+class MeanLogit:
+    """``zmean = sum_v c_v z_v / V``, which costs nothing per logit."""
+
+    def __init__(self, problem: Problem) -> None:
+        weight, bias = problem.weight, problem.bias
+        acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        V, H = weight.shape
+        c = weight.new_ones(V, dtype=acc)
+        if problem.class_weight is not None:
+            c = problem.class_weight.to(acc)
+        c = c / V
+        row = torch.zeros(H, dtype=torch.float64, device=weight.device)
+        for some, c_some in zip(weight.split(8192), c.split(8192), strict=True):
+            row += c_some @ some.to(acc)
+        self.row = row.to(acc)  # (H,)
+        self.scale = problem.logit_scale
+        self.bias = torch.zeros((), dtype=torch.float64, device=weight.device)
+        if bias is not None:  # a masked class (-inf) of weight 0 is no target
+            self.bias += (c * bias.to(acc).masked_fill(c == 0, 0)).sum()
+
+    def of(self, h: Tensor) -> Tensor:
+        """``(C,)`` float64 for ``h (C, H)``."""
+        return self.scale * ((h @ self.row).double() + self.bias)

@@ -1,0 +1,46 @@
+"""What a backend is: a module with these functions, called with checked problems, grad mode off."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from fusedce.contract.objective import Stats, Upstream
+from fusedce.contract.problem import Problem, Wanted
+
+
+class Summed(NamedTuple):
+    """A sum of losses and its gradients."""
+
+    loss_sum: Tensor  # () fp32 or fp64
+    n_valid: Tensor  # () int64
+    factor: Tensor  # () dtype of loss_sum: what the gradients are multiplied by
+    d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
+    d_weight: Tensor
+    d_bias: Tensor
+
+
+class Backend(Protocol):
+    """``argmax (N,)`` int64, where given, is filled: with -1 at positions left out."""
+
+    def loss(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
+
+    def loss_and_grads(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
+        """The sum and its wanted gradients; with a soft-cap there is no label smoothing."""
+
+    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+        """Statistics of every token, in one pass."""
+
+    def token_grads(
+        self,
+        problem: Problem,
+        wanted: Wanted,
+        lse: Tensor,  # (N,)
+        upstream: Upstream,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients with factors of each token's own, from logits computed anew."""
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """``x *= factor`` in place, ``factor`` a 0-d tensor; nothing is written where it is 1."""

@@ -1,0 +1,36 @@
+"""Which rows count."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusedce.contract.labels import bad_label_code, bad_label_message
+from fusedce.contract.problem import Problem
+
+
+def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
+    """Positions with a label to predict and a weight other than 0; the number of the former.
+
+    ``V`` where it is not the number of rows of ``weight``. A bad label raises on a CPU; elsewhere
+    the number is a negative code (see `LossSum`) and the label's logit NaN, as with the Triton
+    backend.
+    """
+    labels, token_weight = problem.labels, problem.token_weight
+    V = problem.weight.shape[0] if V is None else V
+    valid = labels != problem.ignore_index
+    n_valid = valid.sum()
+    bad = valid & ((labels < 0) | (labels >= V))
+    if bad.any():
+        position = int(bad.nonzero()[0, 0])
+        code = bad_label_code(position, int(labels[position]))
+        if labels.device.type == "cpu":
+            raise ValueError(bad_label_message(code, V, problem.ignore_index))
+        n_valid.fill_(code)
+    if token_weight is not None:
+        valid = valid & ((token_weight != 0) | bad)
+    return valid.nonzero()[:, 0], n_valid
+
+
+def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    """``rows`` in chunks; none at all where there is no row."""
+    return rows.split(size) if len(rows) else ()

@@ -1,0 +1,95 @@
+"""The one record of what is asked of a loss, from the public functions down to the kernels.
+
+Its fields, in order, are the arguments of the ``torch.library`` operators: each of them begins
+with ``Problem(*arguments[: len(Problem._fields)])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+
+class Problem(NamedTuple):
+    """Everything asked of a loss.
+
+    Public functions fill it with what they were given; :func:`fusedce.contract.checks.checked`
+    turns that into a problem every other layer can rely on: flattened, cast, in range.
+    """
+
+    hidden: Tensor  # (N, H) fp32, bf16, fp16 or fp64
+    weight: Tensor  # (V, H)
+    labels: Tensor  # (N,) int64 or int32
+    bias: Tensor | None = None  # (V,)
+    token_weight: Tensor | None = None  # (N,) fp32 or fp64
+    class_weight: Tensor | None = None  # (V,) fp32 or fp64
+    expected_upstream: Tensor | None = None  # () fp32 or fp64: factor that backward will bring
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk_tokens: int | None = None
+    backend: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is cross-entropy and nothing else."""
+        return not (self.label_smoothing or self.z_loss) and self.unweighted
+
+    @property
+    def unweighted(self) -> bool:
+        return self.token_weight is None and self.class_weight is None
+
+    def rows(self, chosen: Tensor | slice) -> Problem:
+        """The problem of the tokens at ``chosen``, as far as the objective looks at tokens."""
+        if self.token_weight is None:
+            return self
+        return self._replace(token_weight=self.token_weight[chosen])
+
+
+class Wanted(NamedTuple):
+    """What to compute beside the loss: gradients of the inputs, statistics of the tokens."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    lse: bool = False
+    entropy: bool = False
+    zmean: bool = False
+
+    @property
+    def gradients(self) -> tuple[bool, bool, bool]:
+        return self.hidden, self.weight, self.bias
+
+
+def records(flat: Sequence[Any]) -> tuple[Problem, Wanted, Sequence[Any]]:
+    """An operator's arguments as what they are, and those that follow."""
+    problem, wanted = len(Problem._fields), len(Wanted._fields)
+    end = problem + wanted
+    return Problem(*flat[:problem]), Wanted(*flat[problem:end]), flat[end:]
+
+
+_SCHEMA = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    str | None: "str?",
+}
+
+
+def schema_of(*records: type[Any], more: str = "", returns: str) -> str:
+    """Schema of an operator whose arguments are the records' fields, flattened, and ``more``."""
+    arguments = [
+        f"{_SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
+        for record in records
+        for name, hint in get_type_hints(record).items()
+    ]
+    return f"({', '.join([*arguments, more] if more else arguments)}) -> {returns}"
