@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,9 +44,27 @@ def trained_of(parameters: Any, some: bool) -> list[Tensor]:
     return list(found.values())
 
 
+_LISTENERS: dict[int, Callable[[float], None]] = {}
+
+
+class OnCorrection:
+    """Until :meth:`remove`, ``told(factor)`` is called where gradients are corrected.
+
+    For tools that follow what a gradient has been multiplied by; reading the factor waits.
+    """
+
+    def __init__(self, told: Callable[[float], None]) -> None:
+        _LISTENERS[id(self)] = told
+
+    def remove(self) -> None:
+        _LISTENERS.pop(id(self), None)
+
+
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """``p.grad *= factor ()`` float64, each product rounded once: never the factor."""
+    for told in _LISTENERS.values():
+        told(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
         grad = _local(p.grad)
