@@ -9,6 +9,7 @@ Vocabulary used everywhere in this package:
 """
 
 from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.audit import audit
 from fusedce.contract.labels import count_valid, shift_labels
 from fusedce.contract.results import LossSum, TokenStats
 from fusedce.head.replace import replace_loss_head, restore_loss_head
@@ -25,6 +26,7 @@ __all__ = [
     "LossAccumulator",
     "LossSum",
     "TokenStats",
+    "audit",
     "count_valid",
     "fused_argmax",
     "fused_ce",
