@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
-from fusedce.head.lazy.logits import LossTap
+from fusedce.head.tap import LossTap
 from fusedce.head.replace import attach
 
 logger = logging.getLogger(__name__)

@@ -39,12 +39,14 @@ def interpreter_rounds_to_bf16():
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fails the test where anybody computes the real logits of a replaced head."""
-    from fusedce.head.lazy.state import Lazy
+    from fusedce.head.call import HeadCall
+    from fusedce.head.lazy.traced import TracedLogits
 
-    def materialize(self, **kwargs):
+    def logits(self, *_):
         raise AssertionError("real logits were computed")
 
-    monkeypatch.setattr(Lazy, "materialize", materialize)
+    monkeypatch.setattr(HeadCall, "logits", logits)
+    monkeypatch.setattr(TracedLogits, "_look", logits)
 
 
 def pytest_collection_modifyitems(items):
