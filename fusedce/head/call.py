@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedce.head.clock import CLOCK, Tick
-from fusedce.head.recipe import Operands, Recipe, recipe_of
+from fusedce.head.recipe import Operands, Recipe, merged_into, recipe_of
 
 if TYPE_CHECKING:
     from fusedce.head.report import Report
@@ -51,8 +51,8 @@ class HeadCall:
             self._check(stepped=self._steps_since() > 0)
             return self._gathered(tensors)
         changed = [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen
-        merged = self.recipe.merged != getattr(self.module, "merged_adapters", ())
-        self._check(changed or (bool(self.recipe.merged) and merged) or self._has_stepped())
+        merged = self.recipe.merged != merged_into(self.module)
+        self._check(changed or merged or self._has_stepped())
         return [x.detach() for x in tensors]
 
     def _check(self, stepped: bool) -> None:

@@ -171,8 +171,12 @@ def recipe_of(module: Any) -> Recipe:
         )
         for name in names
     )
-    merged = tuple(getattr(module, "merged_adapters", ()))
-    return Recipe(base.weight, getattr(base, "bias", None), adapters, merged)
+    return Recipe(base.weight, getattr(base, "bias", None), adapters, merged_into(module))
+
+
+def merged_into(module: Any) -> tuple[str, ...]:
+    """The adapters that are part of the weight: PEFT merges them into ``weight.data``."""
+    return tuple(getattr(_active(module), "merged_adapters", ()))
 
 
 def _rate(dropout: Any) -> float:

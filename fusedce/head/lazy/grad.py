@@ -60,13 +60,22 @@ class Term(NamedTuple):
 
 
 class LogitsGrad(torch.Tensor):
-    """See the module. ``make`` computes the numbers of its ``terms``."""
+    """See the module. ``make`` computes the numbers of its ``terms``.
 
+    As with any tensor, one may be a view of another, its ``base``: ``move`` makes its numbers of
+    the base's, and shares their memory as soon as somebody may write into it.
+    """
+
+    like: Tensor
     terms: tuple[Term, ...]
     dense: Tensor | None
     make: Callable[[str], Tensor]
-    like: Tensor
+    base: LogitsGrad | None
+    move: Callable[[Tensor], Tensor]
     numbers: Tensor | None
+    exposed: bool  # its numbers are what counts
+    writes: int
+    seen: int  # how many writes of the base are in these
 
     @staticmethod
     def __new__(
@@ -80,21 +89,60 @@ class LogitsGrad(torch.Tensor):
         new = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
-        new.like, new.terms, new.dense, new.make, new.numbers = like, terms, dense, make, None
+        new.like, new.terms, new.dense, new.make = like, terms, dense, make
+        new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
         CLOCK.kept.add(new)
         return new
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def sync(self) -> None:
+        """See what has been written into the base."""
+        if self.base is not None:
+            self.base.sync()
+            if self.base.writes != self.seen:
+                self._become(self.move(self.base.look("view")))
+                self.seen = self.base.writes
+
     def look(self, operation: str) -> Tensor:
         """The numbers."""
+        self.sync()
         if self.numbers is None:
             with torch.no_grad():
-                parts = [self.make(operation).to(self.dtype)] if self.terms else []
-                parts += [] if self.dense is None else [self.dense.to(self.dtype)]
-                zero = torch.zeros_like(self.like, device=self.device)
-                self.numbers = sum(parts[1:], parts[0]) if parts else zero
+                if self.terms:
+                    self.numbers = self.make(operation).to(self.dtype)
+                    if self.dense is not None:
+                        self.numbers = self.numbers + self.dense
+                elif self.dense is not None:
+                    self.numbers = self.dense.to(self.dtype, copy=True)
+                else:
+                    self.numbers = torch.zeros_like(self.like, device=self.device)
         return self.numbers
+
+    def expose(self, operation: str) -> Tensor:
+        """The numbers for somebody who may write into them."""
+        self.sync()
+        if not self.exposed:
+            if self.base is None:
+                self._become(self.look(operation))
+            else:
+                self._become(self.move(self.base.expose(operation)))
+                self.seen = self.base.writes
+            self.exposed = True
+        assert self.numbers is not None
+        return self.numbers
+
+    def _become(self, numbers: Tensor) -> None:
+        self.terms, self.dense, self.numbers = (), numbers, numbers
+        self.writes += 1
+
+    def written(self) -> None:
+        grad: LogitsGrad | None = self
+        while grad is not None:
+            grad.writes += 1
+            grad, below = grad.base, grad
+            if grad is not None:
+                below.seen = grad.writes + 1
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.look("repr"))
@@ -103,13 +151,13 @@ class LogitsGrad(torch.Tensor):
         return self.look("pickle").__reduce_ex__(protocol)
 
     def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
-        return self.look("numpy").numpy(**kwargs)
+        return self.expose("numpy").numpy(**kwargs)
 
     def tolist(self) -> Any:
         return self.look("tolist").tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        self.values = self.look("torch.compile")
+        self.values = self.expose("torch.compile")
         return ["values"], None
 
     @staticmethod
@@ -125,22 +173,19 @@ class LogitsGrad(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        for x in args[:2]:
+            if isinstance(x, LogitsGrad):
+                x.sync()
         result = _lazily(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        name = str(func)
-        if effects_of(func).writes and isinstance(args[0], LogitsGrad):
-            return _write(func, args, kwargs)
+        name, effects, x = str(func), effects_of(func), args[0] if args else None
+        if isinstance(x, LogitsGrad) and (effects.writes == (0,) or effects.is_view):
+            out = func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
+            if effects.writes:
+                x.written()
+            return x if effects.writes else out
         return func(*real(args, name), **real(kwargs, name))
-
-
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsGrad:
-    """Whoever writes into a gradient writes into its numbers."""
-    x, name = args[0], str(func)
-    numbers = x.look(name).clone()
-    func(numbers, *real(args[1:], name), **real(kwargs, name))
-    x.terms, x.dense, x.numbers = (), numbers, None
-    return x
 
 
 def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +212,8 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _moved(x, x.like.to(dtype), lambda t: t.to(dtype), x.terms)
     if func in _SAME:
         like = func(x.like, *args[1:], **kwargs)
-        return _moved(x, like, lambda t: func(t, *args[1:], **kwargs), x.terms)
+        move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+        return _moved(x, like, move, x.terms, effects_of(func).is_view)
     row = UNDOING.get(func)
     step = None if row is None or row.undo is None else row.undo(x, *args[1:], **kwargs)
     if isinstance(step, Scale) or (row is not None and _is_factor(args[1:])):
@@ -185,15 +231,24 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lazy = args[1]
         return _moved(x, x.like, lambda t: func(t, lazy.look("tanh_backward")), terms)
     like = func(x.like, *args[1:], **kwargs)
-    return _moved(x, like, lambda t: func(t, *args[1:], **kwargs), terms)
+    move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+    return _moved(x, like, move, terms, effects_of(func).is_view)
 
 
 def _moved(
-    x: LogitsGrad, like: Tensor, move: Callable[[Tensor], Tensor], terms: tuple[Term, ...]
+    x: LogitsGrad,
+    like: Tensor,
+    move: Callable[[Tensor], Tensor],
+    terms: tuple[Term, ...],
+    is_view: bool = False,
 ) -> LogitsGrad:
     """The same after a linear operation."""
+    make = x.make
     dense = None if x.dense is None else move(x.dense)
-    return LogitsGrad(like, x.device, terms, dense, lambda name: move(x.make(name)))
+    new = LogitsGrad(like, x.device, terms, dense, lambda name: move(make(name)))
+    if is_view:
+        new.base, new.move, new.seen = x, move, x.writes
+    return new
 
 
 def _is_factor(args: tuple[Any, ...]) -> bool:
@@ -216,6 +271,8 @@ def _add(func: Any, a: Any, b: Any) -> Any:
         if func is aten.add_.Tensor:
             return NotImplemented
         a, b = b, a
+    if func is aten.add_.Tensor and (a.exposed or a.base is not None):
+        return NotImplemented
     if not isinstance(b, Tensor) or b.shape != a.shape:
         return NotImplemented
     if isinstance(b, LogitsGrad):
@@ -232,6 +289,7 @@ def _add(func: Any, a: Any, b: Any) -> Any:
 
     if func is aten.add_.Tensor:
         a.terms, a.dense, a.make, a.numbers = terms, dense, make, None
+        a.written()
         return a
     return LogitsGrad(a.like, a.device, terms, dense, make)
 

@@ -32,6 +32,7 @@ class MakeLogits(torch.autograd.Function):
         call: HeadCall = ctx.call
         parts: list[list[Any]] = []
         if isinstance(grad, LogitsGrad):
+            grad.sync()
             terms, dense = grad.terms, grad.dense
             if any(t.left or t.call is not call for t in terms):
                 terms, dense = (), grad.look("backward of the head")

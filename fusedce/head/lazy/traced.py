@@ -184,7 +184,14 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
     """
     in_place = name in _IN_PLACE
     row = _IN_PLACE[name] if in_place else _METHODS[name]
-    if any(isinstance(a, TracedLogits) for a in args) or "out" in kwargs:
+    if "out" in kwargs:
+        return NotImplemented
+    if row is _CAST:
+        dtype = _dtype_of(x, name, args, kwargs)
+        if dtype is None:
+            return NotImplemented
+        name, args, kwargs = "to", (dtype,), {k: v for k, v in kwargs.items() if k == "copy"}
+    if any(isinstance(a, TracedLogits) for a in args):
         return NotImplemented
     grad = torch.is_grad_enabled()
     if in_place and (x._parent is not None or x._children or grad != x._grad):
@@ -192,8 +199,7 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
     out = _like(x, name, args, kwargs)
     if out is None:
         return NotImplemented
-    given = () if _METHODS.get(name) is _CAST else args
-    steps = row.read(x._shape, out, *given, **({} if given is not args else kwargs))
+    steps = row.read(x._shape, out, *args, **kwargs)
     if steps is None:
         return NotImplemented
     traced = Traced(name, args, kwargs, grad)
@@ -210,9 +216,6 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
 def _like(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor without data of the shape and dtype of the result; ``None`` for other devices."""
     like = torch.empty(x._shape, dtype=x._dtype, device="meta")
-    if _METHODS.get(name) is _CAST:
-        dtype = _dtype_of(x, name, args, kwargs)
-        return None if dtype is None else torch.empty(x._shape, dtype=dtype, device="meta")
     if any(isinstance(a, Tensor) for a in args):
         other = args[0]
         if not isinstance(other, Tensor) or other.device != x.device:
@@ -240,7 +243,7 @@ def _dtype_of(x: TracedLogits, name: str, args: Any, kwargs: Any) -> torch.dtype
     for argument in args[:2]:
         if isinstance(argument, torch.dtype):
             dtype = argument
-        elif isinstance(argument, Tensor):
+        elif isinstance(argument, (Tensor, TracedLogits)):
             dtype, device = argument.dtype, argument.device
         elif isinstance(argument, (torch.device, str)):
             device = argument
