@@ -59,16 +59,21 @@ def probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> torch.
     Raises:
         ValueError: it is not ``hidden @ weight.T + bias``; the message says how far off.
     """
+    with torch.inference_mode(False):
+        return _probe(module, forward, mode, weight)
+
+
+def _probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> torch.dtype:
     rng = torch.Generator().manual_seed(0)
     V, H = weight.shape
     hidden = torch.randn(TOKENS, H, generator=rng).to(weight.device, mode.hidden)
     labels = torch.randint(0, V, (TOKENS,), generator=rng).to(weight.device)
     device = hidden.device.type
-    with _training(module, mode.training), torch.inference_mode(False), torch.enable_grad():
+    with _training(module, mode.training), torch.enable_grad():
         with torch.autocast(device, mode.autocast, enabled=mode.autocast is not None):
-            with _restoring(module):
+            with restoring(module):
                 native = _of_native(module, forward, hidden, labels, V)
-            with _restoring(module):
+            with restoring(module):
                 fused = _of_fused(module, hidden, labels, mode)
     # Native logits are rounded to their dtype, fused ones are not; TF32 rounds both, otherwise.
     dtype = mode.autocast or mode.hidden
@@ -142,7 +147,7 @@ def _training(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _restoring(module: nn.Module) -> Iterator[None]:
+def restoring(module: nn.Module) -> Iterator[None]:
     """Random numbers and buffers (of a spectral norm) are as before when this ends."""
     buffers = [(b, b.clone()) for b in module.buffers()]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})

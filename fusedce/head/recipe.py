@@ -84,17 +84,20 @@ class Recipe(NamedTuple):
         return Operands(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
 
 
-def check_linear(head: Any) -> None:
-    """Whether this is a module that can be the head.
-
-    Raises:
-        TypeError, ValueError: it is something else, or has an adapter that is not understood.
-    """
+def check_module(head: Any) -> None:
     if not isinstance(head, nn.Module):
         raise TypeError(
             f"head must be a torch.nn.Module, got {type(head).__name__}"
             + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
         )
+
+
+def check_linear(head: nn.Module) -> None:
+    """Whether this module can be the head.
+
+    Raises:
+        TypeError, ValueError: it is something else, or has an adapter that is not understood.
+    """
     weight = getattr(_base_of(_active(head)), "weight", None)
     other_kind = isinstance(_base_of(_active(head)), (nn.Embedding, nn.EmbeddingBag, nn.Bilinear))
     if (

@@ -18,8 +18,8 @@ from torch import nn
 
 import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
 from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original, own_class
-from fusedce.head.probe import can_probe, mode_of, probe
-from fusedce.head.recipe import check_linear, linear_of
+from fusedce.head.probe import can_probe, mode_of, probe, restoring
+from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.report import HeadReport
 
 _WATCH = "_fusedce_watch"
@@ -81,16 +81,13 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = head is None
     head = _find_head(model) if head is None else head
-    if isinstance(head, nn.Module) and ATTACHED in head.__dict__:
+    check_module(head)
+    if ATTACHED in head.__dict__:
         return
-    check_linear(head)
     _restore(head)  # of a head that was replaced before an adapter was put around it
-    attached = Attached(head, time.strftime("%Y-%m-%d %H:%M:%S"))
-    try:
-        _probe(attached, head)
-    except ValueError:
-        _put_back(head, attached)
-        raise
+    with restoring(head):
+        check_linear(head)
+        attached = _probed(head)
     head.__dict__[ATTACHED] = attached
     if not isinstance(head, FusedHead):
         head.__class__ = class_of(type(head))
@@ -193,16 +190,18 @@ def _is_trl_head(forward: Any) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-def _probe(attached: Attached, module: nn.Module) -> None:
-    """In training and in evaluation, in the parameters' dtype."""
-    weight = linear_of(module).weight
-    if not can_probe(weight):
-        return
-    weight = weight.detach()
-    for training in (True, False):
-        mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
-        dtype = probe(module, original(module, attached), mode, weight)
-        attached.dtypes[mode] = dtype
+def _probed(module: nn.Module) -> Attached:
+    """Asked in training and in evaluation, in the parameters' dtype."""
+    attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
+    weight = linear_of(module).weight.detach()
+    try:
+        for training in (True, False) if can_probe(weight) else ():
+            mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
+            attached.dtypes[mode] = probe(module, original(module, attached), mode, weight)
+    except ValueError:
+        _put_back(module, attached)
+        raise
+    return attached
 
 
 # ---- heads that come later ------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
-from fusedce.head.lazy.logits import real
+from fusedce.head.lazy.logits import real, unviewed
 from fusedce.head.lazy.ops import UNDOING, aten, effects_of
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
 
@@ -94,7 +94,18 @@ class LogitsGrad(torch.Tensor):
         CLOCK.kept.add(new)
         return new
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor._is_view:
+            return False  # see `unviewed`
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     def sync(self) -> None:
         """See what has been written into the base."""
@@ -157,7 +168,8 @@ class LogitsGrad(torch.Tensor):
         return self.look("tolist").tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        self.values = self.expose("torch.compile")
+        if "values" not in self.__dict__:
+            self.values = unviewed(self.expose("torch.compile"))
         return ["values"], None
 
     @staticmethod

@@ -23,6 +23,7 @@ from fusedce.head.call import HeadCall
 from fusedce.head.lazy.ops import IN_PLACE, RECORDED, Effects, effects_of, result_like
 from fusedce.head.lazy.steps import Index, Steps
 
+T = torch.Tensor
 _BELOW = torch._C.DisableTorchFunctionSubclass
 
 
@@ -132,7 +133,7 @@ class LazyLogits(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return self.look("format").__format__(spec)
+        return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(
@@ -141,7 +142,8 @@ class LazyLogits(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Compiled code that is handed lazy logits gets real ones."""
-        self.values = self.expose("torch.compile")
+        if "values" not in self.__dict__:
+            self.values = unviewed(self.expose("torch.compile"))
         return ["values"], None
 
     @staticmethod
@@ -185,6 +187,13 @@ class LazyLogits(torch.Tensor):
                 return result
         name = str(func)
         return func(*real(args, name), **real(kwargs, name))
+
+
+def unviewed(x: Tensor) -> Tensor:
+    """The same memory, but no view of anything: torch.compile has none of subclasses."""
+    with torch.no_grad():
+        new = torch.empty(0, dtype=x.dtype, device=x.device)
+        return new.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
 
 
 def real(x: Any, operation: str) -> Any:
@@ -284,8 +293,10 @@ def _write(func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str,
 
 def _values(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """What gives away the memory itself."""
-    values = x.expose(getattr(func, "__name__", str(func))).detach()
-    return func(values.requires_grad_(x.requires_grad), *args, **kwargs)
+    values = x.expose(func.__name__)
+    if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
+        values = values.detach().requires_grad_()  # for torch to refuse it
+    return func(values, *args, **kwargs)
 
 
 def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -310,18 +321,16 @@ def _iterate(func: Any, x: LazyLogits) -> Any:
     return parts if parts is NotImplemented else iter(parts)
 
 
-T = torch.Tensor
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
-        (T.numpy, T.__array__, T.tolist, T.data_ptr, T.untyped_storage, T.storage, T.__dlpack__,
-         T.share_memory_, T.storage_type),
-        _values,
+        (T.numpy, T.__array__, T.tolist, T.data_ptr, T.__dlpack__, T.share_memory_), _values
     ),
     **dict.fromkeys(
         (T.split, torch.split, T.chunk, torch.chunk, T.tensor_split, torch.tensor_split,
          T.split_with_sizes, torch.split_with_sizes),
         _split,
     ),
+    T._is_view: lambda func, x: False,  # see `unviewed`
     T.unbind: _unbind,
     torch.unbind: _unbind,
     T.__iter__: _iterate,
