@@ -44,7 +44,8 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     second derivative: ``create_graph=True`` is a ``RuntimeError``. A head that
     ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is replaced at
     the next forward. A compiled model returns logits that are no ``Tensor`` but answer like one;
-    any operation on them gives tensors.
+    any operation on them gives tensors, and so does their method ``tensor()``, for consumers that
+    ask for a ``Tensor`` (``default_collate``, ``Accelerator.gather``, ``vmap``).
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear

@@ -77,11 +77,13 @@ def test_consumers_of_a_compiled_models_logits():
     real = model(x).detach() + 0
     batch = torch.utils.data.default_collate([run(x).detach(), run(x).detach()])
     torch.testing.assert_close(batch + 0, torch.stack([real, real]))
-    batch = torch.utils.data.default_collate([run(x), run(x)])
+    batch = torch.utils.data.default_collate([run(x).tensor(), run(x).tensor()])
     torch.testing.assert_close(batch.detach() + 0, torch.stack([real, real]))
-    assert isinstance(run(x), torch.Tensor)
+    with pytest.raises(TypeError, match="TracedLogits"):  # never silently something else
+        torch.utils.data.default_collate([run(x), run(x)])
+    assert "tensor()" in replace_loss_head.__doc__
     mapped = torch.vmap(lambda z: z.softmax(-1))(run(x).tensor())
     torch.testing.assert_close(mapped.detach(), real.softmax(-1))
     accelerate = pytest.importorskip("accelerate")
-    gathered = accelerate.Accelerator(cpu=True).gather(run(x))
+    gathered = accelerate.Accelerator(cpu=True).gather(run(x).tensor())
     torch.testing.assert_close(gathered.detach() + 0, real)

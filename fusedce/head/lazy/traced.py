@@ -73,7 +73,10 @@ class TracedLogits:
         return new if dtype == hidden.dtype else take_step(new, "to", (dtype,), {})
 
     def tensor(self) -> Any:
-        """A tensor with these values: real while tracing, lazy outside."""
+        """A tensor with these values: real while tracing, lazy outside.
+
+        For consumers that ask with ``isinstance`` whether they are given a tensor.
+        """
         if torch.compiler.is_compiling() or self._real is not None:
             return self._look()
         if self._outside is None:
