@@ -8,7 +8,8 @@
 #     bench/gpu.sh --dry [STEP]    # on any machine: tiny problems, peers stubbed
 #
 # Results go to $OUT (default bench/results), after every problem; a step that is run again measures
-# what is missing. Its own clock stops it before the limit does, which interrupts and kills late.
+# what is missing. Its own clock stops it before the limit does, which interrupts and kills late;
+# LIMIT=SECONDS sets another one.
 # Needs of python3 (or $PYTHON): torch, triton, tabulate; for the steps of those names pytest with
 # pytest-timeout, pytest-xdist and hypothesis, transformers and tokenizers, matplotlib.
 #
@@ -31,32 +32,26 @@ lib=$(mktemp -d)
 trap 'rm -rf "$lib"' EXIT
 ln -s "$PWD/fusedce" "$lib/fusedce"
 if [[ $dry ]]; then
-    device=cpu tag=cpu workers=0 small=(--dry)
+    device=cpu tag=cpu workers=0
     stubs=$PWD/tests/bench/stubs
-    export PATH="$stubs/bin:$PATH" PYTHONPATH="$lib:$stubs${PYTHONPATH:+:$PYTHONPATH}"
+    export OMP_NUM_THREADS=1 PATH="$stubs/bin:$PATH" PYTHONPATH="$lib:$stubs${PYTHONPATH:+:$PYTHONPATH}"
 else
-    device=${DEVICE:-cuda} tag=${DEVICE:-cuda} workers=8 small=()
+    device=${DEVICE:-cuda} tag=${DEVICE:-cuda} workers=8
     export PYTHONPATH="$lib:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
 STEPS=(
     "peers         120 unpack the wheels of \$WHEELS, say which peers are there"
-    "correct       150 tests of the device"
+    "correct       120 tests of the device"
     "robust        240 100 runs bitwise, CUDA graph, second stream, memory against the plan"
     "device        120 what products, copies and launches reach"
-    "time          470 forward + backward, every implementation, every shape"
+    "time          470 forward + backward and peak memory: every implementation, every shape"
     "forward       470 forward alone"
-    "memory        470 peak of the allocator"
-    "ignored       300 share of ignored labels"
-    "accuracy      300 errors against fp64"
-    "frozen        120 no weight gradient"
-    "budget        300 time against the memory of a chunk"
-    "scaling       300 time and memory as N and V grow"
+    "details       470 ignored labels, errors against fp64, no weight gradient"
+    "growth        470 time against the memory of a chunk, and as N and V grow"
     "options       470 what each option costs"
     "head          300 a whole step of a model with the head replaced"
-    "bimodal       470 accumulation, SmolLM-135M's configuration: lengths 4 to 12 and 2048"
-    "natural       470 accumulation: natural lengths"
-    "uniform       470 accumulation: equal lengths"
+    "accumulation  470 SmolLM-135M's configuration in splits, a regime or two each time it is run"
     "memcheck      470 compute-sanitizer, bad accesses"
     "racecheck     470 compute-sanitizer, races"
     "report        120 tables, pictures, prediction beside measurement"
@@ -69,18 +64,13 @@ limit() {  # SECONDS COMMAND ...: interrupted first, so that Python leaves what 
 }
 
 loss() {  # SUITE ...
-    local own=$((seconds - 60))
-    # A dry run sees every adapter through once and every suite's first problem.
-    [[ $dry ]] && small=(--dry --quick --rounds 1 --calls 1)
-    [[ $dry && $1 != time ]] && small+=(--only fused_ce eager)
+    local some=()
+    # A dry run sees every adapter through once, and every suite's first problem.
+    [[ $dry ]] && some=(--dry --quick --rounds 1 --calls 1)
+    [[ $dry && $1 != time ]] && some+=(--only fused_ce)
     limit "$seconds" "$PYTHON" bench/loss.py --device "$device" --suite "$@" --resume \
-        --seconds $((own > 30 ? own : 30)) --timeout 60 --out "$OUT/loss-$tag.json" "${small[@]}"
-}
-
-accumulation() {  # REGIME
-    [[ $dry ]] && small=(--dry --steps 1) || small=(--steps 10)
-    limit "$seconds" "$PYTHON" bench/accumulation.py --device "$device" --regime "$1" --resume \
-        --seconds $((seconds / 2)) --out "$OUT/accumulation-$tag.json" "${small[@]}"
+        --seconds $((seconds > 90 ? seconds - 60 : 30)) --timeout 120 \
+        --out "$OUT/loss-$tag.json" "${some[@]}"
 }
 
 sanitizer() {  # TOOL
@@ -117,17 +107,14 @@ step_robust() {
     limit "$seconds" "$PYTHON" bench/robust.py "${some[@]}" --out "$OUT/robust-$tag.json"
 }
 step_device() {
-    limit "$seconds" "$PYTHON" bench/device.py --device "$device" "${small[@]}" \
-        --out "$OUT/device-$tag.json"
+    local some=(--device "$device")
+    [[ $dry ]] && some+=(--dry)
+    limit "$seconds" "$PYTHON" bench/device.py "${some[@]}" --out "$OUT/device-$tag.json"
 }
 step_time() { loss time; }
 step_forward() { loss forward; }
-step_memory() { loss memory; }
-step_ignored() { loss masked; }
-step_accuracy() { loss accuracy; }
-step_frozen() { loss frozen; }
-step_budget() { loss budget; }
-step_scaling() { loss scaling; }
+step_details() { loss masked accuracy frozen; }
+step_growth() { loss budget scaling; }
 step_options() {
     local some=(--N 8192 --H 4096 --V 128256 --dtype bfloat16)
     [[ $dry ]] && some=(--N 16 --H 16 --V 64 --dtype bfloat16 --rounds 1 --calls 1 --no-memory)
@@ -140,15 +127,20 @@ step_head() {
     [[ $dry ]] && some=(--help)
     limit "$seconds" "$PYTHON" bench/head.py "${some[@]}"
 }
-step_bimodal() { accumulation bimodal; }
-step_natural() { accumulation natural; }
-step_uniform() { accumulation uniform; }
+step_accumulation() {
+    local some=(--steps 10)
+    [[ $dry ]] && some=(--dry --steps 1)
+    limit "$seconds" "$PYTHON" bench/accumulation.py --device "$device" --resume \
+        --seconds $((seconds / 2)) --out "$OUT/accumulation-$tag.json" "${some[@]}"
+}
 step_memcheck() { sanitizer memcheck; }
 step_racecheck() { sanitizer racecheck; }
-step_report() {
+step_report() {  # needs no GPU: the results alone
     local json=$OUT/loss-$tag.json gaps=$OUT/accumulation-$tag.json
+    local some=(--plots docs --full "docs/$tag.md" --readme README.md)
+    [[ $dry ]] && some=(--plots "$OUT" --full "$OUT/$tag.md")
     [[ -f $gaps ]] || gaps=bench/results/accumulation-cpu.json
-    "$PYTHON" bench/report.py "$json" --plots "$OUT" --overview "$gaps" --full "$OUT/$tag.md" &&
+    "$PYTHON" bench/report.py "$json" --overview "$gaps" "${some[@]}" &&
         "$PYTHON" bench/report.py "$json" &&
         "$PYTHON" bench/model.py --measured "$json"
 }
@@ -161,17 +153,19 @@ known=()
 for step in "${STEPS[@]}"; do known+=("${step%% *}"); done
 chosen=("$@")
 (($#)) || chosen=("${known[@]}")
-failed=()
 for name in "${chosen[@]}"; do
-    seconds=
-    for step in "${STEPS[@]}"; do
-        read -r it most what <<<"$step"
-        [[ $it == "$name" ]] && seconds=$most && break
-    done
-    if [[ -z $seconds ]]; then
+    if [[ " ${known[*]} " != *" $name "* ]]; then
         echo "no step '$name': one of ${known[*]}" >&2
         exit 2
     fi
+done
+failed=()
+for name in "${chosen[@]}"; do
+    for step in "${STEPS[@]}"; do
+        read -r it seconds what <<<"$step"
+        [[ $it == "$name" ]] && break
+    done
+    seconds=${LIMIT:-$seconds}
     echo "== $name: $what"
     begin=$SECONDS
     "step_$name" || failed+=("$name")
