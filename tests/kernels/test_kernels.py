@@ -17,6 +17,7 @@ from fusedce.testing import Case, check
 BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [1, 2, 127, 1031])
 @pytest.mark.parametrize("H", [1, 96, 123])
 @pytest.mark.parametrize("N", [1, 257])
@@ -82,6 +83,7 @@ def test_scale_in_place_rounds_once(dtype, factor):
     torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_every_kernel_compiles(arch):
     """Everything fits; on sm_90 nothing spills and the tensor cores are fed asynchronously."""

@@ -146,6 +146,7 @@ def test_cuda_graph_replays_with_other_labels():
         torch.testing.assert_close((loss, n_valid, lse), again, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
