@@ -164,7 +164,10 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
         10**7, vocabulary, 4096, logit_bytes=2, accumulator=True, on_cpu=False, chunk_tokens=None
     )
     assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
-    assert C * min(vocabulary, configs.EXP_BLOCK_V) * 4 <= 64 * 2**20
+    arch = configs.BY_NAME["sm_90"]
+    for H in (64, 1024, 4096, 16384):
+        rows, T = arch.tile_shape(C, vocabulary, H, min(vocabulary, arch.exp_block_v))
+        assert rows * T * 4 <= (32 if H >= 4096 else 128) * 2**20
 
 
 # ---- the accumulator ------------------------------------------------------------------------
@@ -272,13 +275,13 @@ def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
     from fusedce.backends.triton import forward as launch_forward
 
     hidden, weight, labels = inputs(torch.float16)
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(configs, "architecture", lambda device: configs.BY_NAME["sm_90"])
     monkeypatch.setattr(launch_forward.tuning, "enabled", lambda: True)
     monkeypatch.setattr(
         launch_forward.tuning, "choose", lambda key, all_, f: f(all_[0]) and all_[0]
     )
-    monkeypatch.setattr(launch_forward.triton.testing, "do_bench", lambda call: 1.0)
+    monkeypatch.setattr(launch_forward.triton.testing, "do_bench", lambda call, **_: 1.0)
     monkeypatch.setattr(launch_forward.tuning, "key_of", lambda *_: "key")
     before = torch.get_rng_state()
-    launch_forward._forward_config(Problem(hidden, weight, labels))
+    launch_forward._blocks(Problem(hidden, weight, labels))
     assert torch.equal(torch.get_rng_state(), before)
