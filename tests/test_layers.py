@@ -14,9 +14,9 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing"},
-    {"trainer"},
+    {"trainer", "audit"},
     {"__init__"},
-    {"demo", "audit"},
+    {"demo"},
     {"cli", "__main__"},
 )
 

@@ -66,7 +66,7 @@ def folded(problem: Problem) -> Problem:
     w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
     if problem.token_weight is not None:
         w = problem.token_weight * w
-    return problem._replace(token_weight=w, class_weight=None)
+    return problem.but(token_weight=w, class_weight=None)
 
 
 def token_losses(

@@ -18,10 +18,11 @@ from fusedce.testing import Case, check
 BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [1, 2, 127, 1031])
 @pytest.mark.parametrize("H", [1, 96, 123])
 @pytest.mark.parametrize("N", [1, 257])
-def test_odd_shapes(V, H, N):
+def test_odd_shapes_match_the_reference(V, H, N):
     heavy = N * V > 100_000
     for dtype in (torch.float32,) if heavy else (torch.float32, torch.bfloat16, torch.float16):
         case = Case(
@@ -73,7 +74,7 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
-def test_scale_in_place(dtype, factor):
+def test_scale_in_place_rounds_once(dtype, factor):
     from fusedce.backends import triton as launch
 
     x = torch.randn(3, archs.BY_NAME["interpreter"].scale_block // 2 + 1).to(dtype)
@@ -82,6 +83,7 @@ def test_scale_in_place(dtype, factor):
     torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [row.name for row in archs.ARCHITECTURES if row.compiler])
 def test_every_kernel_compiles(arch):
     """Everything fits; on sm_90 nothing spills, and loads, products and stores are wide."""

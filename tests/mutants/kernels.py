@@ -126,6 +126,12 @@ MUTANTS = [
         "test_logprobs.py -k vocabulary",
     ),
     Mutant(
+        "smoothing: its shift missing beside the label",
+        "            else:\n                g += shift * AMPLIFY",
+        "            else:\n                g += 0 * shift",
+        "test_smoothing.py",
+    ),
+    Mutant(
         "graph: a size that differs inside is specialised on",
         'do_not_specialize=["labels", "residuals", "row_factors", "first"]',
         'do_not_specialize=["labels", "residuals", "row_factors"]',

@@ -60,7 +60,7 @@ def _blocks(problem: Problem) -> Blocks:
         rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
         rows = torch.randn(tuning.ROWS, H, device=device, generator=rng).to(dtype)
         labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
-        sample = problem._replace(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
+        sample = problem.but(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
         call = functools.partial(loss, sample, blocks)
         with on(device):
             return float(triton.testing.do_bench(call, return_mode="median"))

@@ -90,7 +90,7 @@ def padded(x: Tensor) -> Tensor:
 def with_unit_strides(problem: Problem) -> Problem:
     """Tensors that kernels may walk along the last dimension of."""
     bias = problem.bias
-    problem = problem._replace(
+    problem = problem.but(
         hidden=_unit_stride("hidden", problem.hidden),
         weight=_unit_stride("weight", problem.weight),
         labels=problem.labels.contiguous(),

@@ -95,7 +95,7 @@ def token_grads(
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
     V, H = problem.weight.shape
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    problem = problem._replace(labels=problem.labels.contiguous())
+    problem = problem.but(labels=problem.labels.contiguous())
     c = None if problem.class_weight is None else padded(problem.class_weight.float())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
@@ -121,7 +121,7 @@ def token_grads(
         )
         if n == 0:
             return grads.written()
-        chunks = Chunks(problem._replace(label_smoothing=0.0), C)
+        chunks = Chunks(problem.but(label_smoothing=0.0), C)
         for begin in range(0, n, C):
             chosen = rows[begin : min(begin + C, n)].long()
             h, y = problem.hidden[chosen], problem.labels[chosen]

@@ -24,7 +24,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     V, H = problem.weight.shape
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    problem = problem._replace(labels=problem.labels.contiguous())
+    problem = problem.but(labels=problem.labels.contiguous())
     labels = problem.labels
     with on(device):
         packed = compact(problem)
@@ -62,7 +62,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
         losses = torch.empty(n, dtype=torch.float32, device=device)
         chunks = Chunks(problem, C)
-        options = None if problem.plain else RowFactors(problem)
+        options = None if problem.plain() else RowFactors(problem)
 
         for begin in range(0, n, C):
             end = min(begin + C, n)

@@ -5,6 +5,8 @@ import torch
 import triton
 
 from fusedce.backends.triton import archs, tuning
+from fusedce.contract.problem import Problem
+from fusedce.testing import Case
 
 _WALKS = archs.BY_NAME["sm_90"].two_bytes
 CANDIDATES = (_WALKS.forward, *_WALKS.candidates)
@@ -99,7 +101,6 @@ def test_a_choice_is_of_one_source_and_one_set_of_versions(monkeypatch, tmp_path
 def test_the_median_is_compared(monkeypatch):
     """One slow call, a clock that changes, must not decide."""
     from fusedce.backends.triton import forward
-    from fusedce.contract.problem import Problem
 
     asked = []
     row = archs.BY_NAME["interpreter"]
@@ -114,3 +115,17 @@ def test_the_median_is_compared(monkeypatch):
     hidden = torch.ones(4, 16, dtype=torch.bfloat16)
     forward._blocks(Problem(hidden, hidden, torch.zeros(4, dtype=torch.int64)))
     assert asked == [{"return_mode": "median"}]
+
+
+def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
+    from fusedce.backends.triton import forward
+
+    hidden, weight, labels, _ = Case(dtype=torch.float16).tensors()
+    monkeypatch.setattr(archs, "architecture", lambda device: archs.BY_NAME["sm_90"])
+    monkeypatch.setattr(tuning, "enabled", lambda: True)
+    monkeypatch.setattr(tuning, "choose", lambda key, all_, f: f(all_[0]) and all_[0])
+    monkeypatch.setattr(forward.triton.testing, "do_bench", lambda call, **_: 1.0)
+    monkeypatch.setattr(tuning, "key_of", lambda *_: "key")
+    before = torch.get_rng_state()
+    forward._blocks(Problem(hidden, weight, labels))
+    assert torch.equal(torch.get_rng_state(), before)
