@@ -168,6 +168,16 @@ def test_losses_differentiated_together_count_in_their_order(streaming):
     assert distance(weight.grad, exact) < 1e-6
 
 
+def test_a_micro_batch_too_many_is_refused_before_its_gradient():
+    micro = batches([3, 5])
+    weight, exact, _ = weight_and_grad(micro[:1])
+    with pytest.raises(RuntimeError, match="1 micro-batches were declared, this is number 2"):
+        with LossAccumulator().window([3]) as acc:
+            for one in micro:
+                acc.backward(out_of(weight, one))
+    assert distance(weight.grad, exact) < 1e-6
+
+
 def test_a_loss_differentiated_twice_counts_twice():
     micro = batches([3])
     weight, exact, _ = weight_and_grad(micro)

@@ -25,7 +25,7 @@ MUTANTS = [
         "window: may hold more",
         "if self.declared is not None and self.is_complete():",
         "if False:",
-        "test_guard_rails.py -k more_and_fewer",
+        "test_failures.py -k too_many",
     ),
     Mutant(
         "window: looks at declared counts",
