@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batch: a later backward heals one that raised",
-        "mine = [begun for begun in self._begun if begun[0] == backward]",
-        "mine = self._begun",
+        "self._begun = [begun for begun in self._begun if begun[0] != backward]",
+        "self._begun = []",
         "test_failures.py -k heal",
     ),
     Mutant(
