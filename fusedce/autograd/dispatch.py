@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedce.autograd import per_token, summed
 from fusedce.autograd.derivatives import refuse_transforms, wanted_gradients
 from fusedce.backends.choose import resolve_backend
+from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.objective import Stats, folded
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -30,7 +31,7 @@ def loss_sum(problem: Problem, argmax: Tensor | None = None) -> LossSum:
     if capped_smoothing or not (any(wanted) or one_pass):
         losses, n_valid = per_token.losses(problem, argmax)
         return LossSum(losses.sum(dtype=torch.float64).to(losses.dtype), n_valid)
-    return LossSum(*summed.loss_sum(problem, wanted, argmax))
+    return LossSum(*summed.loss_sum(with_expected_upstream(problem), wanted, argmax))
 
 
 def token_losses(problem: Problem) -> Tensor:

@@ -69,7 +69,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_rows = hidden.new_empty(len(rows), H, dtype=acc) if wanted.hidden else None
     d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
-    factor = expected_upstream(problem)
+    factor = expected_upstream(problem, n_valid)
     begin = 0
     for chunk in chunks_of(rows, size):
         h = hidden[chunk]
