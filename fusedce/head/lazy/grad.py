@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK
+from fusedce.head.clock import CLOCK, Handle
 from fusedce.head.lazy.logits import real, unviewed
 from fusedce.head.lazy.ops import UNDOING, aten, effects_of
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
@@ -76,6 +76,7 @@ class LogitsGrad(torch.Tensor):
     exposed: bool  # its numbers are what counts
     writes: int
     seen: int  # how many writes of the base are in these
+    handle: Handle
 
     @staticmethod
     def __new__(
@@ -91,7 +92,7 @@ class LogitsGrad(torch.Tensor):
         )
         new.like, new.terms, new.dense, new.make = like, terms, dense, make
         new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
-        CLOCK.kept.add(new)
+        new.handle = CLOCK.keep(new)
         return new
 
     @classmethod

@@ -14,7 +14,7 @@ from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
 from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
-from fusedce.head.recipe import Recipe
+from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
@@ -65,7 +65,7 @@ class Request(NamedTuple):
         """The same without logits."""
         factors = scale_and_cap(p)
         assert factors is not None, "not a loss that can be fused"
-        with torch.autocast(p.hidden.device.type, enabled=False):
+        with as_they_are(p.hidden.device):
             operands = recipe.operands(p.hidden)
         weight, bias = operands.weight, operands.bias
         if p.bias is not None:
@@ -82,7 +82,7 @@ class Request(NamedTuple):
             "label_smoothing": self.label_smoothing,
         }
         target = self.target.reshape(-1)
-        with torch.autocast(p.hidden.device.type, enabled=False):
+        with as_they_are(p.hidden.device):
             if self.weight is not None or self.reduction == "none":
                 options |= {"class_weight": self.weight, "reduction": self.reduction}
                 loss = fused_cross_entropy(rows, weight, target, **options)
