@@ -200,8 +200,10 @@ def run(program, model, x, y):
                 with torch.no_grad():
                     seen.append(LOOKS[name](z).clone())
             elif kind == "hook":
+                z.grad_fn  # noqa: B018  # torch 2.13 crashes on a view's first hook after a write
                 z.register_hook(HOOKS[name])
             elif kind == "keep":
+                z.grad_fn  # noqa: B018
                 z.retain_grad()
                 kept.append(z)
             else:
