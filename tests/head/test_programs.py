@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-
-from fusedce import replace_loss_head
 from support import programs
 from support.heads import plain_model, tokens
+
+from fusedce import replace_loss_head
 
 COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
 
@@ -21,7 +21,7 @@ COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
 )  # fmt: skip
 @given(programs.programs)
 def test_any_program(program):
-    if os.environ.get("SHOW"): open("/tmp/last_program","w").write(repr(program))
+
     native = plain_model(bias=program[3])
     with torch.no_grad():
         native[1].weight.mul_(2)

@@ -42,7 +42,9 @@ def main(stage, replaced):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     losses = []
     for step in range(3):
         rng = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -52,7 +54,9 @@ def main(stage, replaced):
         losses.append(float(loss.detach()))
     if dist.get_rank() == 0:
         report = head_report(model)
-        print(json.dumps({"losses": losses, "fused": report.losses_fused, "made": report.logits_made}))
+        print(
+            json.dumps({"losses": losses, "fused": report.losses_fused, "made": report.logits_made})
+        )
     dist.barrier()
     dist.destroy_process_group()
 

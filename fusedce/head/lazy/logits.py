@@ -152,19 +152,19 @@ class LazyLogits(torch.Tensor):
         return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(
-            protocol
+        return (
+            self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Compiled code that is handed lazy logits gets real ones."""
-        if "values" not in self.__dict__:
-            self.values = self.memory.give_away(self.look("torch.compile"))
-        return ["values"], None
+        if "looked" not in self.__dict__:
+            self.looked = self.memory.give_away(self.look("torch.compile"))
+        return ["looked"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
-        return inner["values"]
+        return inner["looked"]
 
     @classmethod
     def __torch_function__(
