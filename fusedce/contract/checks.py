@@ -198,7 +198,7 @@ def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
 def check_chunk_tokens(chunk_tokens: int | None) -> None:
     if chunk_tokens is None:
         return
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, (int, torch.SymInt)):
         raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")

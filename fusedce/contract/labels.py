@@ -62,24 +62,20 @@ def shift_labels(
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
 
+    # Whole rows throughout: a size of T - offset would be one that torch.export has to ask about.
     T = labels.shape[-1]
-    keep = max(T - offset, 0)
-    shifted = torch.full_like(labels, ignore_index)
-    targets = labels[..., offset:]
+    same = torch.arange(T, device=labels.device) < T - offset
     if position_ids is not None:
         if position_ids.shape != labels.shape:
             raise ValueError(
                 f"position_ids must have the shape of labels {tuple(labels.shape)}, "
                 f"got {tuple(position_ids.shape)}"
             )
-        same = position_ids[..., offset:] == position_ids[..., :keep] + offset
-        targets = targets.masked_fill(~same, ignore_index)
+        same = same & (position_ids.roll(-offset, -1) == position_ids + offset)
     elif cu_seqlens is not None:
         document = _document_index(labels, cu_seqlens)
-        same = document[offset:] == document[:keep]
-        targets = targets.masked_fill(~same, ignore_index)
-    shifted[..., :keep] = targets
-    return shifted
+        same = same & (document.roll(-offset) == document)
+    return labels.roll(-offset, -1).masked_fill(~same, ignore_index)
 
 
 def count_valid(
