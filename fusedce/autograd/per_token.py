@@ -26,7 +26,7 @@ def losses(problem: Problem, argmax: Tensor | None = None) -> tuple[Tensor, Tens
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
-    return lost.masked_fill(problem.labels == problem.ignore_index, 0), stats.n_valid
+    return lost.masked_fill(~problem.valid, 0), stats.n_valid
 
 
 def token_stats(

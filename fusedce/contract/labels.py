@@ -125,7 +125,11 @@ def check_labels(labels: object) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"labels must be int64 or int32 class indices, got {labels.dtype}")
+        whole = not (labels.is_floating_point() or labels.is_complex())
+        raise TypeError(
+            f"labels must be int64 or int32 class indices, got {labels.dtype}"
+            + (": pass labels.long()" if whole else "")
+        )
 
 
 def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -161,13 +165,23 @@ def bad_label_code(position: int, value: int) -> int:
     return -1 - ((position << 32) | (value - _INT32_MIN))
 
 
-def bad_label_message(code: int, V: int | None = None, ignore_index: int | None = None) -> str:
+def bad_label_message(
+    code: int,
+    V: int | None = None,
+    ignore_index: int | None = None,
+    labels: Tensor | None = None,  # (N,), where looking at them costs nothing
+) -> str:
     """The error message for a negative ``n_valid`` made by :func:`bad_label_code`."""
     packed = -1 - code
     position, value = packed >> 32, (packed & 0xFFFFFFFF) + _INT32_MIN
+    got = str(value if labels is None else int(labels[position]))
+    if labels is None and value in (_INT32_MIN, _INT32_MAX):  # a code holds no larger ones
+        got = f"{value} or beyond"
     below = "V" if V is None else f"V={V}"
-    ignored = "ignore_index" if ignore_index is None else f"ignore_index={ignore_index}"
+    ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
+    if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # stands for none
+        ignored = ""
     return (
-        f"labels must hold class indices in 0 <= label < {below}, or {ignored}: "
-        f"got {value} at flattened position {position}"
+        f"labels must hold class indices in 0 <= label < {below}{ignored}: "
+        f"got {got} at flattened position {position}"
     )

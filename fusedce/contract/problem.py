@@ -7,7 +7,7 @@ with ``Problem(*arguments[: len(Problem._fields)])``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 from torch import Tensor
 
@@ -26,13 +26,18 @@ class Problem(NamedTuple):
     token_weight: Tensor | None = None  # (N,) fp32 or fp64
     class_weight: Tensor | None = None  # (V,) fp32 or fp64
     expected_upstream: Tensor | None = None  # () fp32 or fp64: factor that backward will bring
-    ignore_index: int = -100
+    ignore_index: int | None = -100  # None: no label is ignored; an int once checked
     softcap: float | None = None
     logit_scale: float = 1.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk_tokens: int | None = None
     backend: str | None = None
+
+    @property
+    def valid(self) -> Tensor:
+        """``(N,)`` bool: tokens with a label to predict."""
+        return self.labels.ne(cast(int, self.ignore_index))
 
     @property
     def plain(self) -> bool:

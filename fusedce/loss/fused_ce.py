@@ -9,23 +9,25 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import check_argmax_out, checked
+from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import is_sharded, sharded_ce
 
 
+@explains_names
 def fused_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
     labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    token_weight: Tensor | None = None,  # (...) fp32
+    token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
     backend: str | None = None,
     process_group: Any = None,
@@ -60,15 +62,16 @@ def fused_ce(
         weight: ``(V, H)``, dtype and device of ``hidden``.
         labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
         bias: ``(V,)``, dtype and device of ``hidden``.
-        ignore_index: the label of positions that do not count.
+        ignore_index: the label of positions that do not count; ``None``: all of them count.
         softcap: positive cap on the size of a logit, or ``None``.
         logit_scale: finite factor on the logits (their bias included).
         label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; free of
             cost without a soft-cap, a fourth product of the head's size with one.
         z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        token_weight: ``(...)``, float32 (float64 beside float64 inputs), without gradient: a factor
-            on each token's loss, any sign. Tokens of weight 0 are left out, whatever their hidden
-            state holds, and cost no time. They still count in ``n_valid``.
+        token_weight: ``(...)``, a mask (bool), integers or floats of any dtype, without gradient: a
+            factor on each token's loss, any sign, taken in float32 or better. Tokens of weight 0
+            are left out, whatever their hidden state holds, and cost no time. They still count in
+            ``n_valid``.
         chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
             a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the

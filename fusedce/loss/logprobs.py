@@ -7,17 +7,19 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_number, checked
+from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats
 
 
+@explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
     labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
@@ -90,6 +92,7 @@ def fused_logprobs(
     )
 
 
+@explains_names
 @torch.no_grad()
 def fused_argmax(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64

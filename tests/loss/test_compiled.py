@@ -51,8 +51,8 @@ FUNCTIONS = {
     "argmax_out": with_argmax,
     "cross-entropy": lambda h, w, y, **o: fused_cross_entropy(h, w, y, **o),
     "none": losses,
-    "class weights": lambda h, w, y, **o: (
-        fused_cross_entropy(h, w, y, class_weight=torch.linspace(0.5, 2, V), **o)
+    "class weights": lambda h, w, y, **o: fused_cross_entropy(
+        h, w, y, class_weight=torch.linspace(0.5, 2, V), **o
     ),
     "logprobs": statistics,
     "argmax": lambda h, w, y, **o: fused_argmax(h, w, **o).sum(),
