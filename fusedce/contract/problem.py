@@ -64,6 +64,7 @@ class Wanted(NamedTuple):
     lse: bool = False
     entropy: bool = False
     zmean: bool = False
+    argmax: bool = False
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:

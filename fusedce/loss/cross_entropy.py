@@ -97,10 +97,10 @@ def fused_cross_entropy(
     if reduction == "none":
         return dispatch.token_losses(problem).view(labels.shape)
     if reduction == "sum":
-        return dispatch.loss_sum(problem).loss_sum
+        return dispatch.loss_sum(problem)[0].loss_sum
     denominator = _denominator(problem)
     problem = problem._replace(expected_upstream=1 / denominator)
-    return dispatch.loss_sum(problem).loss_sum / denominator
+    return dispatch.loss_sum(problem)[0].loss_sum / denominator
 
 
 def _denominator(problem: Problem) -> Tensor:

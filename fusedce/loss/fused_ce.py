@@ -10,7 +10,7 @@ from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import is_sharded, sharded_ce
 
@@ -137,15 +137,9 @@ def fused_ce(
             backend=backend,
         )
     )
-    if argmax_out is None:
-        return dispatch.loss_sum(problem)
-    check_argmax_out(argmax_out, labels)
-    argmax = (
-        argmax_out.view(-1)
-        if argmax_out.is_contiguous()
-        else argmax_out.new_empty(argmax_out.numel())
-    )
-    result = dispatch.loss_sum(problem, argmax)
-    if not argmax_out.is_contiguous():
-        argmax_out.copy_(argmax.view(argmax_out.shape))
-    return result
+    if argmax_out is not None:
+        check_argmax_out(argmax_out, labels)
+    out, seen = dispatch.loss_sum(problem, Wanted(argmax=argmax_out is not None))
+    if argmax_out is not None and seen.argmax is not None:
+        argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+    return out

@@ -39,8 +39,26 @@ MUTANTS = [
     ),
     Mutant(
         "edge: forward mode gives nothing",
-        "if forward_ad._current_level >= 0 and any(",
-        "if False and any(",
+        "if jvp or (",
+        "if jvp and (",
         EDGES,
+    ),
+    Mutant(
+        "func: inside vmap nothing is wanted",
+        "train = torch.is_grad_enabled()",
+        "pass",
+        "test_functional.py -k vmap_over",
+    ),
+    Mutant(
+        "func: samples flattened over the head's own",
+        "return batched <= set(_BY_TOKENS)",
+        "return True",
+        "test_functional.py -k vmap_over",
+    ),
+    Mutant(
+        "func: every sample counts all tokens",
+        "torch.where(n_valid < 0, n_valid, own)",
+        "n_valid.expand(B)",
+        "test_functional.py -k counts",
     ),
 ]
