@@ -75,11 +75,11 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     flat = list(ctx.others)
     for i, x in zip(ctx.at, tensors, strict=True):
         flat[i] = x
-    needed = Problem(*ctx.needs_input_grad[:_END])
-    wanted = Wanted(hidden=bool(needed.hidden), weight=bool(needed.weight), bias=bool(needed.bias))
+    needed: Any = Problem(*ctx.needs_input_grad[:_END])
+    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=needed.bias)
     made = torch.ops.fusedce.chosen_grads(*flat[:_END], *wanted, flat[_END], z, upstream)
     nothing: Any = [None] * _END
-    d = [g if want else None for g, want in zip(made, wanted.gradients, strict=True)]
+    d: list[Any] = [g if want else None for g, want in zip(made, wanted.gradients, strict=True)]
     return (*Problem(*nothing)._replace(hidden=d[0], weight=d[1], bias=d[2]), None)
 
 
@@ -132,7 +132,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 def _valid(problem: Problem, classes: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries count, and classes that may index; a bad one raises on a CPU."""
     V = problem.weight.shape[0]
-    valid = classes != problem.ignore_index
+    valid = problem._replace(labels=classes).valid
     if classes.device.type == "cpu":
         bad = (valid & ((classes < 0) | (classes >= V))).view(-1)
         if bad.any():

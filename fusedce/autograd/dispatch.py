@@ -72,7 +72,7 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
         classes = classes.clamp(min=problem.ignore_index + 1)
     problem = _prepared(problem)
     z = chosen.chosen_logits(problem, classes)
-    valid = classes != problem.ignore_index
+    valid = problem._replace(labels=classes).valid
     finite = z.detach().clamp(min=torch.finfo(z.dtype).min)
     best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
     stats = per_token.token_stats(problem._replace(labels=classes.gather(1, best)[:, 0]), wanted)

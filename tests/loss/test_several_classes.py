@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 from fusedce import fused_logprobs
@@ -61,8 +62,9 @@ def test_values_and_gradients(backend, name, dtype, leading):
     exact = run(eager(*exact_leaves, labels, **OPTIONS[name]), exact_leaves)
     eps = torch.finfo(dtype).eps
     for o, t, e in zip(ours, torchs, exact, strict=True):
-        floor = 2 * (eps if o.dtype == dtype else 2e-6) * e.norm()
-        assert (o - e).norm() <= 2 * (t - e).norm() + floor
+        floor = 8 * max(eps if o.dtype == dtype else 0, torch.finfo(o.dtype).eps) * e.norm()
+        error, of_torch = (o - e).norm(), (t - e).norm()
+        assert error <= 2 * of_torch + floor, (float(error), float(of_torch), float(floor))
     assert stats.logprob.view(-1, K)[1].eq(0).all()
     assert stats.argmax.view(-1)[1] == -1
 
@@ -89,20 +91,20 @@ def test_gradcheck():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_near_a_probability_of_one(backend):
     """The likeliest class's log-probability keeps its digits, at whatever place it stands."""
-    hidden, weight, bias, labels = inputs(scale=6.0)
+    hidden, weight, bias, labels = inputs(scale=20.0)
     best = F.linear(hidden, weight, bias).argmax(-1)
     labels[:, 2] = best
     z = F.linear(hidden.double(), weight.double(), bias.double())
     others = z.scatter(1, best[:, None], -torch.inf).logsumexp(1)
     exact = -torch.log1p(torch.exp(others - z.gather(1, best[:, None])[:, 0]))
-    assert exact.max() > -1e-6
+    assert -1e-6 < exact.max() < 0
     ours = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend).logprob[:, 2]
     torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_ignored_reaches_nobody(backend):
-    hidden, weight, bias, labels = inputs()
+    hidden, weight, _, labels = inputs()
     poisoned = hidden.detach().clone()
     poisoned[1] = torch.nan
     poisoned.requires_grad_()
@@ -127,7 +129,7 @@ def test_compiled_with_any_length():
     def step(h, y):
         return fused_logprobs(h, weight, y, bias=bias).logprob.sum()
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for n in range(3, 9):

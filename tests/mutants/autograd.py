@@ -44,6 +44,18 @@ MUTANTS = [
         EDGES,
     ),
     Mutant(
+        "classes: the first of them taken for the likeliest",
+        "finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)",
+        "valid.int().argmax(1, keepdim=True)",
+        "test_several_classes.py -k near",
+    ),
+    Mutant(
+        "classes: slope of the cap left out",
+        "g = g * slope",
+        "g = g * 1",
+        "test_several_classes.py -k gradcheck",
+    ),
+    Mutant(
         "func: inside vmap nothing is wanted",
         "train = torch.is_grad_enabled()",
         "pass",
