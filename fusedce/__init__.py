@@ -9,9 +9,10 @@ Vocabulary used everywhere in this package:
 """
 
 from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.audit import audit
 from fusedce.contract.labels import count_valid, shift_labels
 from fusedce.contract.results import LossSum, TokenStats
-from fusedce.head.replace import replace_loss_head, restore_loss_head
+from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_argmax, fused_logprobs
@@ -27,11 +28,13 @@ __all__ = [
     "LossAccumulator",
     "LossSum",
     "TokenStats",
+    "audit",
     "count_valid",
     "fused_argmax",
     "fused_ce",
     "fused_cross_entropy",
     "fused_logprobs",
+    "head_report",
     "linear_cross_entropy",
     "reference_ce",
     "replace_loss_head",

@@ -16,10 +16,10 @@ import fusedce
 from fusedce.backends.choose import (
     INTERPRETED,
     TRITON_INSTALLED,
-    fast_bf16,
     resolve_backend,
     why_not_triton,
 )
+from fusedce.backends.torch.products import fast_bf16
 from fusedce.contract.results import LossSum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,0 +1,181 @@
+"""The accumulator under real engines, with gloo processes: equal to a single process.
+
+Uneven lengths, one rank fully ignored in one window, the last window short: see `parallel`.
+"""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parallel, ranks
+from support.engines import accelerator, train
+from support.loops import distance
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from fusedce import LossAccumulator, count_valid
+
+# ---- DDP and FSDP2 ----------------------------------------------------------------------------
+
+
+def no_sync(model, last):
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def ddp(silent, streaming, rank):
+    model = DistributedDataParallel(parallel.Model())
+    return train(model, LossAccumulator(), rank, streaming, silent=silent)
+
+
+@contextlib.contextmanager
+def local_gradients(model, last):
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+def fsdp(reduction, silent, streaming, rank):
+    model = fully_shard(parallel.Model())
+    if reduction == "sum":
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)  # gloo has no multiply-and-sum
+    acc = LossAccumulator(grad_reduction=reduction)
+    return train(model, acc, rank, streaming, silent=silent)
+
+
+# ---- accelerate -------------------------------------------------------------------------------
+
+
+def accelerate_streaming(rank):
+    """`accelerate`'s own loop: it prefetches, ends the short window, and divides by 3 always."""
+    engine = accelerator(rank, gradient_accumulation_steps=3)
+    model = parallel.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
+    model, optimizer = engine.prepare(model, optimizer)
+    acc = LossAccumulator.from_accelerator(engine)
+    grads = []
+    for hidden, labels in loader(engine):
+        with engine.accumulate(model):
+            acc.backward(model(hidden, labels))
+            if engine.sync_gradients:
+                acc.finish(model.parameters())
+                grads.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+
+
+def accelerate_window(rank):
+    """Micro-batches drawn first: `accumulate` would take each of the last ones for an end."""
+    engine = accelerator(rank, gradient_accumulation_steps=3)
+    model = parallel.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
+    model, optimizer = engine.prepare(model, optimizer)
+    stream = iter(loader(engine))
+    acc = LossAccumulator.from_accelerator(engine)
+    grads = []
+    for per_rank in parallel.WINDOWS:
+        micro = [next(stream) for _ in per_rank[rank]]
+        with acc.window([count_valid(labels, offset=0) for _, labels in micro]):
+            for i, (hidden, labels) in enumerate(micro):
+                last = i == len(micro) - 1
+                with contextlib.nullcontext() if last else engine.no_sync(model):
+                    acc.backward(model(hidden, labels))
+        grads.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+
+
+def loader(engine):
+    """The micro-batches of all ranks, dealt out in turn."""
+    world = dist.get_world_size()
+    per_rank = [
+        [x for window in range(len(parallel.WINDOWS)) for x in parallel.micro_batches(window, r)]
+        for r in range(world)
+    ]
+    dealt = [x for together in zip(*per_rank, strict=True) for x in together]
+    return engine.prepare(DataLoader(dealt, batch_size=1, collate_fn=lambda batch: batch[0]))
+
+
+def accelerate_errors(rank):
+    """Doubles: DeepSpeed itself is not installed."""
+    engine = accelerator(rank, gradient_accumulation_steps=3)
+    deepspeed = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="DEEPSPEED"),
+        gradient_accumulation_steps=3,
+        backward=lambda loss: (loss / 3).backward(),
+    )
+    acc = LossAccumulator.from_accelerator(deepspeed)
+    model = parallel.Model()
+    batch = parallel.micro_batches(0, 0)[0]
+    streaming = ranks.error_of(acc.backward, model(*batch))
+    with acc.window([5]):  # declared counts are fine: 5 tokens here and 5 there
+        acc.backward(model(*batch))
+    dist.all_reduce(model.head.weight.grad, op=dist.ReduceOp.SUM)
+    exact = parallel.Model()
+    exact(*batch).mean().backward()
+    right = distance(model.head.weight.grad / 2, exact.head.weight.grad)
+
+    def refused(**changes):
+        double = SimpleNamespace(**vars(deepspeed) | changes)
+        return ranks.error_of(LossAccumulator.from_accelerator, double)
+
+    return {
+        "streaming": streaming,
+        "right": right,
+        "megatron": refused(distributed_type=SimpleNamespace(value="MEGATRON_LM")),
+        "sequence parallel": refused(parallelism_config=SimpleNamespace(sp_enabled=True)),
+        "not one": ranks.error_of(LossAccumulator.from_accelerator, model),
+        "ranks": LossAccumulator.from_accelerator(engine)._steps.tokens.ranks.size(),
+    }
+
+
+EQUAL = {
+    "ddp": functools.partial(ddp, None),
+    "ddp, no_sync": functools.partial(ddp, no_sync),
+    "fsdp2, mean": functools.partial(fsdp, "mean", None),
+    "fsdp2, mean, local gradients": functools.partial(fsdp, "mean", local_gradients),
+    "fsdp2, divide factor 1": functools.partial(fsdp, "sum", None),
+}
+EQUAL = {
+    f"{name}, {'streaming' if streaming else 'window'}": functools.partial(case, streaming)
+    for name, case in EQUAL.items()
+    for streaming in (False, True)
+}
+
+
+EQUAL |= {"accelerate, streaming": accelerate_streaming, "accelerate, window": accelerate_window}
+TWO = EQUAL | {"accelerate, errors": accelerate_errors}
+FOUR = {name: EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
+
+
+@functools.cache
+def results(world):
+    return ranks.run({2: TWO, 4: FOUR}[world], world)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_processes_equal_one(name):
+    for found in ranks.of(results(2), name):
+        parallel.assert_equal_to_single_process(found, 2)
+
+
+@pytest.mark.parametrize("name", ["ddp, window", "fsdp2, mean, streaming"])
+def test_four_processes_equal_one(name):
+    for found in ranks.of(results(4), name):
+        parallel.assert_equal_to_single_process(found, 4)
+
+
+def test_accelerate_errors():
+    for found in ranks.of(results(2), "accelerate, errors"):
+        assert "RuntimeError: streaming is not possible here: " in found["streaming"]
+        assert "steps the optimizer inside the last backward" in found["streaming"]
+        assert found["right"] < 1e-6
+        assert "ValueError: accelerator: Megatron-LM" in found["megatron"]
+        assert "ValueError: accelerator: DeepSpeed's sequence" in found["sequence parallel"]
+        assert "TypeError: accelerator must be an accelerate.Accelerator" in found["not one"]
+        assert found["ranks"] == 2

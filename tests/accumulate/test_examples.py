@@ -1,0 +1,138 @@
+"""The examples run as they are, and every engine trains the same model on the same data."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks
+from support.engines import accelerator
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Writer:
+    """What a tracker is asked to write down."""
+
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, name, value, step):
+        assert isinstance(value, (int, float))
+        self.scalars.setdefault(name, []).append((step, value))
+
+
+@functools.cache
+def plain():
+    writer = Writer()
+    return example("plain").train(writer=writer), writer.scalars
+
+
+def test_plain_loop_learns_and_tracks():
+    history, scalars = plain()
+    assert len(history) == 2 * 3  # 4, 4 and 2 micro-batches in each epoch
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+    assert set(scalars) == {
+        *(f"train/{x}" for x in ("loss", "perplexity", "n_tokens", "n_windows")),
+        "eval/loss",
+    }
+    assert scalars["train/loss"] == [(i + 1, m["loss"]) for i, m in enumerate(history)]
+
+
+ENGINES = {
+    "ddp": lambda rank: example("ddp").train(),
+    "fsdp2": lambda rank: example("fsdp2").train(),
+    "accelerate, streaming": lambda rank: example("accelerate_loop").streaming(
+        accelerator(rank, gradient_accumulation_steps=2)
+    ),
+    "accelerate, declared": lambda rank: example("accelerate_loop").declared(
+        accelerator(rank, gradient_accumulation_steps=2)
+    ),
+}
+
+
+@functools.cache
+def results():
+    return ranks.run(ENGINES)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_train_alike(name):
+    """Two ranks log what one process logs, step by step: clipping and optimizer included."""
+    exact, _ = plain()
+    for history in ranks.of(results(), name):
+        assert [m["n_tokens"] for m in history] == [m["n_tokens"] for m in exact]
+        for a, b in zip(history, exact, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+def test_epoch_end():
+    finished = example("epoch_end").train()
+    carried = example("epoch_end").train(carry_over=True)
+    assert len(finished) == 3 * 3  # 4, 4 and 2 micro-batches in each epoch
+    assert len(carried) == 30 // 4 + 1
+    total = [sum(m["n_tokens"] for m in history) for history in (finished, carried)]
+    assert total[0] == total[1]  # no token is lost or trained twice
+    assert finished[2]["n_tokens"] < carried[2]["n_tokens"]
+    assert carried[-1]["loss"] < carried[0]["loss"]
+
+
+def test_policy_gradient():
+    rewards, history = example("policy_gradient").train()
+    assert sum(rewards[-6:]) / 6 > 10 * max(sum(rewards[:6]) / 6, 0.003)
+    assert all(m["n_windows"] == 1 for m in history)
+
+
+def test_runs_as_a_script():
+    command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("perplexity") == 9 + 8
+
+
+def test_grpo_has_the_eager_gradients():
+    grpo = example("grpo")
+    loss, grads = grpo.one_update(grpo.fused_policy)
+    eager_loss, eager_grads = grpo.one_update(grpo.eager_policy)
+    assert abs(loss - eager_loss) < 1e-6
+    assert grads.keys() == eager_grads.keys()
+    assert "head.weight" in grads
+    for name, grad in eager_grads.items():
+        assert grad.norm() > 1e-3, name
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_the_grpo_example_uses_every_term():
+    """The clip is reached on some tokens, or the example would show less than it says."""
+    grpo = example("grpo")
+    seen = {}
+
+    def policy(hidden, weight, labels):
+        logprob, entropy = grpo.fused_policy(hidden, weight, labels)
+        seen.update(logprob=logprob.detach(), entropy=entropy.detach(), used=labels != grpo.IGNORE)
+        return logprob, entropy
+
+    clipped = []
+    original = torch.minimum
+
+    def minimum(a, b):
+        clipped.append(int((a != b)[seen["used"]].sum()))
+        return original(a, b)
+
+    torch.minimum = minimum
+    try:
+        grpo.one_update(policy)
+    finally:
+        torch.minimum = original
+    assert 0 < clipped[0] < seen["used"].sum()
+    assert (seen["entropy"][seen["used"]] > 1).all()

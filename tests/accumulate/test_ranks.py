@@ -1,0 +1,216 @@
+"""Real gloo processes with uneven batches equal one process with all of them."""
+
+import functools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parallel, ranks
+from support.loops import batches, distance, new_weight, run_streaming, run_window
+from torch.distributed.device_mesh import init_device_mesh
+
+from fusedce import LossAccumulator, fused_ce
+from fusedce.accumulate.ranks import LENGTH
+
+
+def reduced(reduction, streaming, rank):
+    """Gradients added or averaged by hand."""
+    model = parallel.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
+    acc = LossAccumulator(grad_reduction=reduction)
+    grads = []
+    for window in range(len(parallel.WINDOWS)):
+        optimizer.zero_grad()
+        micro = parallel.micro_batches(window, rank)
+        if streaming:
+            for one in micro:
+                acc.backward(model(*one))
+        else:
+            with acc.window([(y != -100).sum() for _, y in micro]):
+                for one in micro:
+                    acc.backward(model(*one))
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            if reduction == "mean":
+                p.grad /= dist.get_world_size()
+        if streaming:
+            acc.finish(model.parameters())
+        grads.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+
+
+def any_split(rank):
+    """Random numbers of ranks' micro-batches and tokens, empty ones among them: worst distance."""
+    world, worst = dist.get_world_size(), 0.0
+    acc, rng = LossAccumulator(grad_reduction="sum"), random.Random(0)
+    for trial in range(25):
+        M = rng.randint(1, 5)
+        sizes = [[rng.choice([0, 0, 1, 5, 30]) for _ in range(M)] for _ in range(world)]
+        weight = new_weight()
+        (run_window, run_streaming)[trial % 2](acc, weight, batches(sizes[rank], 10 * trial + rank))
+        dist.all_reduce(weight.grad)
+        parts = [x for r in range(world) for x in batches(sizes[r], 10 * trial + r)]
+        hidden, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+        exact = new_weight()
+        fused_ce(hidden, exact, labels).mean().backward()
+        worst = max(worst, distance(weight.grad, exact.grad))
+    return worst, acc.metrics()["n_windows"]
+
+
+def a_loss(n, weight=None):
+    hidden, labels = batches([n])[0]
+    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
+
+
+def on_empty(rank):
+    raises = ranks.error_of(LossAccumulator(on_empty="raise").window([0]).__enter__)
+    with LossAccumulator(on_empty="raise").window([rank]) as acc:
+        acc.backward(a_loss(rank))
+    skip = LossAccumulator(on_empty="skip")
+    with skip.window([0]):
+        skip.backward(a_loss(0))
+    first = skip.should_step
+    with skip.window([rank]):  # tokens on rank 1 only: both step
+        skip.backward(a_loss(rank))
+    return raises, acc.metrics()["n_tokens"], first, skip.should_step
+
+
+def auxiliary(rank):
+    """Divided by micro-batches and ranks, whether gradients are added or averaged."""
+    found = []
+    for reduction in ("mean", "sum"):
+        acc, extra = LossAccumulator(grad_reduction=reduction), torch.zeros(1, requires_grad=True)
+        with acc.window([1, 5 * rank]):
+            for n in (1, 5 * rank):
+                acc.add_auxiliary((extra * (rank + 1)).sum())
+                acc.backward(a_loss(n))
+        dist.all_reduce(extra.grad)
+        found.append(extra.grad.item() / (dist.get_world_size() if reduction == "mean" else 1))
+    return found
+
+
+def collectives(rank):
+    """Elements of every all-reduce, per call; those of the way to gloo's own group count too."""
+    calls, original = [], dist.all_reduce
+    LossAccumulator().metrics()  # makes the group
+    weight, found = new_weight(), {}
+
+    def spy(x, *args, **kwargs):
+        calls.append((x.numel(), x.dtype))
+        return original(x, *args, **kwargs)
+
+    def counted(name, f):
+        calls.clear()
+        f()
+        found[name] = list(calls)
+
+    dist.all_reduce = spy
+    try:
+        acc = LossAccumulator()
+        counted("window", lambda: run_window(acc, weight, batches([3, 0, 4])))
+        counted("first streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("metrics", acc.metrics)
+        counted("state", acc.state_dict)
+        counted("load", lambda: acc.load_state_dict(acc.state_dict()))
+        counted("streaming after load", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("add", lambda: acc.add(a_loss(3)))
+        counted("metrics after add", acc.metrics)
+    finally:
+        dist.all_reduce = original
+    return found
+
+
+def meshes(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    acc = {
+        "dp": LossAccumulator.from_mesh(mesh, "dp"),
+        "both": LossAccumulator.from_mesh(mesh, ["tp", "dp"]),
+        "none": LossAccumulator.from_mesh(mesh, []),
+        "1-D": LossAccumulator(mesh["tp"]),
+    }
+    tokens = {}
+    for name, one in acc.items():
+        one.add(a_loss(rank + 1))
+        tokens[name] = one.metrics()["n_tokens"]
+    LossAccumulator.from_mesh(mesh, ["dp", "tp"])  # the same group again
+    return (
+        tokens,
+        ranks.error_of(LossAccumulator, mesh),
+        ranks.error_of(LossAccumulator.from_mesh, mesh, ["cp"]),
+    )
+
+
+EQUAL = {
+    f"{reduction}, {'streaming' if streaming else 'window'}": functools.partial(
+        reduced, reduction, streaming
+    )
+    for reduction in ("mean", "sum")
+    for streaming in (False, True)
+}
+OTHERS = (on_empty, auxiliary, collectives)
+TWO = EQUAL | {f.__name__: f for f in (any_split, *OTHERS)}
+FOUR = EQUAL | {f.__name__: f for f in (any_split, meshes)}
+
+
+@functools.cache
+def results(world):
+    return ranks.run({2: TWO, 4: FOUR}[world], world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", EQUAL)
+def test_ranks_are_one_big_batch(name, world):
+    for found in ranks.of(results(world), name):
+        parallel.assert_equal_to_single_process(found, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_split_over_ranks(world):
+    for worst, windows in ranks.of(results(world), "any_split"):
+        assert 0 < worst < 1e-6
+        assert windows == 25
+
+
+def test_empty_is_a_matter_of_all_ranks():
+    for raises, tokens, first, second in ranks.of(results(2), "on_empty"):
+        assert "RuntimeError: no valid token in this window on any rank" in raises
+        assert tokens == 1
+        assert (first, second) == (False, True)
+
+
+def test_auxiliary_loss_over_ranks():
+    for found in ranks.of(results(2), "auxiliary"):
+        assert found == pytest.approx([1.5, 1.5])
+
+
+def test_the_collectives_are_those_of_the_docstring():
+    one = [(LENGTH, torch.float64)]
+    assert f"an all-reduce of {LENGTH} float64" in LossAccumulator.__doc__
+    for found in ranks.of(results(2), "collectives"):
+        assert found == {
+            "window": 2 * one,
+            "first streaming": 2 * one,
+            "streaming": one,
+            "metrics": [],
+            "state": [],
+            "load": [],
+            "streaming after load": 2 * one,
+            "add": [],
+            "metrics after add": one,
+        }
+
+
+def test_meshes():
+    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(4), "meshes")):
+        dp, tp = divmod(rank, 2)
+        assert tokens == {
+            "dp": (tp + 1) + (tp + 3),
+            "both": 1 + 2 + 3 + 4,
+            "none": rank + 1,
+            "1-D": (2 * dp + 1) + (2 * dp + 2),
+        }
+        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
+        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown

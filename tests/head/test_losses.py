@@ -1,0 +1,245 @@
+"""The replaced loss head: lazy logits, real models, and what must not change."""
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedce
+from fusedce import replace_loss_head, restore_loss_head
+from fusedce.head.lazy.logits import LazyLogits
+from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
+
+LOSSES = {
+    "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
+    "module": lambda z, y: nn.CrossEntropyLoss()(z.view(-1, z.size(-1)), y.view(-1)),
+    "sum": lambda z, y: F.cross_entropy(z.reshape(-1, V), y.view(-1), reduction="sum"),
+    "shift": lambda z, y: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, V), y[..., 1:].reshape(-1)
+    ),
+    "slices": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "one position": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
+    "mask": lambda z, y: F.cross_entropy(z[y > 10], y[y > 10]),
+    "transpose": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "permute": lambda z, y: F.cross_entropy(z.permute(0, 2, 1).float(), y),
+    "time first": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
+    "squeeze": lambda z, y: F.cross_entropy(z[:1].squeeze(0), y[0]),
+    "scale": lambda z, y: F.cross_entropy((z * 0.3).view(-1, V), y.view(-1)),
+    "divide": lambda z, y: F.cross_entropy((z / 1.7).float().view(-1, V), y.view(-1)),
+    "cap": lambda z, y: F.cross_entropy((torch.tanh(z / 2.0) * 2.0).view(-1, V), y.view(-1)),
+    "scaled cap": lambda z, y: F.cross_entropy(
+        ((3 * z) / 2.0).tanh().mul(-2.0).view(-1, V), y.view(-1)
+    ),
+    "added bias": lambda z, y: F.cross_entropy(
+        ((z + torch.linspace(-1, 1, V)[None]).float() * 2).view(-1, V), y.view(-1)
+    ),
+    "bias added to": lambda z, y: F.cross_entropy(
+        (torch.linspace(-1, 1, V) + z).view(-1, V), y.view(-1)
+    ),
+    "in place": lambda z, y: F.cross_entropy(z.mul_(0.5).div_(3).tanh_().view(-1, V), y.view(-1)),
+    "some classes": lambda z, y: F.cross_entropy(z[..., 5:40].reshape(-1, 35), y.view(-1) % 35),
+    "ignore": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), ignore_index=int(y[0, 0])),
+    "none": lambda z, y: (
+        F.cross_entropy(z.transpose(1, 2), y, reduction="none").square()[y > 10].sum()
+    ),
+    "smoothing": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), label_smoothing=0.1),
+    "class weight": lambda z, y: F.cross_entropy(
+        z.float().view(-1, V), y.view(-1), torch.linspace(0, 1, V), label_smoothing=0.2
+    ),
+    "long way": lambda z, y: F.cross_entropy(
+        z.to(torch.float32).unsqueeze(0).squeeze(0).type_as(z).clone().flatten(0, 1), y.flatten()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused(name, bias, request):
+    model, x, y = plain_model(bias), tokens(3, 7), tokens(3, 7, seed=1)
+    native = loss_and_grads(model, x, y, LOSSES[name])
+    replace_loss_head(model)
+    request.getfixturevalue("no_logits")
+    fused = loss_and_grads(model, x, y, LOSSES[name])
+    torch.testing.assert_close(fused, native, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert LOSSES[name](model(x), y).isclose(native[0])
+
+
+REAL = {
+    "two caps": lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)),
+    "late bias": lambda z, y: F.cross_entropy((z * 2 + torch.arange(V)).view(-1, V), y.view(-1)),
+    "bias per token": lambda z, y: F.cross_entropy(
+        (z + torch.arange(7 * V).view(7, V) / V).view(-1, V), y.view(-1)
+    ),
+    "added": lambda z, y: F.cross_entropy((z + 0.1 * z.square()).view(-1, V), y.view(-1)),
+    "tensor scale": lambda z, y: F.cross_entropy((z * torch.arange(V)).view(-1, V), y.view(-1)),
+    "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), F.one_hot(y.view(-1), V).float()),
+    "step": lambda z, y: F.cross_entropy(z[..., ::2].reshape(-1, V // 2), y.view(-1) // 2),
+    "log_softmax": lambda z, y: -z.log_softmax(-1).gather(-1, y[..., None]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_is_not_understood_gets_real_logits(name):
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    native = loss_and_grads(model, x, y, REAL[name])
+    replace_loss_head(model)
+    torch.testing.assert_close(loss_and_grads(model, x, y, REAL[name]), native)
+
+
+def test_restore_and_attach_twice():
+    model = plain_model()
+    before = dict(model[1].__dict__)
+    assert replace_loss_head(model) is model
+    inside = dict(model[1].__dict__)
+    replace_loss_head(model)
+    assert dict(model[1].__dict__) == inside
+    assert list(model.state_dict()) == ["0.weight", "1.weight"]
+    restore_loss_head(model)
+    assert dict(model[1].__dict__) == before
+    restore_loss_head(model)
+    assert type(model(tokens(2, 3))) is torch.Tensor
+
+
+def test_a_copy_has_its_own_head():
+    model = replace_loss_head(plain_model())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[1].weight.zero_()
+    y = tokens(3, 7)
+    assert F.cross_entropy(twin(y).view(-1, V), y.view(-1)).isclose(torch.tensor(V).log())
+    assert not F.cross_entropy(model(y).view(-1, V), y.view(-1)).isclose(torch.tensor(V).log())
+    restore_loss_head(twin)
+    assert type(twin(y)) is torch.Tensor
+    assert isinstance(model(y), LazyLogits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, no_logits):
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    replace_loss_head(model)
+    with torch.autocast("cpu", dtype):
+        z = model(x)
+        inside = F.cross_entropy(z.view(-1, V), y.view(-1))
+    after = F.cross_entropy(z.float().view(-1, V), y.view(-1))  # as accelerate does
+    assert z.dtype == dtype
+    assert inside.dtype == after.dtype == torch.float32
+    torch.testing.assert_close(inside, after)
+    hidden = model[0](x).to(dtype)
+    exact = fusedce.reference_ce(hidden, model[1].weight.to(dtype), y).mean()
+    torch.testing.assert_close(inside.double(), exact, rtol=1e-6, atol=0)
+    after.backward()
+    assert model[1].weight.grad.dtype == torch.float32
+
+
+def test_frozen_head_gets_no_gradient(no_logits):
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    model[1].weight.requires_grad_(False)
+    replace_loss_head(model)
+    F.cross_entropy(model(x).view(-1, V), y.view(-1)).backward()
+    assert model[1].weight.grad is None
+    assert model[0].weight.grad is not None
+
+
+class Twisted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (3, TypeError, "model must be a torch.nn.Module, got int"),
+        (nn.ReLU(), ValueError, "must have a linear output head"),
+        (nn.Sequential(nn.Embedding(9, 4), Twisted(4, 9)), ValueError, "head must be linear"),
+    ],
+)
+def test_refusals(model, error, message):
+    with pytest.raises(error, match=message):
+        replace_loss_head(model)
+
+
+def test_head_that_is_not_linear():
+    with pytest.raises(TypeError, match=r"head must be a linear layer.*Conv1d"):
+        replace_loss_head(plain_model(), head=nn.Conv1d(2, 2, 3))
+
+
+# ---- torch.compile --------------------------------------------------------------------------
+
+
+# A shape or an option read from data breaks any graph; and torch traces nn.CrossEntropyLoss without
+# asking its arguments what they are.
+BREAKS = ("mask", "none", "ignore", "module")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_fused_in_one_graph(name, request):
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    native = loss_and_grads(model, x, y, LOSSES[name])
+    replace_loss_head(model)
+    request.getfixturevalue("no_logits")
+    model_and_loss = compiled(lambda x, y: LOSSES[name](model(x), y), fullgraph=True)
+    if name in BREAKS:
+        model_and_loss = compiled(lambda x, y: LOSSES[name](model(x), y))
+    model.zero_grad()
+    value = model_and_loss(x, y)
+    value.backward()
+    fused = [value.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(fused, native, rtol=1e-5, atol=1e-6)
+
+
+def test_real_logits_in_one_graph():
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    for name in ("late bias", "two caps", "log_softmax", "probabilities"):
+        native = REAL[name](model(x), y).detach()
+        replace_loss_head(model)
+        run = compiled(lambda x, y, loss=REAL[name]: loss(model(x), y), fullgraph=True)
+        torch.testing.assert_close(run(x, y).detach(), native)
+        restore_loss_head(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
+def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
+    model = sweep.build(model_type, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], {})
+    inputs = sweep.batch(model.config)
+    native = sweep.run(model, inputs)
+    replace_loss_head(model)
+    request.getfixturevalue("no_logits")
+    model.forward = compiled(model.forward, fullgraph=True)
+    fused = sweep.run(model, inputs)
+    torch.testing.assert_close(fused, native, rtol=1e-4, atol=1e-6)
+
+
+# ---- models of transformers -----------------------------------------------------------------
+
+CLASSES = [
+    "gpt2", "llama", "gemma", "gemma2", "gemma3_text", "cohere", "granite", "mistral", "mixtral",
+    "qwen2", "qwen3", "qwen2_moe", "phi3", "olmo2", "opt", "bloom", "gpt_neox", "mamba", "bart",
+    "bert", "roberta", "gpt_neo", "falcon_h1", "deepseek_v3", "gpt_oss", "smollm3", "starcoder2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    pytest.importorskip("transformers")
+    path = Path(__file__).parents[2] / "bench" / "sweep_heads.py"
+    spec = importlib.util.spec_from_file_location("sweep_heads", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sweep_heads"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_classes_of_transformers(sweep, model_type):
+    names = sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in names:
+        pytest.skip(f"this transformers has no causal LM {model_type}")
+    row = sweep.check(model_type, names[model_type])
+    assert row.get("right"), row
+    assert row["fused"], row

@@ -1,0 +1,223 @@
+"""A replaced head under DDP, FSDP2 and Trainer: two gloo processes equal one."""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from fusedce import replace_loss_head
+from fusedce.head.call import HeadCall
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+V = 37
+
+
+def model(tied=False):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, use_cache=False,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(rank=None):
+    """Rows of one length without ignored labels: the mean of two ranks' means is the mean."""
+    ids = torch.randint(0, V, (4, 9), generator=torch.Generator().manual_seed(1))
+    ids = ids if rank is None else ids[2 * rank : 2 * rank + 2]
+    return {"input_ids": ids, "labels": ids}
+
+
+def ddp(rank, outside=False, **kwargs):
+    wrapped = torch.nn.parallel.DistributedDataParallel(replace_loss_head(model()), **kwargs)
+    return two_steps(wrapped, rank, outside)
+
+
+def fsdp(rank, units, tied=False, **kwargs):
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = model(tied)
+    if kwargs.pop("before", False):
+        replace_loss_head(sharded)
+    for layer in sharded.model.layers:
+        fully_shard(layer, **kwargs)
+    for name in units:
+        fully_shard(sharded.get_submodule(name), **kwargs)
+    fully_shard(sharded, **kwargs)
+    return two_steps(replace_loss_head(sharded), rank)
+
+
+def two_steps(wrapped, rank, outside=False):
+    """Losses and evaluation losses of two steps of SGD, and the parameters after them."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped.train()
+        if outside:
+            logits = wrapped(input_ids=rows(rank)["input_ids"]).logits
+            labels = rows(rank)["labels"][:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+            without = F.cross_entropy(logits.detach()[:, :-1].flatten(0, 1), labels)
+            assert torch.equal(without, loss)
+            assert not without.requires_grad
+        else:
+            loss = wrapped(**rows(rank)).loss
+        loss.backward()
+        optimizer.step()
+        wrapped.eval()
+        with torch.no_grad():
+            evaluated = wrapped(**rows(rank)).loss
+        losses += [loss.detach(), evaluated]
+    losses = torch.stack(losses)
+    if rank is not None:
+        dist.all_reduce(losses)
+        losses /= 2
+    parameters = {}
+    for name, p in wrapped.named_parameters():
+        p = p.full_tensor() if hasattr(p, "full_tensor") else p
+        parameters[name.removeprefix("module.")] = p.detach().clone()
+    return losses, parameters
+
+
+CASES = {
+    "ddp": lambda rank: ddp(rank),
+    "ddp, unused": lambda rank: ddp(rank, find_unused_parameters=True),
+    "ddp, static": lambda rank: ddp(rank, static_graph=True),
+    "ddp, loss outside": lambda rank: ddp(rank, outside=True),
+    "ddp, unused, loss outside": lambda rank: ddp(rank, True, find_unused_parameters=True),
+    "ddp, static, loss outside": lambda rank: ddp(rank, True, static_graph=True),
+    "fsdp, root": lambda rank: fsdp(rank, []),
+    "fsdp, unit": lambda rank: fsdp(rank, ["lm_head"]),
+    "fsdp, unit, replaced before": lambda rank: fsdp(rank, ["lm_head"], before=True),
+    "fsdp, root, resharding": lambda rank: fsdp(rank, [], reshard_after_forward=True),
+    "fsdp, unit, resharding": lambda rank: fsdp(rank, ["lm_head"], reshard_after_forward=True),
+    "fsdp, tied": lambda rank: fsdp(rank, [], tied=True),
+}
+
+
+def worker(rank, path, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+
+    def logits(self):
+        raise AssertionError("real logits were computed")
+
+    try:
+        with mock.patch.object(HeadCall, "logits", logits):
+            for name, case in CASES.items():
+                try:
+                    results[name, rank] = case(rank)
+                except Exception as e:
+                    results[name, rank] = f"{type(e).__name__}: {e}"
+                    raise
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes():
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.dict()
+        path = os.path.join(folder, "store")
+        with contextlib.suppress(mp.ProcessRaisedException, mp.ProcessExitedException):
+            mp.start_processes(worker, (path, results), nprocs=2, start_method="fork")
+        yield dict(results)  # without those that came after a failure
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name, two_processes):
+    expected = two_steps(model("tied" in name), None)
+    for rank in range(2):
+        result = two_processes.get((name, rank), "did not get that far")
+        assert isinstance(result, tuple), result
+        losses, parameters = result
+        torch.testing.assert_close(losses, expected[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(parameters, expected[1], rtol=1e-5, atol=1e-6)
+
+
+# ---- Trainer under accelerate ---------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import torch
+import torch.distributed as dist
+from support.tiny_trainer import *
+from fusedce import replace_loss_head
+
+data = Dataset(16)
+for i, row in enumerate(data.rows):
+    if i % 3 == 0:
+        row["labels"] = torch.full_like(row["labels"], -100)
+world = int(__import__("os").environ.get("WORLD_SIZE", 1))
+results = {{}}
+for name, kind, steps in (("stock", Trainer, 2), ("fused", FusedTrainer, 2)):
+    args = arguments({folder!r}, 4 // world, steps, max_steps=2, max_grad_norm=1.0,
+                     per_device_eval_batch_size=2)
+    model = sharpened()
+    if kind is Trainer:
+        replace_loss_head(model)
+    seen = Seen()
+    trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=Dataset(5),
+                   callbacks=[seen])
+    trainer.train()
+    results[name] = {{
+        "loss": [log["loss"] for log in seen.logs if "loss" in log],
+        "grad_norm": [log["grad_norm"] for log in seen.logs if "grad_norm" in log],
+        "eval": trainer.evaluate()["eval_loss"],
+    }}
+if not dist.is_initialized() or dist.get_rank() == 0:
+    open({out!r}, "w").write(json.dumps(results))
+if dist.is_initialized():  # a rank that leaves while another one talks to it aborts that one
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer_results(tmp_path_factory):
+    """The same script in one process, and in two that accelerate joins."""
+    import json
+
+    folder = tmp_path_factory.mktemp("trainer")
+    results = {}
+    for processes in (1, 2):
+        out = folder / f"{processes}.json"
+        script = folder / f"train{processes}.py"
+        tests = str(Path(__file__).parents[1])
+        script.write_text(SCRIPT.format(tests=tests, folder=str(folder), out=str(out)))
+        command = [sys.executable, str(script)]
+        if processes == 2:
+            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        env = copy.copy(os.environ) | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+        assert run.returncode == 0, run.stderr[-3000:]
+        results[processes] = json.loads(out.read_text())
+    return results
+
+
+def test_mixin_on_two_ranks_equals_one(trainer_results):
+    one, two = (trainer_results[n]["fused"] for n in (1, 2))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    assert two["eval"] == pytest.approx(one["eval"], rel=1e-5)
+
+
+def test_stock_evaluation_on_two_ranks_does_not(trainer_results):
+    one, two = (trainer_results[n]["stock"] for n in (1, 2))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # mended upstream
+    assert abs(two["eval"] - trainer_results[1]["fused"]["eval"]) > 1e-3

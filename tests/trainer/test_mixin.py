@@ -1,0 +1,300 @@
+"""What FusedTrainerMixin mends: each with the stock behaviour wrong and ours right."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from support.tiny_trainer import (
+    Dataset,
+    FusedTrainer,
+    arguments,
+    bart,
+    gpt2,
+    llama,
+    mixtral,
+    sharpened,
+    train,
+    true_mean,
+)
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+
+def first_step(kind, make, tmp_path, steps, **kwargs):
+    """Logged loss and gradient norm of the first step of 16 rows, as ``steps`` micro-batches."""
+    args = arguments(tmp_path, 16 // steps, steps, max_steps=1)
+    _, losses, seen, _ = train(kind, make(), args, **kwargs)
+    return losses[0], seen.norms[0]
+
+
+def test_count_after_the_shift(tmp_path):
+    """GPT-2's loss shifts, but Trainer counts its labels before that."""
+
+    def all_valid():
+        data = Dataset()
+        for row in data.rows:
+            row["labels"] = row["input_ids"].clone()
+        return data
+
+    exact = true_mean(gpt2(), all_valid())
+    stock = first_step(Trainer, gpt2, tmp_path, 4, train_dataset=all_valid())
+    ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=all_valid())
+    assert stock[0] == pytest.approx(exact * 11 / 12, rel=1e-4)
+    assert ours[0] == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
+def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
+    whole = first_step(FusedTrainer, make, tmp_path, 1)
+    parts = first_step(FusedTrainer, make, tmp_path, 16)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-6)
+    if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
+        assert parts[1] == pytest.approx(whole[1], rel=1e-5)
+
+
+def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
+    whole = first_step(Trainer, bart, tmp_path, 1)
+    stock = first_step(Trainer, bart, tmp_path, 8)
+    assert stock[0] > 6 * whole[0]
+    ours = first_step(FusedTrainer, bart, tmp_path, 8)
+    assert ours[0] == pytest.approx(whole[0], rel=1e-6)
+    assert ours[1] == pytest.approx(whole[1], rel=1e-5)
+
+
+def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
+    """The router's gradient with a frozen cross-entropy: that of the mean auxiliary loss."""
+
+    class RouterNorm(TrainerCallback):
+        norm = None
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            (self.norm,) = [p.grad.clone() for n, p in model.named_parameters() if "gate.w" in n]
+
+    def router_grad(kind, steps):
+        model, seen = mixtral(), RouterNorm()
+        nn.init.zeros_(model.lm_head.weight)  # flat logits: the cross-entropy asks for nothing
+        args = arguments(tmp_path, 16 // steps, steps, max_steps=1)
+        kind(model=model, args=args, train_dataset=Dataset(), callbacks=[seen]).train()
+        return seen.norm
+
+    expected = torch.zeros(4, 16)
+    model = mixtral()
+    nn.init.zeros_(model.lm_head.weight)
+    for i in range(4):
+        rows = [Dataset()[j] for j in epoch_order(4)[i]]
+        aux = 0.5 * model(**torch.utils.data.default_collate(rows)).aux_loss / 4
+        (gate,) = [p for n, p in model.named_parameters() if "gate.w" in n]
+        expected += torch.autograd.grad(aux, gate)[0]
+    torch.testing.assert_close(router_grad(FusedTrainer, 4), expected, rtol=1e-4, atol=1e-7)
+    assert router_grad(Trainer, 4).norm() > 3 * expected.norm()
+
+
+def epoch_order(size):
+    """The micro-batches of the first epoch, as Trainer's sampler draws them."""
+    order = []
+
+    class Spy(Dataset):
+        def __getitem__(self, i):
+            order.append(i)
+            return super().__getitem__(i)
+
+    trainer = Trainer(
+        model=llama(), args=arguments("/tmp/unused", size, 16 // size, max_steps=1),
+        train_dataset=Spy(),
+    )  # fmt: skip
+    trainer.train()
+    return [order[i : i + size] for i in range(0, 16, size)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_evaluation_is_a_mean_over_tokens(size, tmp_path):
+    args = arguments(tmp_path, per_device_eval_batch_size=size)
+    exact = true_mean(sharpened(), Dataset(11))
+    stock = Trainer(model=sharpened(), args=args, eval_dataset=Dataset(11)).evaluate()
+    ours = FusedTrainer(model=sharpened(), args=args, eval_dataset=Dataset(11)).evaluate()
+    assert abs(stock["eval_loss"] - exact) > 1e-3
+    assert ours["eval_loss"] == pytest.approx(exact, rel=1e-6)
+
+
+def test_logged_loss_is_per_token_over_the_interval(tmp_path):
+    """One interval of two steps at learning rate 0: the mean over all its tokens."""
+    args = arguments(tmp_path, 2, 1, max_steps=8, logging_steps=8, learning_rate=0.0)
+    exact = true_mean(sharpened(), Dataset())
+    _, stock, *_ = train(Trainer, sharpened(), args)
+    _, ours, _, output = train(FusedTrainer, sharpened(), args)
+    assert abs(stock[0] - exact) > 1e-3
+    assert ours[0] == pytest.approx(exact, rel=1e-6)
+    assert output.training_loss == pytest.approx(exact, rel=1e-6)
+
+
+def test_last_window_of_an_epoch_is_short(tmp_path):
+    """10 rows as 4 + 4 + 2: the last step is divided by what it holds."""
+    curves = []
+    for size, steps in ((4, 1), (1, 4)):
+        args = arguments(tmp_path, size, steps, max_steps=-1, num_train_epochs=2)
+        curves.append(train(FusedTrainer, llama(), args, train_dataset=Dataset(10))[1])
+    assert len(curves[0]) == 6
+    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=1e-5)
+
+
+def test_batches_with_nothing_valid(tmp_path):
+    data = Dataset()
+    for row in data.rows[::2]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    losses = [
+        train(FusedTrainer, llama(), arguments(tmp_path, size, steps), train_dataset=data)[1]
+        for size, steps in ((8, 1), (1, 8))
+    ]
+    assert all(math.isfinite(x) for x in losses[1])
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-5)
+
+
+def collated(data):
+    return torch.utils.data.default_collate(data.rows)
+
+
+def packed_row(n=2, size=6):
+    data = Dataset(n, size)
+    for row in data.rows:
+        row["labels"] = row["input_ids"].clone()
+    return {
+        "input_ids": torch.cat([r["input_ids"] for r in data.rows])[None],
+        "labels": torch.cat([r["labels"] for r in data.rows])[None],
+        "position_ids": torch.arange(size).repeat(n)[None],
+    }, torch.utils.data.default_collate(data.rows)
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens", "shift_labels"])
+def test_no_token_is_trained_across_documents(how, tmp_path):
+    packed, padded = packed_row()
+    if how == "cu_seqlens":
+        packed["cu_seq_lens_q"] = torch.tensor([0, 6, 12], dtype=torch.int32)
+        del packed["position_ids"]
+    if how == "shift_labels":
+        packed["shift_labels"] = F.pad(packed["labels"], (0, 1), value=-100)[:, 1:]
+    trainer = FusedTrainer(model=llama(), args=arguments(tmp_path), train_dataset=Dataset())
+    counted = trainer._get_num_items_in_batch([dict(packed)], torch.device("cpu"))
+    assert int(counted) == 10  # 11 positions have a successor, one of them in another document
+    if how != "cu_seqlens":
+        loss = trainer.compute_loss(trainer.model.train(), dict(packed))
+        torch.testing.assert_close(loss, llama()(**padded).loss)
+
+
+def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
+    """Other losses that are logged or measured stay as they are."""
+
+    class Logs(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            trainer.log({"loss": 7.0})
+            trainer.compute_loss(trainer.model, collated(Dataset(3)))  # no part of training
+
+    exact = true_mean(sharpened(), Dataset())
+    args = arguments(tmp_path, 4, 1, max_steps=4, logging_steps=4, learning_rate=0.0)
+    trainer = FusedTrainer(
+        model=sharpened(), args=args, train_dataset=Dataset(), eval_dataset=Dataset(5),
+        callbacks=[Logs()], compute_metrics=lambda _: {"other_loss": 3.0},
+    )  # fmt: skip
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses == [7.0] * 4 + [pytest.approx(exact, rel=1e-6)]
+    metrics = trainer.evaluate(metric_key_prefix="mine")
+    assert metrics["mine_other_loss"] == 3.0
+    assert metrics["mine_loss"] == pytest.approx(true_mean(sharpened(), Dataset(5)), rel=1e-6)
+    nothing = Dataset(3)
+    for row in nothing.rows:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+
+
+def test_smaller_batches_after_memory_ran_out(tmp_path):
+    class Small(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            outputs = super().forward(input_ids, labels=labels)
+            if len(input_ids) > 4 and self.training:
+                raise RuntimeError("CUDA out of memory.")
+            return outputs
+
+    args = arguments(tmp_path, 8, auto_find_batch_size=True, max_steps=4, logging_steps=4,
+                     learning_rate=0.0)  # fmt: skip
+    model = Small(sharpened().config)
+    model.load_state_dict(sharpened().state_dict())
+    _, losses, _, output = train(FusedTrainer, model, args)
+    # Not to the last digit: a batch of 5 or 3 may have been tried, and the steps end mid-epoch.
+    assert losses[0] == pytest.approx(true_mean(sharpened(), Dataset()), rel=0.1)
+    assert output.training_loss == losses[0]
+
+
+class Unmasked(LlamaForCausalLM):
+    """Attends to all that came before, whatever the positions say."""
+
+    def forward(self, input_ids, position_ids=None, labels=None):
+        return super().forward(
+            input_ids, attention_mask=torch.ones_like(input_ids), labels=labels,
+            position_ids=position_ids,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "times"), [(lambda: Unmasked(llama().config), 1), (llama, 0)])
+def test_attention_across_documents_is_said_once(make, times, tmp_path, caplog):
+    packed, _ = packed_row()
+    trainer = FusedTrainer(model=make(), args=arguments(tmp_path), train_dataset=Dataset())
+    for _ in range(2):
+        trainer._get_num_items_in_batch([dict(packed)], torch.device("cpu"))
+    said = [r for r in caplog.records if "attends across their borders" in r.getMessage()]
+    assert len(said) == times
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def test_another_loss_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func asks for another loss"):
+        FusedTrainer(model=llama(), args=arguments(tmp_path), compute_loss_func=lambda *a, **k: 0)
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        FusedTrainer(model=llama(), args=arguments(tmp_path, label_smoothing_factor=0.1))
+
+
+def test_a_loss_that_is_not_fused_is_refused(tmp_path):
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids)
+            output["loss"] = -output.logits.log_softmax(-1)[..., 0].mean()
+            return output
+
+    trainer = FusedTrainer(
+        model=Own(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
+    )
+    with pytest.raises(ValueError, match=r"must be one fused F.cross_entropy .* there were \[\]"):
+        trainer.train()
+
+    class Sum(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids)
+            flat = output.logits[:, :-1].flatten(0, 1)
+            output["loss"] = F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum")
+            return output
+
+    trainer = FusedTrainer(
+        model=Sum(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
+    )
+    with pytest.raises(ValueError, match=r"reduction 'mean', but there were \['sum'\]"):
+        trainer.train()
+
+
+def test_a_wrong_count_is_found(tmp_path):
+    class Dropping(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            if self.training:
+                labels = labels.clone()
+                labels[:, :3] = -100
+            return super().forward(input_ids, labels=labels)
+
+    trainer = FusedTrainer(
+        model=Dropping(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
+    )
+    with pytest.raises(RuntimeError, match="the model's loss has counted"):
+        trainer.train()

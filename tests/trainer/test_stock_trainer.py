@@ -1,0 +1,104 @@
+"""The stock Trainer on a model whose head is replaced."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from support.tiny_trainer import Dataset, Seen, V, arguments, llama, train
+from transformers import LlamaForCausalLM, Trainer
+
+from fusedce import replace_loss_head
+
+
+def test_stock_trainer_is_the_same_at_any_split(tmp_path, no_logits):
+    curves = [
+        train(Trainer, replace_loss_head(llama()), arguments(tmp_path, size, steps))[1]
+        for size, steps in ((16, 1), (1, 16))
+    ]
+    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=1e-5)
+
+
+def test_stock_trainer_trains_as_without(tmp_path):
+    plain, curve, seen, _ = train(Trainer, llama(), arguments(tmp_path))
+    fused, fused_curve, fused_seen, _ = train(
+        Trainer, replace_loss_head(llama()), arguments(tmp_path)
+    )
+    torch.testing.assert_close(fused_curve, curve, rtol=1e-5, atol=0)
+    torch.testing.assert_close(fused_seen.norms, seen.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        dict(fused.model.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"bf16": True}, {"gradient_checkpointing": True}], ids=["bf16", "checkpointing"]
+)
+def test_stock_trainer_modes(kwargs, tmp_path, no_logits):
+    args = arguments(tmp_path, **kwargs)
+    losses = train(Trainer, replace_loss_head(llama()), args, eval_dataset=Dataset(5))[1]
+    expected = train(Trainer, llama(), arguments(tmp_path))[1]
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
+
+
+def test_stock_trainer_evaluates_and_predicts(tmp_path):
+    def accuracy(prediction):
+        predicted = prediction.predictions.argmax(-1)[:, :-1]
+        labels = prediction.label_ids[:, 1:]
+        return {"accuracy": (predicted == labels)[labels != -100].mean()}
+
+    results = []
+    for model in (llama(), replace_loss_head(llama())):
+        trainer = Trainer(
+            model=model, args=arguments(tmp_path), eval_dataset=Dataset(11),
+            compute_metrics=accuracy,
+        )  # fmt: skip
+        evaluated = trainer.evaluate()
+        predicted = trainer.predict(Dataset(5))
+        results.append(
+            [evaluated["eval_loss"], evaluated["eval_accuracy"], predicted.metrics["test_loss"],
+             torch.from_numpy(predicted.predictions)]
+        )  # fmt: skip
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_stock_trainer_evaluates_without_logits(tmp_path, no_logits):
+    trainer = Trainer(
+        model=replace_loss_head(llama()), args=arguments(tmp_path), eval_dataset=Dataset(11)
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(V), rel=0.1)
+
+
+def test_save_reload_and_resume(tmp_path):
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=9)
+    trainer, losses, *_ = train(Trainer, replace_loss_head(llama()), args)
+    assert list(trainer.model.state_dict()) == list(llama().state_dict())
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(again(ids).logits, trainer.model(ids).logits.clone())
+    seen = Seen()
+    resumed = Trainer(
+        model=replace_loss_head(llama()), args=args, train_dataset=Dataset(), callbacks=[seen]
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [log["loss"] for log in seen.logs if "loss" in log] == losses[2:]
+
+
+def test_generation_is_unchanged():
+    model, ids = llama().eval(), torch.arange(5)[None]
+    settings = {"max_new_tokens": 6, "pad_token_id": 0}
+    expected = [
+        model.generate(ids, do_sample=False, **settings),
+        model.generate(ids, do_sample=False, num_beams=3, **settings),
+        model(ids, logits_to_keep=2).logits,
+    ]
+    replace_loss_head(model)
+    got = [
+        model.generate(ids, do_sample=False, **settings),
+        model.generate(ids, do_sample=False, num_beams=3, **settings),
+        model(ids, logits_to_keep=2).logits,
+    ]
+    torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
+    torch.testing.assert_close(got[2] * 1.0 + 0, expected[2])
