@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fusedce.accumulate.streaming import OnCorrection
 from fusedce.contract.results import LossSum
@@ -88,7 +88,7 @@ class Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
         self._handles = [
             self._model.register_forward_hook(self._ran, with_kwargs=True),
-            register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_post_hook(self._steps),
             OnCorrection(self._corrected),
         ]
         return self
@@ -171,6 +171,7 @@ class Audit:
             micro.weight *= factor
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        # After the step: a closure given to it (Lightning) runs the last backward inside.
         mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
         if mine and self._now.micro:
             self._ours.append(self._now)

@@ -79,8 +79,8 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=needed.bias)
     made = torch.ops.fusedce.chosen_grads(*flat[:_END], *wanted, flat[_END], z, upstream)
     nothing: Any = [None] * _END
-    d: list[Any] = [g if want else None for g, want in zip(made, wanted.gradients, strict=True)]
-    return (*Problem(*nothing)._replace(hidden=d[0], weight=d[1], bias=d[2]), None)
+    d: list[Any] = [g if want else None for g, want in zip(made, wanted.gradients(), strict=True)]
+    return (*Problem(*nothing).but(hidden=d[0], weight=d[1], bias=d[2]), None)
 
 
 _chosen_logits.register_autograd(_backward, setup_context=_setup_context)
@@ -125,14 +125,14 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     inputs = (problem.hidden, problem.weight, problem.bias)
     return tuple(
         problem.hidden.new_empty(x.shape if want and x is not None else (0,))
-        for x, want in zip(inputs, wanted.gradients, strict=True)
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
 
 
 def _valid(problem: Problem, classes: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries count, and classes that may index; a bad one raises on a CPU."""
     V = problem.weight.shape[0]
-    valid = problem._replace(labels=classes).valid
+    valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
         bad = (valid & ((classes < 0) | (classes >= V))).view(-1)
         if bad.any():

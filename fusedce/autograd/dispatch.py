@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedce.autograd import chosen, per_token, summed
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends.choose import resolve_backend
+from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.objective import Stats, folded
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -41,14 +42,16 @@ def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Se
     problem = _prepared(problem)
     wanted = wanted_gradients(problem)
     capped_smoothing = problem.softcap is not None and problem.label_smoothing > 0
-    one_pass = problem.plain and not any(monitored)
+    one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing or not (any(wanted) or one_pass):
         losses, stats = per_token.losses(problem, monitored)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), seen
-    total, n_valid, argmax = summed.loss_sum(problem, wanted._replace(argmax=monitored.argmax))
+    total, n_valid, argmax = summed.loss_sum(
+        with_expected_upstream(problem), wanted.but(argmax=monitored.argmax)
+    )
     return LossSum(total, n_valid), Seen(argmax)
 
 
@@ -72,10 +75,10 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
         classes = classes.clamp(min=problem.ignore_index + 1)
     problem = _prepared(problem)
     z = chosen.chosen_logits(problem, classes)
-    valid = problem._replace(labels=classes).valid
+    valid = problem.but(labels=classes).valid()
     finite = z.detach().clamp(min=torch.finfo(z.dtype).min)
     best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
-    stats = per_token.token_stats(problem._replace(labels=classes.gather(1, best)[:, 0]), wanted)
+    stats = per_token.token_stats(problem.but(labels=classes.gather(1, best)[:, 0]), wanted)
     z_best = z.gather(1, best)
     apart = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
     return (apart - stats.nll[:, None]).masked_fill(~valid, 0), stats
@@ -83,4 +86,4 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
 
 def _prepared(problem: Problem) -> Problem:
     refuse_forward_mode(problem)
-    return folded(problem)._replace(backend=resolve_backend(problem.backend, problem.hidden))
+    return folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))

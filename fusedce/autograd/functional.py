@@ -29,7 +29,7 @@ def _token_stats(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, 
         return _one_by_one(torch.ops.fusedce.token_stats, B, in_dims, flat)
     flat = _flattened(B, in_dims, flat)
     *stats, n_valid, argmax = torch.ops.fusedce.token_stats(*flat)
-    own = Problem(*flat[:_BEFORE]).valid.view(B, -1).sum(1)
+    own = Problem(*flat[:_BEFORE]).valid().view(B, -1).sum(1)
     # A bad label (negative, on a GPU) is every sample's: their losses stay apart, its is NaN.
     return (
         (

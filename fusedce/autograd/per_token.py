@@ -20,11 +20,11 @@ def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
     """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
     smoothing = problem.label_smoothing > 0
     lse = wanted.lse or smoothing or problem.z_loss != 0
-    stats = token_stats(problem, wanted._replace(lse=lse, zmean=smoothing))
+    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing))
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
-    return lost.masked_fill(~problem.valid, 0), stats
+    return lost.masked_fill(~problem.valid(), 0), stats
 
 
 def token_stats(problem: Problem, wanted: Wanted) -> Stats:
@@ -35,7 +35,7 @@ def token_stats(problem: Problem, wanted: Wanted) -> Stats:
     with torch.no_grad():
         stats = Stats(
             *torch.ops.fusedce.token_stats(
-                *detached(problem), *wanted._replace(lse=wanted.lse or train)
+                *detached(problem), *wanted.but(lse=wanted.lse or train)
             )
         )
     if not train:
@@ -43,4 +43,4 @@ def token_stats(problem: Problem, wanted: Wanted) -> Stats:
     values = token_ops.Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
     attach = functional.TokenValues.apply if transformed() else torch.ops.fusedce.token_values
     nll, lse, entropy, zmean = attach(*problem, *values)
-    return stats._replace(nll=nll, lse=lse, entropy=entropy, zmean=zmean)
+    return Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)

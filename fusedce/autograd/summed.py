@@ -31,7 +31,7 @@ def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(
             *detached(problem), *wanted
         )
-    if any(wanted.gradients):
+    if any(wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
     return total, n_valid, argmax
 
@@ -68,7 +68,7 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
     backend = get_backend(problem.backend)
     # Autocast would reach the products inside, which are in the dtype they must be in already.
     with torch.autocast(problem.hidden.device.type, enabled=False):
-        if any(wanted.gradients):
+        if any(wanted.gradients()):
             filled = argmax if wanted.argmax else None
             total, n_valid, *grads = backend.loss_and_grads(problem, wanted, filled)
             return total, n_valid, argmax, *grads
@@ -84,13 +84,13 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     labels = problem.labels
     n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
-    if not any(wanted.gradients):
+    if not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
     inputs = (problem.hidden, problem.weight, problem.bias)
     waiting = waiting_dtype(problem.hidden.dtype)
     grads = (
         total.new_empty(x.shape if want and x is not None else (0,), dtype=waiting)
-        for x, want in zip(inputs, wanted.gradients, strict=True)
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
     return total, n_valid, argmax, torch.empty_like(total), *grads
 

@@ -84,7 +84,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.set_materialize_grads(False)
     tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
-    ctx.options = problem._replace(**dict.fromkeys(tensors))
+    ctx.options = problem.but(**dict.fromkeys(tensors))
     ctx.save_for_backward(*tensors.values(), *output)
 
 
@@ -97,12 +97,12 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     if all(u is None for u in upstream) or not any(wanted):
         return (*nothing, *values)
     saved = iter(ctx.saved_tensors)
-    problem = ctx.options._replace(**{name: next(saved) for name in ctx.names})
+    problem = ctx.options.but(**{name: next(saved) for name in ctx.names})
     names = ("hidden", "weight", "bias")
     made = grads_op(*problem, *wanted, *Values(*saved), *Upstreams(*upstream))
     grads: dict[str, Any] = dict(zip(names, made, strict=True))
     unwanted = {name: None for name in names if not getattr(wanted, name)}
-    return (*Problem(*nothing)._replace(**{**grads, **unwanted}), *values)
+    return (*Problem(*nothing).but(**{**grads, **unwanted}), *values)
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     inputs = (problem.hidden, problem.weight, problem.bias)
     return tuple(
         problem.hidden.new_empty(x.shape if want and x is not None else (0,))
-        for x, want in zip(inputs, wanted.gradients, strict=True)
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
 
 

@@ -49,7 +49,7 @@ def flattened(problem: Problem) -> Problem:
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
     token_weight, class_weight = wide(problem.token_weight), wide(problem.class_weight)
-    return problem._replace(
+    return problem.but(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         labels=labels,
         ignore_index=ignore_index,
@@ -83,7 +83,7 @@ def autocast(problem: Problem) -> Problem:
     def cast(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
 
-    return problem._replace(
+    return problem.but(
         hidden=cast(problem.hidden),
         weight=cast(problem.weight),
         bias=None if problem.bias is None else cast(problem.bias),

@@ -99,14 +99,14 @@ def fused_cross_entropy(
     if reduction == "sum":
         return dispatch.loss_sum(problem)[0].loss_sum
     denominator = _denominator(problem)
-    problem = problem._replace(expected_upstream=1 / denominator)
+    problem = problem.but(expected_upstream=1 / denominator)
     return dispatch.loss_sum(problem)[0].loss_sum / denominator
 
 
 def _denominator(problem: Problem) -> Tensor:
     """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    valid = problem.valid
+    valid = problem.valid()
     if problem.class_weight is None:
         return valid.sum().clamp(min=1).to(dtype)
     V = problem.class_weight.shape[0]

@@ -147,6 +147,11 @@ def other_count(acc, rank):
 
 
 @case
+def other_faults(acc, rank):
+    train(acc, [2, 3 + 2 * rank], [2, 2])
+
+
+@case
 def fewer_than_declared(acc, rank):
     train(acc, [2, 2], [2] * (2 - rank))
 
@@ -269,6 +274,7 @@ RAISES = {
     metrics_in_a_window: "cannot read metrics inside a window: 1 of 2 declared",
     metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
     other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
+    other_faults: "2 ranks found errors in their losses, different ones",
     fewer_than_declared: "2 micro-batches were declared, 1 were seen",
     bad_label: "ValueError: labels must hold class indices in 0 <= label < V, or ignore_index: "
     "got 99 at flattened position 5",

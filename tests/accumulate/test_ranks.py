@@ -214,3 +214,35 @@ def test_meshes():
         }
         assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
         assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
+
+
+def overlap(rank):
+    """What the first rank can do while the other one is late: everything before its losses."""
+    store = dist.distributed_c10d._get_default_store()
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([1]))
+    if rank:
+        store.wait(["opened"])
+    with acc.window([3]):
+        if not rank:
+            store.set("opened", "1")  # the other one opens its window only now
+        acc.backward(a_loss(3, weight))
+    return acc.metrics()["n_tokens"]
+
+
+def test_opening_a_window_waits_for_nobody():
+    assert ranks.of(ranks.run({"overlap": overlap}), "overlap") == [8, 8]
+
+
+def flattened(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("tokens_of_all")
+    acc = LossAccumulator.from_mesh(mesh, "tokens_of_all")
+    acc.add(a_loss(rank + 1))
+    return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
+
+
+def test_dimensions_that_were_flattened():
+    for tokens, unknown in ranks.of(ranks.run({"flattened": flattened}, 4), "flattened"):
+        assert tokens == 10
+        assert "token_dims must name dimensions of the mesh" in unknown

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "edge: weights of ignored positions",
-        "lost.masked_fill(~problem.valid, 0)",
+        "lost.masked_fill(~problem.valid(), 0)",
         "lost",
         EDGES,
     ),

@@ -17,7 +17,7 @@ def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
     """
     labels, token_weight = problem.labels, problem.token_weight
     V = problem.weight.shape[0] if V is None else V
-    valid = problem.valid
+    valid = problem.valid()
     n_valid = valid.sum()
     bad = valid & ((labels < 0) | (labels >= V))
     if bad.any():
