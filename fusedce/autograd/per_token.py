@@ -34,9 +34,7 @@ def token_stats(problem: Problem, wanted: Wanted) -> Stats:
         train = torch.is_grad_enabled()
     with torch.no_grad():
         stats = Stats(
-            *torch.ops.fusedce.token_stats(
-                *detached(problem), *wanted.but(lse=wanted.lse or train)
-            )
+            *torch.ops.fusedce.token_stats(*detached(problem), *wanted.but(lse=wanted.lse or train))
         )
     if not train:
         return stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
+from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import is_sharded, sharded_ce
 
@@ -32,6 +34,7 @@ def fused_ce(
     backend: str | None = None,
     process_group: Any = None,
     argmax_out: Tensor | None = None,  # (...) int64
+    monitor: Collection[str] = (),
 ) -> LossSum:
     """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
 
@@ -80,7 +83,11 @@ def fused_ce(
             shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
             results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
         argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
-            other than 0 and with -1 elsewhere, in the same pass (token accuracy for monitoring).
+            other than 0 and with -1 elsewhere, in the same pass.
+        monitor: names out of ``("correct", "entropy", "z_loss")``: sums over the tokens, without
+            gradient, in ``.monitors`` of the result, which is a :class:`MonitoredLossSum` then.
+            "correct" is free of cost; with the other two a training step computes the logits a
+            second time in backward, a fourth product of the head's size.
 
     Returns:
         :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
@@ -100,6 +107,7 @@ def fused_ce(
         >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
+    check_monitor(monitor)
     if is_sharded(weight, process_group):
         if backend not in (None, "torch", "triton"):
             resolve_backend(backend, hidden)  # which says what is wrong with it
@@ -107,6 +115,8 @@ def fused_ce(
             raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
         if argmax_out is not None:
             raise ValueError("argmax_out must be None with a sharded vocabulary")
+        if monitor:
+            raise ValueError("monitor must be empty with a sharded vocabulary")
         return sharded_ce(
             hidden,
             weight,
@@ -139,7 +149,7 @@ def fused_ce(
     )
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
-    out, seen = dispatch.loss_sum(problem, Wanted(argmax=argmax_out is not None))
+    out, seen = dispatch.loss_sum(problem, wanted_for(monitor, argmax=argmax_out is not None))
     if argmax_out is not None and seen.argmax is not None:
         argmax_out.copy_(seen.argmax.view(argmax_out.shape))
-    return out
+    return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out
