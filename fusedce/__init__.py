@@ -16,12 +16,14 @@ from fusedce.head.replace import head_report, replace_loss_head, restore_loss_he
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_argmax, fused_logprobs
+from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss, linear_cross_entropy
 from fusedce.loss.reference import reference_ce
 from fusedce.trainer import FusedTrainerMixin
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FusedLinearCrossEntropyLoss",
     "FusedTrainerMixin",
     "LossAccumulator",
     "LossSum",
@@ -33,6 +35,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_logprobs",
     "head_report",
+    "linear_cross_entropy",
     "reference_ce",
     "replace_loss_head",
     "restore_loss_head",
