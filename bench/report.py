@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lib.engine import median
-from lib.implementations import FLOOR
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
+
+from fusedce.peers import FLOOR
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
