@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would replace the compiler
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would replace the compiler
 
 import triton
 from lib import compiled, tables, variants

@@ -1,21 +1,177 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: correctness first, then the numbers. Eight minutes; the results go to
-# $OUT (default bench/results). Installs nothing: python must have torch, triton, pytest,
-# hypothesis; peers are measured where they are installed.
+# Everything that is measured on a GPU, in steps of at most eight minutes: correctness first, the
+# README's table and picture last.
+#
+#     bench/gpu.sh list            # the steps, what each does, its limit in seconds
+#     bench/gpu.sh STEP ...        # some of them
+#     bench/gpu.sh                 # all, in order; goes on after a failure, status 1 if there was one
+#     bench/gpu.sh --dry [STEP]    # on any machine: tiny problems, peers stubbed
+#
+# Results go to $OUT (default bench/results), after every problem; a step that is run again measures
+# what is missing. Its own clock stops it before the limit does, which interrupts and kills late;
+# LIMIT=SECONDS sets another one.
+# Needs of python3 (or $PYTHON): torch, triton, tabulate; for the steps of those names pytest with
+# pytest-timeout, pytest-xdist and hypothesis, transformers and tokenizers, matplotlib.
+#
+# Peers are measured where they are installed. Where there is no network, carry their wheels: here
+#     pip download --no-deps --only-binary=:all: -d wheels liger-kernel cut-cross-entropy \
+#         quack-kernels nvidia-cutlass-dsl ... (see Requires-Dist of each)
+# and there WHEELS=wheels bench/gpu.sh peers, which unpacks them into $SITE for the other steps.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+
+dry=
+if [[ ${1:-} == --dry ]]; then dry=1; shift; fi
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-bench/results}
+SITE=${SITE:-${TMPDIR:-/tmp}/fusedce-peers}
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
 # Not the root itself: there the folder kernels/ would hide the Hugging Face package of that name.
 lib=$(mktemp -d)
 trap 'rm -rf "$lib"' EXIT
 ln -s "$PWD/fusedce" "$lib/fusedce"
-export PYTHONPATH="$lib${PYTHONPATH:+:$PYTHONPATH}"
-OUT=${OUT:-bench/results}
-mkdir -p "$OUT"
-JSON=$OUT/loss-cuda.json
-timeout 150 pytest -q -m gpu -p no:cacheprovider --import-mode=importlib tests/test_one_pass.py 2>&1 | tee "$OUT/pytest-gpu.txt" | tail -n 40
-correct=${PIPESTATUS[0]}
-timeout 120 python bench/loss.py --device cuda --suite forward --rounds 3 --timeout 60 --out "$JSON"
-timeout 180 python bench/loss.py --device cuda --suite time frozen masked accuracy --rounds 3 --timeout 60 --out "$JSON"
-timeout 120 python bench/loss.py --device cuda --suite budget scaling --rounds 2 --timeout 60 --out "$JSON"
-python bench/report.py "$JSON" --plots "$OUT"
-exit "$correct"
+if [[ $dry ]]; then
+    device=cpu tag=cpu workers=0
+    stubs=$PWD/tests/bench/stubs
+    export OMP_NUM_THREADS=1 PATH="$stubs/bin:$PATH" PYTHONPATH="$lib:$stubs${PYTHONPATH:+:$PYTHONPATH}"
+else
+    device=${DEVICE:-cuda} tag=${DEVICE:-cuda} workers=8
+    export PYTHONPATH="$lib:$SITE${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+STEPS=(
+    "peers         120 unpack the wheels of \$WHEELS, say which peers are there"
+    "correct       120 tests of the device"
+    "robust        240 100 runs bitwise, CUDA graph, second stream, memory against the plan"
+    "device        120 what products, copies and launches reach"
+    "time          470 forward + backward and peak memory: every implementation, every shape"
+    "forward       470 forward alone"
+    "details       470 ignored labels, errors against fp64, no weight gradient"
+    "growth        470 time against the memory of a chunk, and as N and V grow"
+    "options       470 what each option costs"
+    "head          300 a whole step of a model with the head replaced"
+    "accumulation  470 SmolLM-135M's configuration in splits, a regime or two each time it is run"
+    "memcheck      470 compute-sanitizer, bad accesses"
+    "racecheck     470 compute-sanitizer, races"
+    "report        120 tables, pictures, prediction beside measurement"
+)
+
+limit() {  # SECONDS COMMAND ...: interrupted first, so that Python leaves what it has in order
+    local seconds=$1
+    shift
+    timeout --signal=INT --kill-after=20 "$seconds" "$@"
+}
+
+loss() {  # SUITE ...
+    local some=()
+    # A dry run sees every adapter through once, and every suite's first problem.
+    [[ $dry ]] && some=(--dry --quick --rounds 1 --calls 1)
+    [[ $dry && $1 != time ]] && some+=(--only fused_ce)
+    limit "$seconds" "$PYTHON" bench/loss.py --device "$device" --suite "$@" --resume \
+        --seconds $((seconds > 90 ? seconds - 60 : 30)) --timeout 120 \
+        --out "$OUT/loss-$tag.json" "${some[@]}"
+}
+
+sanitizer() {  # TOOL
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "compute-sanitizer is not installed"
+        return 0
+    fi
+    limit "$seconds" compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" bench/robust.py \
+        --device "$device" --small --runs 1 --check repeat --out "$OUT/$1-$tag.json" \
+        2>&1 | tee "$OUT/$1-$tag.txt" | tail -n 30
+}
+
+step_peers() {
+    if [[ -n ${WHEELS:-} ]]; then
+        "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$SITE" \
+            "$WHEELS"/*.whl || return 1
+    fi
+    (cd bench && PYTHONPATH=$PYTHONPATH "$PYTHON" -c "
+from fusedce.peers import IMPLEMENTATIONS, missing
+for name in IMPLEMENTATIONS:
+    print(f'{name}: {missing(name) or \"here\"}')")
+}
+step_correct() {
+    # -P: not the root on sys.path, see above; every result is on disk as soon as it is known.
+    local found
+    mapfile -t found < <(grep -rlE 'mark\.gpu' tests --include='test_*.py')
+    limit "$seconds" "$PYTHON" -P -m pytest -m gpu -v -n "$workers" -p no:cacheprovider \
+        "${found[@]}" 2>&1 | tee "$OUT/pytest-$tag.txt" | grep -vE ' (PASSED|SKIPPED) ' | tail -n 60
+    [[ ${PIPESTATUS[0]} == 0 ]]
+}
+step_robust() {
+    local some=(--device "$device")
+    [[ $dry ]] && some+=(--small)
+    limit "$seconds" "$PYTHON" bench/robust.py "${some[@]}" --out "$OUT/robust-$tag.json"
+}
+step_device() {
+    local some=(--device "$device")
+    [[ $dry ]] && some+=(--dry)
+    limit "$seconds" "$PYTHON" bench/device.py "${some[@]}" --out "$OUT/device-$tag.json"
+}
+step_time() { loss time; }
+step_forward() { loss forward; }
+step_details() { loss masked accuracy frozen; }
+step_growth() { loss budget scaling; }
+step_options() {
+    local some=(--N 8192 --H 4096 --V 128256 --dtype bfloat16)
+    [[ $dry ]] && some=(--N 16 --H 16 --V 64 --dtype bfloat16 --rounds 1 --calls 1 --no-memory)
+    limit "$seconds" "$PYTHON" bench/options.py --device "$device" --resume \
+        --seconds $((seconds / 2)) --out "$OUT/options-$tag.json" "${some[@]}"
+}
+step_head() {
+    # Its only sizes are those of the README, which a dry run has no time for.
+    local some=(--device "$device" --dtype bfloat16)
+    [[ $dry ]] && some=(--help)
+    limit "$seconds" "$PYTHON" bench/head.py "${some[@]}"
+}
+step_accumulation() {
+    local some=(--steps 10)
+    [[ $dry ]] && some=(--dry --steps 1)
+    limit "$seconds" "$PYTHON" bench/accumulation.py --device "$device" --resume \
+        --seconds $((seconds / 2)) --out "$OUT/accumulation-$tag.json" "${some[@]}"
+}
+step_memcheck() { sanitizer memcheck; }
+step_racecheck() { sanitizer racecheck; }
+step_report() {  # needs no GPU: the results alone
+    local json=$OUT/loss-$tag.json gaps=$OUT/accumulation-$tag.json
+    local some=(--plots docs --full "docs/$tag.md" --readme README.md)
+    [[ $dry ]] && some=(--plots "$OUT" --full "$OUT/$tag.md")
+    [[ -f $gaps ]] || gaps=bench/results/accumulation-cpu.json
+    "$PYTHON" bench/report.py "$json" --overview "$gaps" "${some[@]}" &&
+        "$PYTHON" bench/report.py "$json" &&
+        "$PYTHON" bench/model.py --measured "$json"
+}
+
+if [[ ${1:-} == list ]]; then
+    printf '%s\n' "${STEPS[@]}"
+    exit 0
+fi
+known=()
+for step in "${STEPS[@]}"; do known+=("${step%% *}"); done
+chosen=("$@")
+(($#)) || chosen=("${known[@]}")
+for name in "${chosen[@]}"; do
+    if [[ " ${known[*]} " != *" $name "* ]]; then
+        echo "no step '$name': one of ${known[*]}" >&2
+        exit 2
+    fi
+done
+failed=()
+for name in "${chosen[@]}"; do
+    for step in "${STEPS[@]}"; do
+        read -r it seconds what <<<"$step"
+        [[ $it == "$name" ]] && break
+    done
+    seconds=${LIMIT:-$seconds}
+    echo "== $name: $what"
+    begin=$SECONDS
+    "step_$name" || failed+=("$name")
+    echo "== $name: $((SECONDS - begin)) s"
+done
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from lib.engine import Call, Engine, median
-from lib.problems import SUITES, Spec, check_of, flops, gradient_bytes, problems
+from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
 from lib.results import FOLDER, Results, problem
-from lib.tables import milliseconds
+from lib.tables import mebibytes, milliseconds
 
 from fusedce.peers import FLOOR, missing
 
@@ -32,9 +32,9 @@ _WITH_MEMORY = ("memory", "budget", "forward", "scaling")
 
 
 def measure(
-    engine: Engine, suite: str, spec: Spec, names: list[str], *, together: bool = False
+    engine: Engine, suite: str, spec: Spec, names: list[str], *, dry: bool = False
 ) -> list[dict[str, Any]]:
-    """A row for each implementation; ``together``: in one process, to see them all through soon."""
+    """A row for each implementation; ``dry``: in one process, to see them all through soon."""
     timed = suite not in _WITHOUT_TIME
     rows = {
         name: {"suite": suite, "name": name, **spec._asdict(), "flops": flops(spec)}
@@ -42,7 +42,7 @@ def measure(
     }
     calls = {}
     for name, row in rows.items():
-        process = "all" if together else name
+        process = "all" if dry else name
         why = missing(name)
         if why is None:
             check = {"name": name, "spec": list(check_of(spec, full=suite == "accuracy"))}
@@ -53,12 +53,22 @@ def measure(
             row["failed"] = why
         elif suite != "accuracy":
             calls[name] = Call("lib.calls:make_call", {"name": name, "spec": list(spec)}, process)
-    memory = tuple(n for n in calls if n != FLOOR) if suite in _WITH_MEMORY else ()
+    # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.
+    peaks = suite in _WITH_MEMORY or (suite == "time" and not engine.on_cpu)
+    asked = OURS if dry and suite == "time" else names if peaks and not dry else []
+    memory = tuple(n for n in calls if n in asked)
     for name, found in engine.measure(calls, time=timed, memory=memory).items():
         if "extra_peak_bytes" in found:
             found["extra_peak_bytes"] -= gradient_bytes(spec)
         rows[name] |= found
     return list(rows.values())
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in a few words."""
+    ms, mib = milliseconds(median(row)), mebibytes(row.get("extra_peak_bytes"))
+    words = [row.get("failed", ""), ms and f"{ms:>8} ms", mib and f"{mib:>6} MiB"]
+    return " ".join(word for word in words if word) or "checked"
 
 
 def main() -> int:
@@ -98,11 +108,10 @@ def main() -> int:
                     left += 1
                     continue
                 chosen = [n for n in names if not args.only or n in args.only]
-                rows = measure(engine, suite, spec, chosen, together=args.dry)
+                rows = measure(engine, suite, spec, chosen, dry=args.dry)
                 results.put(rows)
                 for row in rows:
-                    what = row.get("failed") or f"{milliseconds(median(row)):>10} ms"
-                    print(f"    {row['name']:30} {what}", flush=True)
+                    print(f"    {row['name']:30} {said(row)}", flush=True)
     print(f"written: {results.path}")
     if left:
         print(f"{left} problems are left: run the same again with --resume")

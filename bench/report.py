@@ -24,7 +24,7 @@ from lib.engine import median
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
 
-from fusedce.peers import FLOOR
+from fusedce.peers import FLOOR, NOT_INSTALLED
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -39,8 +39,13 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
-    """One suite as Markdown."""
-    return markdown([_cells(suite, r) for r in with_ratios(rows) if r["suite"] == suite], without)
+    """One suite as Markdown; who is not installed is named below it."""
+    mine = [r for r in with_ratios(rows) if r["suite"] == suite]
+    absent = [r for r in mine if r.get("failed", "").endswith(NOT_INSTALLED)]
+    body = markdown([_cells(suite, r) for r in mine if r not in absent], without)
+    if not absent:
+        return body
+    return f"{body}\n\nNot installed: {', '.join(dict.fromkeys(r['name'] for r in absent))}."
 
 
 def _cells(suite: str, row: Row) -> dict[str, object]:

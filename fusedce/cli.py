@@ -154,7 +154,7 @@ def plan(
 @_command
 @click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
               help="Tokens, hidden size, vocabulary.")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), 
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
               help="Default: fp32 on a CPU, bf16 elsewhere.")  # fmt: skip
 @click.option("--device", help="Of torch; default: the accelerator, if any.")
 @click.option("--repeats", default=5, show_default=True, help="Timed calls of each.")

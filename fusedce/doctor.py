@@ -16,10 +16,10 @@ import fusedce
 from fusedce.backends.choose import (
     INTERPRETED,
     TRITON_INSTALLED,
-    fast_bf16,
     resolve_backend,
     why_not_triton,
 )
+from fusedce.backends.torch.products import fast_bf16
 from fusedce.contract.results import LossSum
 from fusedce.peers import IMPLEMENTATIONS, missing
 

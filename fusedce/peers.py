@@ -95,11 +95,14 @@ _NEEDS = {
 }
 
 
+NOT_INSTALLED = "is not installed"
+
+
 def missing(name: str) -> str | None:
     """Why an implementation cannot run here, as far as one sees without importing it."""
     for module in _NEEDS.get(name, ()):
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed"
+            return f"{module} {NOT_INSTALLED}"
     if name.startswith("F.") and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no F.linear_cross_entropy"
     return None

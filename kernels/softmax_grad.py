@@ -145,7 +145,9 @@ def softmax_grad_kernel(
         size = tl.abs(a) + tl.abs(b)
         if HAS_SHIFT:
             size += tl.abs(shift)
-        size = tl.where(size == 0.0, 1.0, size)
+        # A power of two: the products' other operand takes it in without being rounded again.
+        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+        size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
         g *= (a + b) / size
         p = exp(z, top) * inverse * logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         g_label = (a / size) * g_label + (b / size) * p
@@ -196,9 +198,10 @@ def hidden_grad_kernel(
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
     label = tl.load(labels + c).to(tl.int64)
-    known = (label >= 0) & (label < V)
+    # A bad label must not read out of bounds; its residual is NaN, whatever is read instead.
+    label = tl.where((label >= 0) & (label < V), label, 0)
     g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) / amplify
-    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h & known, other=0.0)
+    w = tl.load(weight + label * stride_wv + offs_h, mask=mask_h, other=0.0)
     g = (g + tl.load(residuals + c) * w.to(tl.float32)) * factor
     if HAS_FACTORS:
         g *= tl.load(row_factors + c)

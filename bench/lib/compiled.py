@@ -43,8 +43,18 @@ _BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # byt
 
 
 def available(target: str) -> bool:
-    """Whether this Triton holds a compiler for it."""
-    return ("nvidia" if TARGETS[target].ptxas else "amd") in backends
+    """Whether this Triton holds a compiler, and for AMD a linker, for it."""
+    name = "nvidia" if TARGETS[target].ptxas else "amd"
+    if name not in backends:
+        return False
+    # Older ones look for ROCm's linker in the system; newer ones bring theirs.
+    find = getattr(backends[name].compiler, "path_to_rocm_lld", None)
+    if find is None:
+        return True
+    try:
+        return bool(find())
+    except Exception:  # no narrower one is raised there
+        return False
 
 
 def compile_kernel(

@@ -51,7 +51,7 @@ def of_losses(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[P
     not measured is left out.
     """
     drawn = {
-        "memory": _memory([r for r in rows if r["suite"] == "memory"], where),
+        "memory": _memory(with_peaks(rows), where),
         "time": _time([r for r in rows if r["suite"] == "time"], where),
         "budget": _budget([r for r in rows if r["suite"] == "budget"], where),
         "ignored": _ignored([r for r in rows if r["suite"] == "masked"], where),
@@ -59,8 +59,14 @@ def of_losses(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[P
     return [_save(f, folder / f"{n}-{tag}.png") for n, f in drawn.items() if f is not None]
 
 
+def with_peaks(rows: Sequence[Row]) -> list[Row]:
+    """Rows of training steps whose peak was measured: a suite of its own on a CPU."""
+    measured = [r for r in rows if r.get("extra_peak_bytes") is not None]
+    suites = {r["suite"] for r in measured}
+    return [r for r in measured if r["suite"] == ("memory" if "memory" in suites else "time")]
+
+
 def _memory(rows: list[Row], where: str) -> Figure | None:
-    rows = [r for r in rows if r.get("extra_peak_bytes") is not None]
     title = "Peak memory of a training step of the loss, beyond inputs and gradients"
     return _panels(rows, lambda r: r["extra_peak_bytes"] / MiB, "MiB", _mib, title, where)
 
@@ -124,7 +130,7 @@ def bars(panel: Axes, values: Sequence[tuple[str, float]], text: Callable[[float
 
 def _budget(rows: list[Row], where: str) -> Figure | None:
     rows = [r for r in rows if r.get("extra_peak_bytes") and r["ratio"] is not None]
-    if not rows:
+    if all(r["chunk_tokens"] for r in rows):  # nothing to set the curve against
         return None
     figure = _figure(8, 4.6)
     axes = figure.subplots()
@@ -230,11 +236,11 @@ _SPLITS = {
 
 def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path, tag: str) -> Path:
     """The README's picture: memory and time against the others, and the gap of the denominator."""
-    memory = [r for r in rows if r["suite"] == "memory" and r.get("extra_peak_bytes") is not None]
+    memory = with_peaks(rows)
     time = [r for r in rows if r["suite"] == "time" and r["median"] and r["name"] != FLOOR]
     of = {problem(r)[1:] for r in memory} & {problem(r)[1:] for r in time}
     if not of:
-        raise ValueError("the suites 'memory' and 'time' have no problem in common: measure both")
+        raise ValueError("no problem has a time and a peak: measure the suites time and memory")
     chosen = max(of, key=lambda p: (p[0] * p[1] * p[2], p[3]))  # the largest; float32 of two
     memory, time = ([r for r in part if problem(r)[1:] == chosen] for part in (memory, time))
     names = [r["name"] for r in memory if r["name"] in {t["name"] for t in time}]

@@ -92,12 +92,14 @@ class Pool:
         except (EOFError, OSError):
             process.join(5)
             why = f"process ended with status {process.exitcode}"
-        self._end(name)
+        self._end(name, grace=0)
         return "error", why
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, grace: float = 5) -> None:
+        """A process whose connection closes leaves by itself; one that hangs does not."""
         process, connection = self._workers.pop(name)
         connection.close()
+        process.join(grace)
         process.kill()
         process.join()
 

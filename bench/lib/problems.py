@@ -23,7 +23,7 @@ SHAPES = {
 FORWARD_SHAPES = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 128256),
                   (2048, 896, 151936)]  # fmt: skip
 SUITES = {
-    "time": "forward + backward",
+    "time": "forward + backward (on a GPU its peak as well)",
     "frozen": "forward + backward without a weight gradient",
     "forward": "forward alone, no gradient",
     "memory": "peak beyond inputs and gradients",

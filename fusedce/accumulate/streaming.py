@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import Ranks
 from fusedce.accumulate.totals import Interval
-from fusedce.contract.inplace import scale_
+from fusedce.contract.rounding import scale_
 
 _UNKNOWN = 1024  # tokens: the estimate where the first micro-batches hold none
 

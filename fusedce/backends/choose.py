@@ -59,14 +59,3 @@ def get_backend(name: str | None) -> Backend:
     from fusedce.backends import torch as chunked
 
     return chunked
-
-
-def fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 GEMMs run on units made for them. Elsewhere they are 3 to 4 times slower."""
-    if device.type != "cpu":
-        return True
-    return any(
-        probe()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        if (probe := getattr(torch.cpu, name, None)) is not None
-    )

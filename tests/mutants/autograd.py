@@ -9,8 +9,8 @@ EDGES = "test_edges.py"
 MUTANTS = [
     Mutant(
         "backward: the upstream gradient is dropped",
-        "result[position] = _scaled(grad, grad_loss).to(ctx.dtype)",
-        "result[position] = grad.to(ctx.dtype)",
+        "ratio = upstream / factor",
+        "ratio = upstream / upstream",
         TORCH,
     ),
     Mutant(
@@ -27,14 +27,14 @@ MUTANTS = [
     ),
     Mutant(
         "tokens: upstream of the entropy dropped at the label",
-        "at_label += u_entropy * surprise",
+        "at_label += beta * surprise",
         "at_label += 0 * surprise",
         "test_logprobs.py -k gradcheck",
     ),
     Mutant(
         "edge: weights of ignored positions",
-        "losses.masked_fill(labels == ignore_index, 0)",
-        "losses",
+        "lost.masked_fill(problem.labels == problem.ignore_index, 0)",
+        "lost",
         EDGES,
     ),
     Mutant(
@@ -42,5 +42,17 @@ MUTANTS = [
         "if forward_ad._current_level >= 0 and any(",
         "if False and any(",
         EDGES,
+    ),
+    Mutant(
+        "backward: what was expected counts twice",
+        "ratio = upstream / factor",
+        "ratio = upstream",
+        "test_cross_entropy.py",
+    ),
+    Mutant(
+        "backward: the backend is chosen anew",
+        "ctx.dtype, ctx.backend = attached.hidden.dtype, attached.backend",
+        "ctx.dtype, ctx.backend = attached.hidden.dtype, 'triton'",
+        "test_dispatch.py",
     ),
 ]

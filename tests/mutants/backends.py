@@ -30,8 +30,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: tuning draws from the user's generator",
-        "H, device=hidden.device, generator=rng)",
-        "H, device=hidden.device)",
+        "H, device=device, generator=rng)",
+        "H, device=device)",
         EDGES,
     ),
 ]

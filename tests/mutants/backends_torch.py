@@ -10,8 +10,8 @@ EDGES = "test_edges.py"
 MUTANTS = [
     Mutant(
         "mask: ignored means negative",
-        "valid = labels != ignore_index",
-        "valid = labels >= 0",
+        "valid = labels != problem.ignore_index\n    n_valid",
+        "valid = labels >= 0\n    n_valid",
         TORCH,
     ),
     Mutant(
@@ -20,11 +20,16 @@ MUTANTS = [
         "n_valid = (labels == labels).sum()",
         TORCH,
     ),
-    Mutant("target term: p instead of p - 1", "torch.expm1(-nll)", "torch.exp(-nll)", TORCH),
+    Mutant(
+        "target term: p instead of p - 1",
+        "g = by.nll * torch.expm1(-nll)",
+        "g = by.nll * torch.exp(-nll)",
+        TORCH,
+    ),
     Mutant(
         "target term: left in the tile too",
-        "z.gather(0, local).masked_fill_(inside, 0)",
-        "z.gather(0, local)",
+        "clear_labels(z, at, inside)\n        self.maxima",
+        "self.maxima",
         TORCH,
     ),
     Mutant(
@@ -35,12 +40,15 @@ MUTANTS = [
     ),
     Mutant(
         "chunk edge: last chunk dropped",
-        "enumerate(chunks)",
-        "enumerate(chunks[: max(len(chunks) - 1, 1)])",
+        "chunks = chunks_of(rows, size)",
+        "chunks = chunks_of(rows[: max(len(rows) - size, size)], size)",
         TORCH,
     ),
     Mutant(
-        "weight gradient: chunks overwrite each other", "first=number == 0", "first=True", TORCH
+        "weight gradient: chunks overwrite each other",
+        "scaled, first=number == 0",
+        "scaled, first=True",
+        TORCH,
     ),
     Mutant(
         "tile edge: one row short",
@@ -50,32 +58,32 @@ MUTANTS = [
     ),
     Mutant(
         "bias gradient: without the target's term",
-        "            add_rows(d_bias_sum, y, coefficient)",
-        "            pass",
+        "_add_rows(self.bias, y, coefficient)",
+        "pass",
         TORCH,
     ),
     Mutant(
         "bias gradient: not divided by the softmax sum",
-        "torch.mv(tile.to(acc), factor)",
+        "torch.mv(tile.to(acc), row_factors[:, 0])",
         "tile.to(acc).sum(1)",
         TORCH,
     ),
     Mutant(
         "soft-cap: slope of the tile not squared",
-        "slope = None if softcap is None else 1 - (z / softcap).square_()\n            stats",
-        "slope = None if softcap is None else 1 - (z / softcap)\n            stats",
+        "1 - (z / self.softcap).square_()",
+        "1 - (z / self.softcap)",
         TORCH,
     ),
     Mutant(
         "soft-cap: no slope at the target",
-        "1 - (stats.z_label.double() / softcap).square()",
-        "1.0",
+        "return g if slope is None else g * slope",
+        "return g",
         TORCH,
     ),
     Mutant(
         "scale: missing in the tile's gradient",
-        "mul_(logit_scale * (u_nll + u_lse))",
-        "mul_(u_nll + u_lse)",
+        "(stats.factors(lse) * (outer * (by.nll + by.lse)))",
+        "(stats.factors(lse) * (factor * (by.nll + by.lse)))",
         TORCH,
     ),
     Mutant(
@@ -92,13 +100,13 @@ MUTANTS = [
     ),
     Mutant(
         "options: smoothing spread by tokens alone",
-        "dh.addr_((self.scale * u)",
-        "dh.addr_((0 * u)",
+        "g.add_(shift)",
+        "g.add_(0 * shift)",
         f"{OPTIONS} -k pair",
     ),
     Mutant(
         "tokens: entropy cancels at p -> 1",
-        "e.scatter_(0, place[None], 0)",
+        "e.scatter_(0, best[None], 0)",
         "pass",
         "test_logprobs.py -k cancel",
     ),
@@ -107,5 +115,17 @@ MUTANTS = [
         "rows.split(size) if len(rows) else ()",
         "rows.split(size)",
         EDGES,
+    ),
+    Mutant(
+        "smoothing: of rounded probabilities",
+        "stored = acc if problem.label_smoothing else gemm",
+        "stored = gemm",
+        "test_smoothing.py",
+    ),
+    Mutant(
+        "smoothing: the label's share left out",
+        "g = g + by.zmean * c / problem.weight.shape[0]",
+        "g = g",
+        "test_smoothing.py",
     ),
 ]

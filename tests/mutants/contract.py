@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "options: slope of the z-loss halved",
-        "2 * z_loss * lse",
-        "z_loss * lse",
+        "2 * problem.z_loss * lse",
+        "problem.z_loss * lse",
         f"{OPTIONS} -k pair",
     ),
     Mutant(

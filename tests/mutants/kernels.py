@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     Mutant(
         "rows: padding of a graph is trained",
-        "if first + c >= tl.load(count):\n        tl.store(place, tl.zeros((BLOCK_V,), dtype=exps",
-        "if first + c < 0:\n        tl.store(place, tl.zeros((BLOCK_V,), dtype=exps",
+        "if first + c >= tl.load(count):\n        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads",
+        "if first + c < 0:\n        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads",
         "test_forward.py -k inside_a_graph",
     ),
     Mutant(
@@ -124,5 +124,11 @@ MUTANTS = [
         "factor - tl.load(beta + c)",
         "factor + tl.load(beta + c)",
         "test_logprobs.py -k vocabulary",
+    ),
+    Mutant(
+        "smoothing: its shift missing beside the label",
+        "            else:\n                g += shift * AMPLIFY",
+        "            else:\n                g += 0 * shift",
+        "test_smoothing.py",
     ),
 ]

@@ -31,14 +31,14 @@ MUTANTS = [
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
         "shards: one chunk",
-        "for chunk in parts(rows, C):",
-        "for chunk in parts(rows, max(len(rows), 1)):",
+        "for chunk in chunks_of(rows, size):\n        h = hidden",
+        "for chunk in chunks_of(rows, max(len(rows), 1)):\n        h = hidden",
         SHARDS,
     ),
     Mutant(
         "shards: chunks overwrite each other",
-        "d_weight[: head.real] +=",
-        "d_weight[: head.real] =",
+        "d_weight[: local.real] +=",
+        "d_weight[: local.real] =",
         SHARDS,
     ),
     Mutant("shards: labels may differ", "or len(set(checksums)) > 1", "", SHARDS),

@@ -2,6 +2,6 @@
 
 from fusedce.backends.torch.per_token import token_grads, token_stats
 from fusedce.backends.torch.training import loss, loss_and_grads
-from fusedce.contract.inplace import scale_unless_one as scale_
+from fusedce.contract.rounding import scale_unless_one as scale_
 
 __all__ = ["loss", "loss_and_grads", "scale_", "token_grads", "token_stats"]

@@ -15,9 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.choose import fast_bf16
 from fusedce.backends.gradients import Gradients
-from fusedce.backends.torch.products import add_product
+from fusedce.backends.torch.products import add_product, fast_bf16
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
 from fusedce.contract.objective import Stats, Upstream

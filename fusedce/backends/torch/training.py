@@ -23,12 +23,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.choose import fast_bf16
 from fusedce.backends.gradients import Gradients, waiting_dtype
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
-from fusedce.backends.torch.products import add_product
+from fusedce.backends.torch.products import add_product, fast_bf16
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import TileStats, clear_labels, label_entry, tiles
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses

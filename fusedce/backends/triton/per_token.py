@@ -174,7 +174,7 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """``size, alpha, beta, gamma, at_label`` of the rows, fp32; the last four divided by the first.
 
-    So what the kernel stores is at most about 1 times the scale of the logits, whatever comes from
+    So what the kernel stores is at most about 2 times the scale of the logits, whatever comes from
     upstream, as the range of float16 asks for.
     """
     alpha, at_label = upstream.alpha[rows], upstream.at_label[rows]
@@ -185,7 +185,8 @@ def _factors(
         size += beta.abs()
     if gamma is not None:
         size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
-    size.masked_fill_(size == 0, 1)
+    # A power of two: the products' other operand takes it in without being rounded again.
+    size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
     return (
         size.float(),
         (alpha / size).float(),

@@ -1,0 +1,80 @@
+"""Which way a loss goes, and who is asked for it how often."""
+
+import pytest
+import torch
+
+import fusedce
+from fusedce.autograd import dispatch, summed
+from fusedce.backends.choose import get_backend
+from fusedce.contract.problem import Problem, Wanted
+
+
+@pytest.fixture
+def inputs():
+    hidden = torch.randn(9, 6, requires_grad=True)
+    return hidden, torch.randn(13, 6, requires_grad=True), torch.arange(9)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 2.0}])
+def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monkeypatch):
+    """Backward runs where forward ran, whatever the default there would be."""
+    resolved, used = [], []
+
+    def resolve(backend, hidden):
+        resolved.append(backend)
+        return "torch"
+
+    def backend_of(name):
+        used.append(name)
+        return get_backend(name)
+
+    monkeypatch.setattr(dispatch, "resolve_backend", resolve)
+    for module in (summed, __import__("fusedce.autograd.per_token", fromlist=["x"])):
+        monkeypatch.setattr(module, "get_backend", backend_of)
+    out = fusedce.fused_ce(*inputs, backend=None, **options)
+    (out.loss_sum * 3).backward()
+    assert resolved == [None]
+    assert len(used) > 1
+    assert set(used) == {"torch"}
+
+
+def test_no_log_sum_exp_where_nobody_reads_it(inputs):
+    hidden, weight, labels = (x.detach() for x in inputs)
+    problem = Problem(hidden, weight, labels)
+    assert dispatch.token_stats(problem, Wanted()).lse.numel() == 0
+    assert dispatch.token_stats(problem, Wanted(lse=True)).lse.numel() == 9
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_argmax_is_written_to_the_callers_tensor_itself(inputs, grad, monkeypatch):
+    argmax = torch.full((9,), 7)
+    seen = []
+    backend = get_backend("torch")
+
+    def spy(name):
+        original = getattr(backend, name)
+
+        def call(problem, wanted, argmax):
+            seen.append(argmax.data_ptr())
+            return original(problem, wanted, argmax)
+
+        monkeypatch.setattr(backend, name, call)
+
+    spy("loss_and_grads")
+    spy("token_stats")
+    with torch.set_grad_enabled(grad):
+        fusedce.fused_ce(*inputs, argmax_out=argmax)
+    assert seen == [argmax.data_ptr()]
+    hidden, weight, _ = inputs
+    assert argmax.equal((hidden @ weight.T).argmax(-1))
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.125, 0.3])
+@pytest.mark.parametrize("expected", [None, 0.125, 3.0])
+def test_another_upstream_factor_than_expected_is_right_as_well(inputs, upstream, expected):
+    hidden, weight, labels = inputs
+    factor = None if expected is None else torch.tensor(expected)
+    problem = Problem(hidden, weight, labels, expected_upstream=factor)
+    got = torch.autograd.grad(dispatch.loss_sum(problem).loss_sum * upstream, (hidden, weight))
+    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum * upstream
+    torch.testing.assert_close(got, torch.autograd.grad(exact, (hidden, weight)))

@@ -1,0 +1,110 @@
+"""The compiler report: what it reads out of machine code, and when it calls a kernel worse."""
+
+import json
+import stat
+
+import compiler_report
+import pytest
+from lib import compiled
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E.U16 R9, desc[UR4][R2.64] ;
+        /*0040*/                   LDG.E R9, desc[UR4][R2.64] ;
+        /*0050*/             @!UP0 BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/               @P1 STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   NOP;
+.L_x_0:
+        /*0090*/                   BRA `(.L_x_0) ;
+"""
+
+
+def test_machine_code_is_counted():
+    assert compiled.machine_code(SASS) == {
+        "instructions": 9,
+        "barriers": 1,
+        "loads": {"16": 2, "4": 1, "2": 1},
+        "stores": {"8": 1},
+    }
+
+
+def test_amd_assembly_is_counted():
+    asm = (
+        "\tglobal_load_dwordx4 v[0:3], v0, s[0:1]\n\tbuffer_store_short v0, s[0:3]\n"
+        "\ts_barrier\n\tv_mfma_f32_32x32x8_bf16_1k a[0:15]\n\ts_endpgm\n"
+        "    .vgpr_count:     96\n    .vgpr_spill_count: 2\n"
+    )
+    assert compiled._amd(asm) == {
+        "registers": 96, "spill_bytes": 8, "instructions": 5, "barriers": 1,
+        "loads": {"16": 1}, "stores": {"2": 1},
+    }  # fmt: skip
+
+
+def fake(folder, name, says, status):
+    file = folder / name
+    file.write_text(f"#!/bin/sh\necho '{name}: {says}' >&2\nexit {status}\n")
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+
+
+def test_the_newer_assembler_is_asked_where_the_older_one_is_too_old(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "_BIN", tmp_path)
+    fake(tmp_path, "ptxas", "Unsupported .version 9.4; current version is 9.0", 255)
+    fake(tmp_path, "ptxas-blackwell", "Used 7 registers", 0)
+    said = compiled.assemble(tmp_path / "x.ptx", "sm_90a", tmp_path / "x.cubin")
+    assert said == "ptxas-blackwell: Used 7 registers\n"
+    fake(tmp_path, "ptxas", "Used 9 registers", 0)
+    assert "Used 9" in compiled.assemble(tmp_path / "x.ptx", "sm_90a", tmp_path / "x.cubin")
+    assert "Used 7" in compiled.assemble(tmp_path / "x.ptx", "sm_100a", tmp_path / "x.cubin")
+
+
+def test_an_error_in_the_code_is_not_tried_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "_BIN", tmp_path)
+    fake(tmp_path, "ptxas", "syntax error", 255)
+    fake(tmp_path, "ptxas-blackwell", "Used 7 registers", 0)
+    with pytest.raises(RuntimeError, match="ptxas: syntax error"):
+        compiled.assemble(tmp_path / "x.ptx", "sm_90a", tmp_path / "x.cubin")
+
+
+ROW = {"kernel": "forward bf16", "arch": "sm_90", "registers": 200, "spill_bytes": 0, "async": 15,
+       "instructions": 1000, "barriers": 4, "shared": 1024}  # fmt: skip
+
+
+def test_nothing_changed_is_nothing_worse():
+    assert compiler_report.compare([ROW], [ROW]) == ("nothing changed", [])
+
+
+@pytest.mark.parametrize(
+    ("change", "worse"),
+    [
+        ({"registers": 201}, ["forward bf16 sm_90: registers 200 -> 201"]),
+        ({"spill_bytes": 8, "registers": 190}, ["forward bf16 sm_90: spill_bytes 0 -> 8"]),
+        ({"async": 5}, ["forward bf16 sm_90: async 15 -> 5"]),
+        ({"instructions": 900, "async": 20, "barriers": 1}, []),
+    ],
+)
+def test_what_is_worse_is_named(change, worse):
+    table, found = compiler_report.compare([ROW], [ROW | change])
+    assert found == worse
+    assert all(f"-> {value}" in table for value in change.values())
+    assert table.count("(worse)") == len(worse)
+
+
+def test_kernels_of_one_side_are_named_and_judged_by_nobody():
+    other = ROW | {"kernel": "exp_tile bf16"}
+    table, worse = compiler_report.compare([ROW], [other])
+    assert "only before" in table
+    assert "only now" in table
+    assert worse == []
+    table, _ = compiler_report.compare([ROW, other], [other], whole=False)
+    assert table == "nothing changed"
+    elsewhere = ROW | {"arch": "sm_80"}  # not compiled this time
+    assert compiler_report.compare([ROW, elsewhere], [ROW])[0] == "nothing changed"
+
+
+def test_rows_are_written_a_line_each():
+    text = compiler_report.as_json([ROW, ROW])
+    assert json.loads(text) == [ROW, ROW]
+    assert text.count("\n") == 4

@@ -1,0 +1,60 @@
+"""Pictures are drawn from the committed results; a suite that is missing leaves one out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import report
+from lib import pictures
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+@pytest.fixture(scope="module")
+def losses():
+    return report.with_ratios(json.loads((RESULTS / "loss-cpu.json").read_text())["rows"])
+
+
+@pytest.fixture(scope="module")
+def gaps():
+    return json.loads((RESULTS / "accumulation-cpu.json").read_text())
+
+
+def test_every_picture_of_the_losses(losses, tmp_path):
+    drawn = pictures.of_losses(losses, "a device", tmp_path, "cpu")
+    names = {path.name for path in drawn}
+    assert names == {f"{n}-cpu.png" for n in ("memory", "time", "budget", "ignored")}
+    for path in drawn:
+        assert path.read_bytes().startswith(b"\x89PNG")
+    without = [r for r in losses if r["suite"] != "masked"]
+    assert len(pictures.of_losses(without, "a device", tmp_path, "cpu")) == 3
+    assert pictures.of_losses([], "a device", tmp_path, "cpu") == []
+
+
+def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_path):
+    path = pictures.overview(losses, gaps, "a device", tmp_path, "cpu")
+    assert path.stat().st_size > 10_000
+    timed = [r for r in losses if r["suite"] == "time"]
+    with pytest.raises(ValueError, match="no problem has a time and a peak"):
+        pictures.overview(timed, gaps, "a device", tmp_path, "cpu")
+    both = [r | {"extra_peak_bytes": 2**20} for r in timed]  # as on a GPU
+    assert pictures.overview(both, gaps, "a device", tmp_path, "cuda").exists()
+
+
+def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):
+    assert pictures.accumulation(gaps, tmp_path / "a.png").exists()
+    one = gaps | {"regimes": dict(list(gaps["regimes"].items())[:1])}
+    assert pictures.accumulation(one, tmp_path / "b.png").exists()
+
+
+def test_the_tables_of_the_committed_results(losses):
+    for suite in ("time", "memory", "masked", "accuracy", "budget", "scaling", "forward", "frozen"):
+        assert report.table(suite, losses).count("\n") > 3
+
+
+def test_how_time_grows_is_a_slope_of_logarithms(losses):
+    assert report.exponent([(1, 3), (2, 12), (4, 48)]) == pytest.approx(2)
+    found = report.exponents(losses)
+    assert all(
+        f"- {name}: time grows as N^" in found for name in ("bare GEMMs", "fused_ce", "eager")
+    )

@@ -1,0 +1,19 @@
+"""What the tests of the measuring engine let its processes build and call."""
+
+import os
+import time
+
+
+def sleeper(seconds):
+    return lambda: time.sleep(seconds)
+
+
+def dies():
+    return lambda: os._exit(7)
+
+
+def raises():
+    def call():
+        raise ValueError("as meant")
+
+    return call
