@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fusedce.accumulate.accumulator import LossAccumulator
     from fusedce.contract.labels import count_valid, shift_labels
     from fusedce.contract.results import LossSum, TokenStats
-    from fusedce.head.replace import replace_loss_head, restore_loss_head
+    from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
     from fusedce.loss.cross_entropy import fused_cross_entropy
     from fusedce.loss.fused_ce import fused_ce
     from fusedce.loss.logprobs import fused_argmax, fused_logprobs
@@ -39,6 +39,7 @@ _HOME = {
     "fused_cross_entropy": "fusedce.loss.cross_entropy",
     "fused_logprobs": "fusedce.loss.logprobs",
     "reference_ce": "fusedce.loss.reference",
+    "head_report": "fusedce.head.replace",
     "replace_loss_head": "fusedce.head.replace",
     "restore_loss_head": "fusedce.head.replace",
     "shift_labels": "fusedce.contract.labels",
@@ -55,6 +56,7 @@ __all__ = [
     "fused_ce",
     "fused_cross_entropy",
     "fused_logprobs",
+    "head_report",
     "reference_ce",
     "replace_loss_head",
     "restore_loss_head",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
-from fusedce.head.lazy.logits import LossTap
+from fusedce.head.tap import LossTap
 from fusedce.head.replace import attach
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,26 @@ class FusedTrainerMixin:
     if TYPE_CHECKING:  # what the Trainer behind it brings
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError where the mixin would do nothing, or undo what a user has written."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        behind = order[order.index(FusedTrainerMixin) + 1 :]
+        before = order[1 : order.index(FusedTrainerMixin)]
+        if any(_is_trainer(kind) for kind in before):
+            raise TypeError(
+                f"FusedTrainerMixin must stand before the Trainer, or it does nothing: write "
+                f"class {cls.__name__}(FusedTrainerMixin, {cls.__bases__[0].__name__})"
+            )
+        for kind in behind:
+            own = "compute_loss" in vars(kind)
+            if own and kind.__module__.split(".")[0] not in ("transformers", "trl"):
+                raise TypeError(
+                    f"{kind.__name__} has a compute_loss of its own, which would never run behind "
+                    f"FusedTrainerMixin: write it in a class before the mixin, and call "
+                    f"super().compute_loss there, or leave the mixin out"
+                )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,6 +164,12 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
+            if not n_tokens and declared and _owner(self, "compute_loss") is not FusedTrainerMixin:
+                raise RuntimeError(
+                    f"{_owner(self, 'compute_loss').__name__}.compute_loss has not computed the "
+                    f"model's loss through super().compute_loss, so that no token was counted: "
+                    f"call it, or leave FusedTrainerMixin out"
+                )
             if declared != n_tokens:
                 raise RuntimeError(
                     f"the model's loss has counted {n_tokens} tokens since the last logging step, "
@@ -245,6 +271,18 @@ class FusedTrainerMixin:
         """The sum over ranks of a count of whole batches; ranks that share a batch count once."""
         total = self.accelerator.reduce(count.to(self.args.device), reduction="sum")
         return total // self._parallel_size("tp", "cp", "sp")
+
+
+def _owner(trainer: Any, method: str) -> type:
+    """The class that a method comes from."""
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+
+
+def _is_trainer(kind: type) -> bool:
+    """Whether this is the Trainer of transformers, or derived from it but not from the mixin."""
+    if issubclass(kind, FusedTrainerMixin):
+        return False
+    return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
 
 
 def _refuse_other_losses(trainer: Any, settings: Any) -> None:

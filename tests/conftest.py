@@ -32,12 +32,14 @@ def interpreter_as_on_hardware():
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fails the test where anybody computes the real logits of a replaced head."""
-    from fusedce.head.lazy.state import Lazy
+    from fusedce.head.call import HeadCall
+    from fusedce.head.lazy.traced import TracedLogits
 
-    def materialize(self, **kwargs):
+    def logits(self, *_):
         raise AssertionError("real logits were computed")
 
-    monkeypatch.setattr(Lazy, "materialize", materialize)
+    monkeypatch.setattr(HeadCall, "logits", logits)
+    monkeypatch.setattr(TracedLogits, "_look", logits)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,95 +1,157 @@
-"""One run of a replaced head: what it computed with, kept for a loss or for logits later on."""
+"""One call of a replaced head: what it computed with, kept for a loss or for logits later on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.head.recipe import plain_weight, recipe_of, terms_of, with_dropped
+from fusedce.head.clock import CLOCK, Tick
+from fusedce.head.recipe import Operands, Recipe, merged_into, recipe_of
+
+if TYPE_CHECKING:
+    from fusedce.head.report import Report
+
+_CHANGED = (
+    "the hidden state or a parameter of the head has changed (by an optimizer step?) since the "
+    "head ran, and its logits are asked for only now: a replaced head computes them when they are "
+    "first used. Use them before the change; detach, clone, views, slices and changes of dtype do "
+    "not yet, but numpy(), + 0 or argmax do"
+)
 
 
-class Loss(NamedTuple):
-    """What the head's forward is asked for when it is entered again for the loss."""
+class HeadCall:
+    """Holds no graph: of what is no parameter, the values alone."""
 
-    function: Callable[..., Any]
-    labels: Tensor
-    vocabulary: slice
-    bias: Tensor | None  # beside the head's own
-    options: dict[str, Any]
+    def __init__(
+        self, module: nn.Module, recipe: Recipe, hidden: Tensor, report: Report, tick: Tick
+    ) -> None:
+        tensors = recipe.tensors()
+        self.module, self.report, self.tick = module, report, tick
+        self.V = len(recipe.weight)
+        self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
+        self.recipe = recipe.of([x if x.is_leaf else x.detach() for x in tensors])
+        self.wanted = [x.requires_grad for x in tensors]
+        self.made = [not x.is_leaf and x._base is None for x in tensors]  # no parameters
+        self.seen = [_fingerprint(x) for x in (self.hidden, *tensors)]
 
+    # ---- what it computed with ---------------------------------------------------------------
 
-class Run:
-    """Implements :class:`fusedce.head.lazy.state.Head`."""
+    def tensors(self) -> list[Tensor]:
+        """The parameters' values, without a graph.
 
-    def __init__(self, module: nn.Module, hidden: Tensor) -> None:
-        self.module, self.recipe = module, recipe_of(module)
-        self.V = len(self.recipe.weight)
-        self.hidden = with_dropped(self.recipe, hidden) if self.recipe.dropouts() else hidden
-        self.seen: list[tuple[Tensor, Any]] = []
-        if not torch.compiler.is_compiling():
-            self.seen = [(x, _fingerprint(x)) for x in (self.hidden, *self.recipe.tensors())]
-
-    def trainable(self) -> list[Tensor]:
-        return [x for x in self.recipe.tensors() if x.requires_grad]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._enter(hidden, None)
-        return logits
-
-    def loss(
-        self,
-        function: Callable[..., Any],
-        hidden: Tensor,
-        labels: Tensor,
-        *,
-        vocabulary: slice,
-        bias: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
-        return self._enter(hidden, Loss(function, labels, vocabulary, bias, options))
-
-    def _enter(self, hidden: Tensor, request: Loss | None) -> Any:
-        """Run here, or through the module's hooks where those bring its parameters (FSDP2).
-
-        A head that is a unit of its own is sharded again by the time of the loss.
+        Raises:
+            RuntimeError: they are no longer those that the head ran with.
         """
-        if is_fsdp_unit(self.module):
-            return self.module(hidden, _fusedce=(self, request))
-        return self.run(hidden, request)
+        tensors = self.recipe.tensors()
+        if any(_is_gone(x) for x in tensors):
+            self._check(stepped=self._steps_since() > 0)
+            return self._gathered(tensors)
+        changed = [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen
+        merged = self.recipe.merged != merged_into(self.module)
+        self._check(changed or merged or self._has_stepped())
+        return [x.detach() for x in tensors]
 
-    def run(self, hidden: Tensor, request: Loss | None) -> Any:
-        recipe = self.recipe
-        if is_fsdp_unit(self.module) or hasattr(plain_weight(self.module), "full_tensor"):
-            recipe = recipe_of(self.module)  # FSDP2 has freed what there was
-        elif recipe.merged != recipe_of(self.module).merged or any(
-            _fingerprint(x) != before for x, before in self.seen
-        ):
-            raise RuntimeError(
-                "the hidden state or a parameter of the head has changed (by an optimizer step?) "
-                "since the head ran, and its logits are asked for only now: a replaced head "
-                "computes them when they are first used. Use them before the change; detach, "
-                "views, slices and changes of dtype do not yet, but .cpu(), + 0 or argmax do"
-            )
+    def _check(self, stepped: bool) -> None:
+        if stepped:
+            raise RuntimeError(_CHANGED)
+
+    def _steps_since(self) -> int:
+        return sum(1 for _ in self.tick.steps())
+
+    def _has_stepped(self) -> bool:
+        """Whether an optimizer has stepped that may have changed a parameter of this head."""
+        if self.tick.next is None:
+            return False
+        params = [
+            x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made
+        ]
+        ours = {id(x) for x in params}
+        known = {id(p) for p in self.module.parameters()}
+        if not ours <= known or any(hasattr(x, "ds_id") for x in params):
+            return True  # views of a flat parameter, parts of it: the optimizer has others
+        for optimizer in self.tick.steps():
+            if optimizer is None:
+                return True
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                return True
+        return False
+
+    def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Whole parameters of a head that has been sharded again since it ran.
+
+        Collectives: an all-gather for each parameter, on all ranks of its group.
+        """
+        if all(hasattr(x, "ds_id") for x in tensors):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(tensors):
+                return [x.detach() for x in tensors]
+        now = recipe_of(self.module).tensors()
+        if len(now) == len(tensors) and all(hasattr(x, "full_tensor") for x in now):
+            pairs = zip(now, tensors, strict=True)
+            return [x.full_tensor().detach().to(before.dtype) for x, before in pairs]  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"the weight of the output head {type(self.module).__name__} has been freed since the "
+            f"head ran: FSDP1 (FullyShardedDataParallel) shards it as a unit of its own. Leave it "
+            f"in the root's unit, use fully_shard (FSDP2), or call fusedce.restore_loss_head(model)"
+        )
+
+    # ---- what comes of it --------------------------------------------------------------------
+
+    def leaves(self) -> tuple[Tensor, list[Tensor]]:
+        """The hidden state and the parameters as the beginning of a graph of their own."""
+        pairs = zip(self.tensors(), self.wanted, strict=True)
+        return self.hidden.detach(), [x.requires_grad_(want) for x, want in pairs]
+
+    def operands(self, hidden: Tensor, tensors: Sequence[Tensor]) -> Operands:
         # Autocast has cast what it wanted when the head ran.
         with torch.autocast(hidden.device.type, enabled=False):
-            terms = terms_of(recipe, hidden)
-            weight = terms.weight.to(hidden.dtype)
-            bias = None if terms.bias is None else terms.bias.to(hidden.dtype)
-            if request is None:
-                return F.linear(terms.hidden, weight, bias)
-            if request.bias is not None:
-                bias = request.bias if bias is None else bias + request.bias
-            if request.vocabulary != slice(0, self.V):
-                weight = weight[request.vocabulary]
-                bias = None if bias is None else bias[request.vocabulary]
-            out = request.function(
-                terms.hidden, weight, request.labels, bias=bias, **request.options
+            return self.recipe.of(list(tensors)).operands(hidden)
+
+    def logits(self) -> Tensor:
+        """Real logits ``(..., V)``, as the original head makes them; without a graph."""
+        hidden, weight, bias = self.operands(self.hidden, self.tensors())
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden, weight, bias)
+
+    def gradients(
+        self, grad: Tensor, needed: Sequence[bool], live: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """What a real gradient ``(..., V)`` of the logits comes to, hidden state first.
+
+        ``live``: the hidden state and the parameters with their graph, where the gradients are to
+        be differentiated again.
+        """
+        if live is None:
+            hidden, tensors = self.leaves()
+            live = (hidden.requires_grad_(needed[0]), *tensors)
+        inputs = [x for x, need in zip(live, needed, strict=True) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(self.hidden.device.type, enabled=False):
+            operands = self.operands(live[0], live[1:])
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            grad = grad.to(operands.hidden.dtype)
+            rows, h = grad.flatten(0, -2), operands.hidden.flatten(0, -2)
+            pairs = [  # an operand, and what the gradient comes to there
+                (operands.hidden, lambda: grad @ operands.weight),
+                (operands.weight, lambda: rows.T @ h),
+                (operands.bias, lambda: rows.sum(0)),
+            ]
+            pairs = [(x, make) for x, make in pairs if x is not None and x.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    [x for x, _ in pairs],
+                    inputs,
+                    [make() for _, make in pairs],
+                    create_graph=again,
+                    allow_unused=True,
+                )
             )
-        return out if isinstance(out, Tensor) else tuple(out)
+        return [next(found) if need else None for need in needed]
 
 
 def _fingerprint(x: Tensor) -> Any:
@@ -98,9 +160,6 @@ def _fingerprint(x: Tensor) -> Any:
     return version, x.dtype, x.untyped_storage()._cdata
 
 
-def is_fsdp_unit(module: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+def _is_gone(x: Tensor) -> bool:
+    """Whether this parameter is held in parts by now."""
+    return x.untyped_storage().size() == 0

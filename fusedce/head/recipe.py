@@ -9,58 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Terms(NamedTuple):
-    """``logits = hidden @ weight.T + bias``, and a low-rank term beside it where LoRA adds one."""
+class Operands(NamedTuple):
+    """``logits = hidden @ weight.T + bias``; with LoRA its low-rank products are among them."""
 
-    hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H)
+    hidden: Tensor  # (..., H + r)
+    weight: Tensor  # (V, H + r)
     bias: Tensor | None  # (V,)
-
-
-def check_linear(head: Any) -> None:
-    if not isinstance(head, nn.Module):
-        raise TypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
-    try:
-        weight = plain_weight(head)
-    except AttributeError:
-        weight = None
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise TypeError(
-            f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
-            + ("" if weight is None else f" with weight {tuple(weight.shape)} of {weight.dtype}")
-        )
-    if not is_sum_of_products(head):
-        raise ValueError(
-            f"head must be linear, or linear with LoRA, got the adapters "
-            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
-        )
-
-
-def _active(module: Any) -> Any:
-    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
-    while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
-        names = getattr(module, "active_adapters", None) or [module.active_adapter]
-        disabled = getattr(module, "disable_adapters", False)
-        saved = [n for n in names if n in module.modules_to_save]
-        module = (
-            module.original_module if disabled or not saved else module.modules_to_save[saved[0]]
-        )
-    return module
-
-
-def plain_weight(module: Any) -> Tensor:
-    module = _active(module)
-    weight: Tensor = getattr(module, "base_layer", module).weight
-    return weight
-
-
-def is_sum_of_products(module: Any) -> bool:
-    """Whether :func:`terms_of` knows the adapter of a head, if it has one."""
-    module = _active(module)
-    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
-        return True
-    variants = getattr(module, "lora_variant", {})  # DoRA and others
-    return hasattr(module, "lora_A") and not any(n in variants for n in module.active_adapters)
 
 
 class Adapter(NamedTuple):
@@ -89,10 +43,124 @@ class Recipe(NamedTuple):
         every = [self.weight, self.bias, *(x for y in self.adapters for x in (y.a, y.b, y.bias))]
         return [x for x in every if x is not None]
 
+    def of(self, tensors: list[Tensor]) -> Recipe:
+        """The same with other tensors, in the order of :meth:`tensors`."""
+        left = iter(tensors)
+
+        def one(x: Tensor | None) -> Any:
+            return None if x is None else next(left)
+
+        weight, bias = one(self.weight), one(self.bias)
+        adapters = tuple(
+            a._replace(a=one(a.a), b=one(a.b), bias=one(a.bias)) for a in self.adapters
+        )
+        return Recipe(weight, bias, adapters, self.merged)
+
+    def with_dropped(self, hidden: Tensor) -> Tensor:
+        """``(..., H)`` and, beside it, what the dropout of each adapter makes of it."""
+        return torch.cat([hidden, *(a.dropout(hidden) for a in self.adapters)], -1)
+
+    def operands(self, hidden: Tensor) -> Operands:
+        """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use.
+
+        ``hidden``: ``(..., H)``, or :meth:`with_dropped` where dropout has been drawn. All come in
+        its dtype, as autocast would cast them.
+        """
+        H = self.weight.shape[1]
+        dtype = hidden.dtype
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if not self.adapters:
+            return Operands(hidden, weight, bias)
+        hidden, *dropped = hidden.split(H, -1)
+        hiddens, weights = [hidden], [weight]
+        for i, adapter in enumerate(self.adapters):
+            x = F.linear((dropped[i] if dropped else hidden).to(adapter.a.dtype), adapter.a)
+            hiddens.append((adapter.scaling * x).to(dtype))
+            weights.append(adapter.b.to(dtype))
+            if adapter.bias is not None:
+                extra = (adapter.scaling * adapter.bias).to(dtype)
+                bias = extra if bias is None else bias + extra
+        return Operands(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
+
+
+def check_module(head: Any) -> None:
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"head must be a torch.nn.Module, got {type(head).__name__}"
+            + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
+        )
+
+
+def check_linear(head: nn.Module) -> None:
+    """Whether this module can be the head.
+
+    Raises:
+        TypeError, ValueError: it is something else, or has an adapter that is not understood.
+    """
+    weight = getattr(_base_of(_active(head)), "weight", None)
+    other_kind = isinstance(_base_of(_active(head)), (nn.Embedding, nn.EmbeddingBag, nn.Bilinear))
+    if (
+        other_kind
+        or not isinstance(weight, Tensor)
+        or not _is_matrix(weight)
+        or not weight.is_floating_point()
+    ):
+        raise TypeError(
+            f"head must be a linear layer with a floating weight (V, H), got {type(head).__name__}"
+            + (
+                f" with weight {tuple(weight.shape)} of {weight.dtype}"
+                if isinstance(weight, Tensor)
+                else ""
+            )
+        )
+    if not is_sum_of_products(head):
+        raise ValueError(
+            f"head must be linear, or linear with LoRA, got the adapters "
+            f"{head.active_adapters} of {type(head).__module__}.{type(head).__name__}"
+        )
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    # A parameter that DeepSpeed's ZeRO-3 holds in parts is empty until it is gathered.
+    return weight.dim() == 2 or len(getattr(weight, "ds_shape", ())) == 2
+
+
+def _active(module: Any) -> Any:
+    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
+    while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+        names = getattr(module, "active_adapters", None) or [module.active_adapter]
+        disabled = getattr(module, "disable_adapters", False)
+        saved = [n for n in names if n in module.modules_to_save]
+        module = (
+            module.original_module if disabled or not saved else module.modules_to_save[saved[0]]
+        )
+    return module
+
+
+def _base_of(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
+
+
+def linear_of(module: Any) -> Any:
+    """The linear layer itself, inside of PEFT's wrappers."""
+    return _base_of(_active(module))
+
+
+def is_sum_of_products(module: Any) -> bool:
+    """Whether :func:`recipe_of` knows the adapter of a head, if it has one."""
+    module = _active(module)
+    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+        return True
+    variants = getattr(module, "lora_variant", {})  # DoRA and others
+    a = getattr(module, "lora_A", None)  # AdaLoRA keeps parameters there, no layers
+    return isinstance(a, nn.ModuleDict) and not any(n in variants for n in module.active_adapters)
+
 
 def recipe_of(module: Any) -> Recipe:
+    """Asks for each parameter once: one that is parametrized is computed anew each time."""
     module = _active(module)
-    base = getattr(module, "base_layer", module)
+    base = _base_of(module)
     names: list[str] = []
     if base is not module and not module.disable_adapters and not module.merged:
         names = [name for name in module.active_adapters if name in module.lora_A]
@@ -106,41 +174,13 @@ def recipe_of(module: Any) -> Recipe:
         )
         for name in names
     )
-    merged = tuple(getattr(module, "merged_adapters", ()))
-    return Recipe(base.weight, getattr(base, "bias", None), adapters, merged)
+    return Recipe(base.weight, getattr(base, "bias", None), adapters, merged_into(module))
+
+
+def merged_into(module: Any) -> tuple[str, ...]:
+    """The adapters that are part of the weight: PEFT merges them into ``weight.data``."""
+    return tuple(getattr(_active(module), "merged_adapters", ()))
 
 
 def _rate(dropout: Any) -> float:
     return float(getattr(dropout, "p", 0))
-
-
-def with_dropped(recipe: Recipe, hidden: Tensor) -> Tensor:
-    """``(..., H)`` and, beside it, what the dropout of each adapter makes of it."""
-    return torch.cat([hidden, *(a.dropout(hidden) for a in recipe.adapters)], -1)
-
-
-def terms_of(recipe: Recipe, hidden: Tensor) -> Terms:
-    """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use.
-
-    ``hidden``: ``(..., H)``, or :func:`with_dropped` where dropout has been drawn.
-    """
-    H = recipe.weight.shape[1]
-    hidden, *dropped = hidden.split(H, -1)
-    weight, bias = full(recipe.weight), None if recipe.bias is None else full(recipe.bias)
-    if not recipe.adapters:
-        return Terms(hidden, weight, bias)
-    hiddens, weights = [hidden], [weight]
-    for i, adapter in enumerate(recipe.adapters):
-        a = full(adapter.a)
-        x = F.linear((dropped[i] if dropped else hidden).to(a.dtype), a)
-        hiddens.append((adapter.scaling * x).to(hidden.dtype))
-        weights.append(full(adapter.b).to(weight.dtype))
-        if adapter.bias is not None:
-            extra = adapter.scaling * full(adapter.bias).to(weight.dtype)
-            bias = extra if bias is None else bias + extra
-    return Terms(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
-
-
-def full(x: Tensor) -> Tensor:
-    """A parameter that is still sharded (a DTensor) as a whole; other tensors as they are."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x

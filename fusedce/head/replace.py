@@ -8,63 +8,21 @@ the head's ``forward``.
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from fusedce.contract.checks import autocast_dtype
-from fusedce.head.call import Loss, Run, is_fsdp_unit
-from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.lazy.state import Lazy, State
-from fusedce.head.lazy.traced import TracedLogits
-from fusedce.head.recipe import check_linear, is_sum_of_products, plain_weight
-from fusedce.loss.fused_ce import fused_ce
+import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
+from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original, own_class
+from fusedce.head.probe import can_probe, mode_of, probe, restoring
+from fusedce.head.recipe import check_linear, check_module, linear_of
+from fusedce.head.report import HeadReport
 
-_ATTACHED = "_fusedce_head"
-_PROBE_TOKENS = 4
-
-
-class _Attached:
-    """What was there before a head was replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.dtype: torch.dtype | None = None  # of the logits, where that is not the weight's
-        self.previous = module.__dict__.get("forward")  # an instance attribute, if there was one
-
-    def original(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
-
-
-class _Forward:
-    """The ``forward`` of a replaced head.
-
-    It does not keep the head alive, which would then be freed by the garbage collector alone; a
-    copied or pickled head gets its own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.of = weakref.ref(module)
-
-    @property
-    def module(self) -> nn.Module:
-        module = self.of()
-        assert module is not None, "called while its module is being freed"
-        return module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self.module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(memo.get(id(self.module), self.module))
-
-    def __reduce__(self) -> Any:
-        return _Forward, (self.module,)
+_WATCH = "_fusedce_watch"
 
 
 def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
@@ -73,30 +31,36 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     The head returns lazy logits: real ones are computed, once, only for code that looks at them
     (generation, metrics). Parameters, state dict and module types stay as they are. Steps between
     head and loss that are understood: multiplication and division by a number, ``tanh`` soft-caps,
-    an added bias, changes of dtype, reshaping, slicing, transposing. ``F.cross_entropy`` may have
-    any option but class probabilities as targets. Where a model does something else, the loss is
-    computed from real logits, as before. ``torch.compile`` traces all of it in one graph, but for
-    loss modules (``nn.CrossEntropyLoss()``), which break it.
+    an added bias, changes of dtype, reshaping, slicing, splitting, transposing. ``F.cross_entropy``
+    may have any option but class probabilities as targets. Where a model does something else, the
+    loss is computed from real logits, as before; :func:`fusedce.head_report` says where and why.
+    Losses, gradients, hooks, writes and checkpoints are those of the untouched model.
+    ``torch.compile`` traces all of it in one graph, but for loss modules
+    (``nn.CrossEntropyLoss()``), which break it.
 
-    Use the logits of a training step before ``optimizer.step()``: once a parameter of the head has
-    changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be seen).
-    With every label ignored a mean is 0, where torch gives NaN. Call this again after
-    ``resize_token_embeddings``, which makes a new head. A compiled model returns logits that are no
-    ``Tensor`` but answer like one; any operation on them gives tensors.
+    Use the logits of a training step before ``optimizer.step()``: once a parameter of the head may
+    have changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be
+    seen). With every label ignored a mean is 0, where torch gives NaN. The fused loss has no
+    second derivative: ``create_graph=True`` is a ``RuntimeError``. A head that
+    ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is replaced at
+    the next forward. A compiled model returns logits that are no ``Tensor`` but answer like one;
+    any operation on them gives tensors, and so does their method ``tensor()``, for consumers that
+    ask for a ``Tensor`` (``default_collate``, ``Accelerator.gather``, ``vmap``).
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
             head.
         head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
-            the last ``nn.Linear`` of the model.
+            the only ``nn.Linear`` of the model, or the only one that has a row for each row of an
+            ``nn.Embedding``.
 
     Returns:
         ``model`` itself. Calling this again changes nothing; :func:`restore_loss_head` undoes it.
 
     Raises:
         TypeError: ``model`` is not a module, or the head is not a linear layer.
-        ValueError: no head was found, or fused and native loss differ on a few random tokens: the
-            message says by how much.
+        ValueError: no head was found or several, or fused and native loss differ on a few random
+            tokens, in training or in evaluation: the message says by how much.
 
     Example:
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
@@ -116,16 +80,20 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
     """:func:`replace_loss_head` without its warnings."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    named = head is None
     head = _find_head(model) if head is None else head
-    if _ATTACHED in head.__dict__:
+    check_module(head)
+    if ATTACHED in head.__dict__:
         return
-    check_linear(head)
-    restore_loss_head(head)  # of a head that was replaced before an adapter was put around it
-    attached = _Attached(head)
-    with torch.inference_mode(False):
-        _probe(attached, head)
-    head.__dict__[_ATTACHED] = attached
-    head.forward = _Forward(head)
+    _restore(head)  # of a head that was replaced before an adapter was put around it
+    with restoring(head):
+        check_linear(head)
+        attached = _probed(head)
+    head.__dict__[ATTACHED] = attached
+    if not isinstance(head, FusedHead):
+        head.__class__ = class_of(type(head))
+    if named:
+        _watch(model)
 
 
 def restore_loss_head(model: nn.Module) -> nn.Module:
@@ -136,75 +104,85 @@ def restore_loss_head(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _restore(model)
     for module in model.modules():
-        attached = module.__dict__.pop(_ATTACHED, None)
-        if attached is not None:
-            del module.__dict__["forward"]
-            if attached.previous is not None:
-                module.__dict__["forward"] = attached.previous
+        handle = module.__dict__.pop(_WATCH, None)
+        if handle is not None:
+            handle.remove()
     return model
 
 
-def _forward(self: nn.Module, *args: Any, _fusedce: Any = None, **kwargs: Any) -> Any:
-    """What a replaced head runs."""
-    attached: _Attached = self.__dict__[_ATTACHED]
-    if _fusedce is not None:
-        run, request = _fusedce
-        return run.run(args[0], request)
-    hidden = args[0] if len(args) == 1 and not kwargs else None
-    if (
-        not isinstance(hidden, Tensor)
-        or isinstance(hidden, Lazy)
-        or not hidden.is_floating_point()
-        or hidden.dim() == 0
-        or torch.jit.is_tracing()
-        or torch.compiler.is_exporting()
-        or hasattr(self, "_hf_hook")  # accelerate moves this head's weights around it
-        or not is_sum_of_products(self)  # an adapter that has been switched to since
-        or torch._C._functorch.maybe_current_level() is not None  # torch.func
-    ):
-        return attached.original(self, *args, **kwargs)
-    cast = autocast_dtype(hidden.device)
-    if cast is not None and hidden.dtype != torch.float64:
-        hidden = hidden.to(cast)
-    run = Run(self, hidden)
-    hidden = run.hidden
-    dtype = attached.dtype or hidden.dtype
-    kind_of_logits = TracedLogits if torch.compiler.is_compiling() else LazyLogits
-    return kind_of_logits.make(
-        State(
-            head=run,
-            hidden=hidden,
-            shape=(*hidden.shape[:-1], run.V),
-            dtype=dtype,
-            steps=() if dtype == hidden.dtype else (("to", dtype),),
-            vocabulary=slice(0, run.V),
-            class_dim=hidden.dim() - 1,
-            detached=not torch.is_grad_enabled(),
-        )
-    )
+def head_report(model: nn.Module) -> HeadReport:
+    """What the replaced head of ``model`` has done since it was replaced.
+
+    ``active`` (whether the output head is a replaced one now), ``since`` (local time),
+    ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
+    the operation, the user's line, the shape and the bytes. ``str`` of it is a readable summary.
+    What happens inside compiled graphs is not counted. With ``FUSEDCE_EXPLAIN=1`` in the
+    environment, each place is printed once, as it happens.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+
+    Example:
+        >>> print(head_report(model))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    heads = [m for m in model.modules() if ATTACHED in m.__dict__]
+    if not heads:
+        return HeadReport(False, None, 0, 0, (), ())
+    current = _named_head(model)
+    head = next((h for h in heads if h is current), heads[-1])
+    attached: Attached = head.__dict__[ATTACHED]
+    return attached.report.summary(active=current is None or head is current)
 
 
-# ---- what a head is made of -----------------------------------------------------------------
+def _restore(model: nn.Module) -> None:
+    for module in model.modules():
+        attached = module.__dict__.pop(ATTACHED, None)
+        if attached is not None:
+            _put_back(module, attached)
+
+
+def _put_back(module: nn.Module, attached: Attached) -> None:
+    if type(module) is class_of(own_class(type(module))):
+        module.__class__ = own_class(type(module))
+    if attached.previous is not None:
+        module.__dict__["forward"] = attached.previous
+
+
+# ---- which module is the head ---------------------------------------------------------------
+
+
+def _named_head(model: nn.Module) -> Any:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None
 
 
 def _find_head(model: nn.Module) -> nn.Module:
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
+    head = _named_head(model)
     if isinstance(head, nn.Module):
         return head
-    if callable(get):
+    if callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(
             f"model has no output embeddings: {type(model).__name__}.get_output_embeddings() "
             f"returned {type(head).__name__}. If it ends in a linear layer, pass head=that layer"
         )
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
         raise ValueError(
             f"model must have a linear output head: {type(model).__name__} has no "
             f"get_output_embeddings() and no nn.Linear"
         )
-    return linears[-1]
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    likely = [n for n, m in linears.items() if m.out_features in rows]
+    if len(linears) == 1 or len(likely) == 1:
+        return linears[(likely or list(linears))[0]]
+    raise ValueError(
+        f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
+        f"{', '.join(likely or linears)} could be its output head. Pass head=model.get_submodule(...)"
+    )
 
 
 def _is_trl_head(forward: Any) -> bool:
@@ -213,57 +191,61 @@ def _is_trl_head(forward: Any) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-def _probe(attached: _Attached, module: nn.Module) -> None:
-    """Fused against native on a few tokens; refuses a head that is not what it looks like."""
-    weight = plain_weight(module)
-    if (
-        weight.is_meta
-        or weight.is_inference()
-        or hasattr(weight, "full_tensor")
-        or is_fsdp_unit(module)
-    ):
-        return  # nothing to compute with, or other ranks would have to take part
-    training = [(m, m.training) for m in module.modules()]
-    module.eval()  # without LoRA's dropout, which would differ between the two
+def _probed(module: nn.Module) -> Attached:
+    """Asked in training and in evaluation, in the parameters' dtype."""
+    attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
+    weight = linear_of(module).weight.detach()
     try:
-        rng = torch.Generator().manual_seed(0)
-        V, H = weight.shape
-        hidden = torch.randn(_PROBE_TOKENS, H, generator=rng).to(weight.device, weight.dtype)
-        labels = torch.randint(0, V, (_PROBE_TOKENS,), generator=rng).to(weight.device)
-        native, fused = _probe_once(attached, module, hidden, labels)
-    finally:
-        for m, mode in training:
-            m.training = mode
-    # Native logits are rounded to the weight's dtype, fused ones are not.
-    tolerance = 4 * torch.finfo(weight.dtype).eps * max(float(native[2]), 1.0) + 1e-5
-    for name, a, b in zip(("loss", "gradient"), fused, native[:2], strict=True):
-        error = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
-        if not error <= tolerance:
-            raise ValueError(
-                f"head must be linear, logits = hidden @ weight.T + bias, but the {name} of "
-                f"{type(module).__name__} differs from that by {error:.1e} (relative) on "
-                f"{_PROBE_TOKENS} random tokens"
-            )
+        for training in (True, False) if can_probe(weight) else ():
+            mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
+            attached.dtypes[mode] = probe(module, original(module, attached), mode, weight)
+    except ValueError:
+        _put_back(module, attached)
+        raise
+    return attached
 
 
-@torch.enable_grad()
-def _probe_once(
-    attached: _Attached, module: nn.Module, hidden: Tensor, labels: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    x = hidden.clone().requires_grad_()
-    logits = attached.original(module, x)
-    V = len(plain_weight(module))
-    if logits.shape != (_PROBE_TOKENS, V):
-        raise ValueError(
-            f"head must return (tokens, V) logits with V={V} (from its weight), "
-            f"got {tuple(logits.shape)}"
-        )
-    if logits.dtype != hidden.dtype:
-        attached.dtype = logits.dtype
-    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, x)
-    y = hidden.clone().requires_grad_()
-    request = Loss(fused_ce, labels, slice(0, V), None, {})
-    fused = Run(module, y).run(y, request)[0]
-    (fused_gradient,) = torch.autograd.grad(fused, y)
-    return (loss.detach(), gradient, logits.detach().abs().max()), (fused.detach(), fused_gradient)
+# ---- heads that come later ------------------------------------------------------------------
+
+
+class _Watch:
+    """Replaces a head that has taken the place of a replaced one, before a model runs.
+
+    A hook on the model's decoder, which no adapter of PEFT wraps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        model = self.model()
+        if torch.compiler.is_compiling() or model is None or _WATCH not in module.__dict__:
+            return
+        head = _named_head(model)
+        if not isinstance(head, nn.Module) or ATTACHED in head.__dict__:
+            return
+        try:
+            attach(model)
+        except (TypeError, ValueError) as e:
+            module.__dict__.pop(_WATCH).remove()
+            warnings.warn(f"the model has another head now, which is not replaced: {e}", stacklevel=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        model = self.model()
+        assert model is not None, "copied while its model is being freed"
+        return _Watch(memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return _Watch, (self.model(),)
+
+
+def _watch(model: nn.Module) -> None:
+    owner = next(
+        (m for m in model.modules() if isinstance(getattr(m, "base_model", None), nn.Module)
+         and callable(getattr(m, "get_output_embeddings", None))
+         and not hasattr(m, "peft_config")), None,
+    )  # fmt: skip
+    decoder = getattr(owner, "base_model", None)
+    if owner is None or not isinstance(decoder, nn.Module) or _WATCH in decoder.__dict__:
+        return
+    decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner))

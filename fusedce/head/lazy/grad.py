@@ -1,59 +1,348 @@
-"""Edges of the autograd graph around lazy logits."""
+"""Gradients of logits that are not computed: what they come to at the head is known already.
+
+The fused loss knows the gradients of the hidden state and of the head's parameters without that of
+the logits, which torch's own backward nodes ask for on their way. They get a :class:`LogitsGrad`,
+and whatever they do to it is what autograd does:
+
+* undoing a step that the loss took into account (:data:`fusedce.head.lazy.steps.STEPS`) takes that
+  step off the list of those that are still to be undone; so does moving values around;
+* a factor multiplies what it comes to; gradients of other uses of the logits are added, as they
+  are, or as a dense part;
+* with anything else, and for whoever looks, the numbers themselves are computed.
+
+At the head, nothing is left to be undone; where something is, because somebody's function has a
+backward that is not its derivative, the numbers are computed as well. So nothing depends on
+autograd's nodes being those that one expects, but memory.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedce.head.call import HeadCall
+from fusedce.head.clock import CLOCK
+from fusedce.head.lazy.logits import real, unviewed
+from fusedce.head.lazy.ops import UNDOING, aten, effects_of
+from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
 
-class Anchor(torch.autograd.Function):
-    """The edge from lazy logits to what they are made of.
+_ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
+_SAME = {
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default,
+    aten.alias.default, aten.clone.default,
+}  # fmt: skip
+_ZEROS = {aten.new_zeros.default, aten.zeros_like.default}
+_INDEX_PUTS = {
+    getattr(aten, name).default
+    for name in ("_index_put_impl", "_index_put_impl_", "index_put", "index_put_",
+                 "_unsafe_index_put")
+    if hasattr(aten, name)
+}  # fmt: skip
 
-    Its backward runs where something below Python's overrides differentiates them (a user's
-    ``autograd.Function``); the fused loss has edges of its own.
+
+class Term(NamedTuple):
+    """The gradient by way of one loss."""
+
+    call: HeadCall
+    comes_to: tuple[Tensor | None, ...]  # at the hidden state and the head's parameters
+    bias: Tensor | None  # at what was added to the logits, (V,)
+    left: tuple[Step, ...]  # that `comes_to` has undone and autograd has not; the last one first
+    factors: tuple[Any, ...] = ()  # numbers, or tensors without dimensions
+
+    def scaled(self, x: Tensor | None) -> Tensor | None:
+        for factor in self.factors:
+            x = None if x is None else x * factor
+        return x
+
+
+class LogitsGrad(torch.Tensor):
+    """See the module. ``make`` computes the numbers of its ``terms``.
+
+    As with any tensor, one may be a view of another, its ``base``: ``move`` makes its numbers of
+    the base's, and shares their memory as soon as somebody may write into it.
     """
 
-    @staticmethod
-    def forward(ctx: Any, logits: Any, *sources: Tensor) -> Any:
-        ctx.kind, ctx.state, ctx.real = type(logits), logits._state, None
-        ctx.set_materialize_grads(False)
-        return ctx.kind(logits._state)
+    like: Tensor
+    terms: tuple[Term, ...]
+    dense: Tensor | None
+    make: Callable[[str], Tensor]
+    base: LogitsGrad | None
+    move: Callable[[Tensor], Tensor]
+    numbers: Tensor | None
+    exposed: bool  # its numbers are what counts
+    writes: int
+    seen: int  # how many writes of the base are in these
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[1:]
-        if grad is None:
-            return (None, *(None for _ in wanted))
-        s = ctx.state
-        real = ctx.kind(s).materialize() if ctx.real is None else ctx.real
-        bias = () if s.bias is None else (s.bias,)
-        sources = [x for x in (s.hidden, *bias, *s.head.trainable()) if x.requires_grad]
-        grads = iter(torch.autograd.grad(real, sources, grad, retain_graph=True, allow_unused=True))
-        return (None, *(next(grads) if want else None for want in wanted))
+    def __new__(
+        cls,
+        like: Tensor,
+        device: torch.device,
+        terms: tuple[Term, ...],
+        dense: Tensor | None,
+        make: Callable[[str], Tensor],
+    ) -> LogitsGrad:
+        new = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        new.like, new.terms, new.dense, new.make = like, terms, dense, make
+        new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
+        CLOCK.kept.add(new)
+        return new
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor._is_view:
+            return False  # see `unviewed`
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
-class Reveal(torch.autograd.Function):
-    """Real logits ``real`` whose gradient goes where that of ``logits`` would."""
+    def sync(self) -> None:
+        """See what has been written into the base."""
+        if self.base is not None:
+            self.base.sync()
+            if self.base.writes != self.seen:
+                self._become(self.move(self.base.look("view")))
+                self.seen = self.base.writes
+
+    def look(self, operation: str) -> Tensor:
+        """The numbers."""
+        self.sync()
+        if self.numbers is None:
+            with torch.no_grad():
+                if self.terms:
+                    self.numbers = self.make(operation).to(self.dtype)
+                    if self.dense is not None:
+                        self.numbers = self.numbers + self.dense
+                elif self.dense is not None:
+                    self.numbers = self.dense.to(self.dtype, copy=True)
+                else:
+                    self.numbers = torch.zeros_like(self.like, device=self.device)
+        return self.numbers
+
+    def expose(self, operation: str) -> Tensor:
+        """The numbers for somebody who may write into them."""
+        self.sync()
+        if not self.exposed:
+            if self.base is None:
+                self._become(self.look(operation))
+            else:
+                self._become(self.move(self.base.expose(operation)))
+                self.seen = self.base.writes
+            self.exposed = True
+        assert self.numbers is not None
+        return self.numbers
+
+    def _become(self, numbers: Tensor) -> None:
+        self.terms, self.dense, self.numbers = (), numbers, numbers
+        self.writes += 1
+
+    def written(self) -> None:
+        grad: LogitsGrad | None = self
+        while grad is not None:
+            grad.writes += 1
+            grad, below = grad.base, grad
+            if grad is not None:
+                below.seen = grad.writes + 1
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.look("repr"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.look("pickle").__reduce_ex__(protocol)
+
+    def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        return self.expose("numpy").numpy(**kwargs)
+
+    def tolist(self) -> Any:
+        return self.look("tolist").tolist()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        if "values" not in self.__dict__:
+            self.values = unviewed(self.expose("torch.compile"))
+        return ["values"], None
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, real: Tensor) -> Tensor:
-        return real.view_as(real)
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
+        return inner["values"]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for x in args[:2]:
+            if isinstance(x, LogitsGrad):
+                x.sync()
+        result = _lazily(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        name, effects, x = str(func), effects_of(func), args[0] if args else None
+        if isinstance(x, LogitsGrad) and (effects.writes == (0,) or effects.is_view):
+            out = func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
+            if effects.writes:
+                x.written()
+            return x if effects.writes else out
+        return func(*real(args, name), **real(kwargs, name))
 
 
-class Gate(torch.autograd.Function):
-    """``x`` itself; its backward also visits what ``gate`` came through, with no gradient."""
+def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if func in _ADDITIONS and kwargs.get("alpha", 1) == 1:
+        return _add(func, x, args[1])
+    if func in _INDEX_PUTS:
+        return _put_back(*args)
+    if not isinstance(x, LogitsGrad):
+        if func is aten.mul.Tensor and isinstance(args[1], LogitsGrad):
+            return _lazily(func, (args[1], x), kwargs)
+        return NotImplemented
+    if func in _ZEROS:
+        sizes = args[1] if func is aten.new_zeros.default else x.shape
+        dtype = kwargs.get("dtype") or x.dtype
+        like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
+        return LogitsGrad(like, x.device, (), None, x.make)
+    if func is aten.sum.dim_IntList:
+        return _sum(x, *args[1:], **kwargs)
+    if func is aten._to_copy.default:
+        dtype = kwargs.get("dtype") or x.dtype
+        if kwargs.get("device") not in (None, x.device) or not dtype.is_floating_point:
+            return NotImplemented
+        return _moved(x, x.like.to(dtype), lambda t: t.to(dtype), x.terms)
+    if func in _SAME:
+        like = func(x.like, *args[1:], **kwargs)
+        move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+        return _moved(x, like, move, x.terms, effects_of(func).is_view)
+    row = UNDOING.get(func)
+    step = None if row is None or row.undo is None else row.undo(x, *args[1:], **kwargs)
+    if isinstance(step, Scale) or (row is not None and _is_factor(args[1:])):
+        terms = tuple(_scaled(t, step, func, args[1:]) for t in x.terms)
+        return _moved(x, x.like, lambda t: func(t, *args[1:], **kwargs), terms)
+    if step is None:
+        return NotImplemented
+    if any(not t.left or t.left[0] != step for t in x.terms):
+        return NotImplemented
+    if tuple(x.shape) != (step.after if hasattr(step, "after") else tuple(x.shape)):
+        if not (isinstance(step, Slice) and len(step.after) > x.dim()):  # of a select
+            return NotImplemented
+    terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
+    if isinstance(step, Cap):
+        lazy = args[1]
+        return _moved(x, x.like, lambda t: func(t, lazy.look("tanh_backward")), terms)
+    like = func(x.like, *args[1:], **kwargs)
+    move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+    return _moved(x, like, move, terms, effects_of(func).is_view)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return grad, None
+def _moved(
+    x: LogitsGrad,
+    like: Tensor,
+    move: Callable[[Tensor], Tensor],
+    terms: tuple[Term, ...],
+    is_view: bool = False,
+) -> LogitsGrad:
+    """The same after a linear operation."""
+    make = x.make
+    dense = None if x.dense is None else move(x.dense)
+    new = LogitsGrad(like, x.device, terms, dense, lambda name: move(make(name)))
+    if is_view:
+        new.base, new.move, new.seen = x, move, x.writes
+    return new
+
+
+def _is_factor(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 0
+
+
+def _scaled(term: Term, step: Step | None, func: Any, args: tuple[Any, ...]) -> Term:
+    """A factor undoes the step of the same factor, whoever multiplies first, or else counts."""
+    if term.left and term.left[0] == step:
+        return term._replace(left=term.left[1:])
+    if isinstance(step, Scale):
+        factor = step.number if step.kind == "mul" else 1 / step.number
+    else:
+        factor = args[0] if func is aten.mul.Tensor else 1 / args[0]
+    return term._replace(factors=(*term.factors, factor))
+
+
+def _add(func: Any, a: Any, b: Any) -> Any:
+    if not isinstance(a, LogitsGrad):
+        if func is aten.add_.Tensor:
+            return NotImplemented
+        a, b = b, a
+    if func is aten.add_.Tensor and (a.exposed or a.base is not None):
+        return NotImplemented
+    if not isinstance(b, Tensor) or b.shape != a.shape:
+        return NotImplemented
+    if isinstance(b, LogitsGrad):
+        terms, other = (*a.terms, *b.terms), b.dense
+    else:
+        terms, other = a.terms, real(b, str(func))
+    dense = other if a.dense is None else a.dense if other is None else a.dense + other
+    make_a, make_b, has_a, has_b = a.make, getattr(b, "make", None), a.terms, terms[len(a.terms) :]
+
+    def make(name: str) -> Tensor:
+        if not has_b or make_b is None:
+            return make_a(name)
+        return make_a(name) + make_b(name) if has_a else make_b(name)
+
+    if func is aten.add_.Tensor:
+        a.terms, a.dense, a.make, a.numbers = terms, dense, make, None
+        a.written()
+        return a
+    return LogitsGrad(a.like, a.device, terms, dense, make)
+
+
+def _put_back(into: Any, indices: Any, grad: Any, *_: Any, **__: Any) -> Any:
+    """What autograd does to undo a choice of rows: adds them to zeros."""
+    if not isinstance(into, LogitsGrad) or not isinstance(grad, LogitsGrad):
+        return NotImplemented
+    if into.terms or into.dense is not None:
+        return NotImplemented
+    given = tuple(None if i is None else identity(i) for i in indices)
+    for t in grad.terms:
+        step = t.left[0] if t.left else None
+        if not isinstance(step, Index) or step.given != given:
+            return NotImplemented
+        if step.before != tuple(into.shape) or step.after != tuple(grad.shape):
+            return NotImplemented
+    terms = tuple(t._replace(left=t.left[1:]) for t in grad.terms)
+
+    def move(t: Tensor) -> Tensor:
+        zeros = torch.zeros_like(into.like, device=t.device, dtype=t.dtype)
+        return aten.index_put.default(zeros, indices, t, True)
+
+    return _moved(grad, into.like, move, terms)
+
+
+def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over all rows: the gradient of a bias that was added to the logits."""
+    V = x.shape[-1]
+    rows = sorted(d % x.dim() for d in dims or ())
+    if rows != list(range(x.dim() - 1)) or dtype not in (None, x.dtype):
+        return NotImplemented
+    total = None if x.dense is None else x.dense.sum(rows)
+    for t in x.terms:
+        if t.bias is None or len(t.bias) != V or any(isinstance(s, (Scale, Cap)) for s in t.left):
+            return NotImplemented
+        if any(isinstance(s, Slice) and s.dim == len(s.before) - 1 for s in t.left):
+            return NotImplemented
+        bias = t.scaled(t.bias)
+        total = bias if total is None else total + bias
+    if total is None:
+        return NotImplemented
+    shape = (*(1 for _ in rows), V) if keepdim else (V,)
+    return total.to(x.dtype).view(shape)

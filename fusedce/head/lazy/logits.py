@@ -1,101 +1,154 @@
 """Logits that are not computed until somebody looks at them, and never for the loss.
 
 :class:`LazyLogits` is what a replaced output head returns: a tensor of shape ``(..., V)`` without
-storage that remembers ``(hidden, head)`` and what was done to it since. Multiplying and dividing by
-a number, ``tanh``, changes of dtype, reshaping and slicing of the leading dimensions, slicing the
-vocabulary: all are remembered, none is computed. ``F.cross_entropy`` on it runs
-:func:`fusedce.fused_ce` or :func:`fusedce.fused_cross_entropy`, with the remembered steps as its
-``logit_scale`` and ``softcap``. Anything else sees real logits, computed once.
+storage. Autograd is torch's own and knows of nothing: views, casts, writes, hooks and functions of
+users run through it as for any tensor, and what arrives *below* it, in ``__torch_dispatch__``, is
+either recorded (:mod:`fusedce.head.lazy.steps`) or done with real logits, computed once.
+``F.cross_entropy`` is taken above autograd and becomes one function of the lazy logits
+(:mod:`fusedce.head.lazy.loss`), whose gradient is lazy as well (:mod:`fusedce.head.lazy.grad`).
 
-``torch.compile`` cannot trace the making of such a tensor: see :mod:`fusedce.head.lazy.traced`.
+A :class:`Memory` is what a tensor's storage is: views share it, and all that is written into it.
 """
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import autocast_dtype
-from fusedce.head.lazy.grad import Anchor, Gate, Reveal
-from fusedce.head.lazy.state import Lazy, State
-from fusedce.head.lazy.steps import METHODS, scale_and_cap
-from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
+from fusedce.head.call import HeadCall
+from fusedce.head.lazy.ops import IN_PLACE, RECORDED, Effects, effects_of, result_like
+from fusedce.head.lazy.steps import Index, Steps
 
-_ANCHOR_NODE, _DDP_NODE = "AnchorBackward", "_DDPSinkBackward"
+T = torch.Tensor
+_BELOW = torch._C.DisableTorchFunctionSubclass
 
 
-class LazyLogits(Lazy, torch.Tensor):
+class Recorded(NamedTuple):
+    """What was done to logits, and how the loss understands it."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    steps: Steps | None  # None: the loss does not
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.func(x, *self.args, **self.kwargs)
+
+
+class Memory:
+    """What views of the same logits share: how they are made, and their values once looked at."""
+
+    def __init__(
+        self,
+        call: HeadCall,
+        history: tuple[Recorded, ...] = (),
+        parent: LazyLogits | None = None,
+    ) -> None:
+        self.call, self.history = call, history
+        self.written = False  # only the values count then
+        self.values: Tensor | None = None
+        # A copy can be made from what it is a copy of, as long as that has not changed since.
+        self.parent = None if parent is None else weakref.ref(parent.memory)
+        self.length = 0 if parent is None else len(parent.memory.history)
+
+    def look(self, operation: str) -> Tensor:
+        if self.values is None:
+            inference = torch.is_inference_mode_enabled() and not self.call.hidden.is_inference()
+            with torch.inference_mode(False) if inference else torch.no_grad(), torch.no_grad():
+                with _BELOW():
+                    self.values = self._compute(operation)
+        return self.values
+
+    def _compute(self, operation: str) -> Tensor:
+        parent = None if self.parent is None else self.parent()
+        known = parent is not None and not parent.written and len(parent.history) == self.length
+        if parent is not None and known:
+            x = parent.look(operation)
+            done = self.length
+        else:
+            x = self.call.logits()
+            done = 0
+            self.call.report.made(operation, tuple(x.shape), x.nbytes)
+        for recorded in self.history[done:]:
+            x = recorded(x)
+        return x
+
+
+class LazyLogits(torch.Tensor):
     """See the module. Made by a replaced head, never directly."""
 
+    memory: Memory
+    views: tuple[Recorded, ...]  # that lead from the memory to these
+    like: Tensor  # of the same shape, strides and dtype, without data
+
     @staticmethod
-    def __new__(cls, state: State) -> LazyLogits:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, state.shape, dtype=state.dtype, device=state.hidden.device
+    def __new__(cls, memory: Memory, views: tuple[Recorded, ...], like: Tensor) -> LazyLogits:
+        new = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=memory.call.hidden.device,
         )
+        new.memory, new.views, new.like = memory, views, like
+        return new
 
-    @classmethod
-    def make(cls, state: State) -> LazyLogits:
-        """Lazy logits, with an edge to all that their gradient would flow to.
+    @property
+    def known(self) -> tuple[Recorded, ...]:
+        return (*self.memory.history, *self.views)
 
-        DDP looks for unused parameters from a model's outputs down such edges.
-        """
-        new = cls(state)
-        if not (torch.is_grad_enabled() and new.wants_graph()):
-            return new
-        bias = () if state.bias is None else (state.bias,)
-        return Anchor.apply(new, state.hidden, *bias, *state.head.trainable())
+    @property
+    def steps(self) -> Steps | None:
+        """All that was done since the head; ``None`` where the loss does not know it."""
+        if self.memory.written or any(r.steps is None for r in self.known):
+            return None
+        return tuple(step for r in self.known for step in r.steps or ())
 
-    def _node(self) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.grad_fn
+    def look(self, operation: str) -> Tensor:
+        """The real logits, without a graph. They share what is written with these."""
+        x = self.memory.look(operation)
+        if self.views:
+            with torch.no_grad(), _BELOW():
+                for view in self.views:
+                    x = view(x)
+        return x
 
-    def _is_output(self) -> bool:
-        """Whether somebody's ``autograd.Function`` has returned these: its backward must run."""
-        node = self._node()
-        return node is not None and node.name() not in (_ANCHOR_NODE, _DDP_NODE)
-
-    def gate(self) -> Tensor | None:
-        """See :class:`Lazy`: these logits, where DDP has sent them through a node of its own.
-
-        It counts on that node in every backward; no gradient needs to pass it.
-        """
-        node = self._node()
-        return self if node is not None and node.name() == _DDP_NODE else self._state.gate
-
-    def looked_at(self) -> bool:
-        """See :class:`Lazy`; a function may have a gradient of its own, which lazy logits lack."""
-        return self._is_output() or super().looked_at()
-
-    def replace(self, state: State) -> None:
-        """See :class:`Lazy`."""
-        super().replace(state)
-        if (node := self._node()) is not None and node.name() == _ANCHOR_NODE:
-            node.state = state
-
-    def materialize(self) -> Tensor:
-        """See :class:`Lazy`."""
-        if self._real is not None:
-            return self._real
-        real, node, gate = super().materialize(), self._node(), self.gate()
-        if self._is_output():
-            real = Reveal.apply(self, real.detach())
-        elif gate is not None and self._parent is None:
-            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                real = Gate.apply(real, gate)
-        if node is not None and node.name() == _ANCHOR_NODE:
-            node.real = real
-        self._real = real
-        return real
+    def expose(self, operation: str) -> Tensor:
+        """Real logits for somebody who may write into them unseen."""
+        values = self.look(operation)
+        self.memory.written = True
+        return values
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        s = self._state
-        return f"LazyLogits(shape={s.shape}, dtype={s.dtype}, steps={[k for k, _ in s.steps]})"
+        if self.memory.values is None:
+            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+        with _BELOW():
+            return repr(self.look("repr")).replace("tensor(", "LazyLogits(", 1)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(
+            protocol
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Compiled code that is handed lazy logits gets real ones."""
+        if "values" not in self.__dict__:
+            self.values = unviewed(self.expose("torch.compile"))
+        return ["values"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
+        return inner["values"]
 
     @classmethod
     def __torch_function__(
@@ -106,14 +159,12 @@ class LazyLogits(Lazy, torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA and args and not args[0].looked_at():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        result = take_step(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = _real(args), _real(kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        handler = _ABOVE.get(func)
+        with _BELOW():
+            if handler is not None and args and isinstance(args[0], LazyLogits):
+                result = handler(func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             return func(*args, **kwargs)
 
     @classmethod
@@ -124,170 +175,168 @@ class LazyLogits(Lazy, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Code that comes in below Python's overrides (C++ callers) sees real logits as well."""
-        return func(*_real(args), **_real(kwargs or {}))
+        kwargs = kwargs or {}
+        effects = effects_of(func)
+        if effects.writes:
+            return _write(func, effects, args, kwargs)
+        flipped = effects.symmetric and not isinstance(args[0], LazyLogits)
+        x, others = (args[1], (args[0], *args[2:])) if flipped else (args[0], args[1:])
+        if isinstance(x, LazyLogits):
+            result = _record(x, func, effects, others, kwargs)
+            if result is not NotImplemented:
+                return result
+        name = str(func)
+        return func(*real(args, name), **real(kwargs, name))
 
 
-def take_step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function does to lazy logits, if it leaves them lazy; else ``NotImplemented``."""
-    if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], Lazy):
-        args = (args[1], args[0])
-    handler = HANDLERS.get(func)
-    if handler is None or "out" in kwargs or not args or not isinstance(args[0], Lazy):
-        return NotImplemented
-    if args[0].looked_at():
-        return NotImplemented
-    return handler(*args, **kwargs)
+def unviewed(x: Tensor) -> Tensor:
+    """The same memory, but no view of anything: torch.compile has none of subclasses."""
+    with torch.no_grad():
+        new = torch.empty(0, dtype=x.dtype, device=x.device)
+        return new.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
 
 
-def _register_hook(x: Lazy, hook: Callable[..., Any]) -> Any:
-    """FSDP2's hook before a backward serves as well on the hidden state; others want real logits.
-
-    They see the gradient of the logits.
-    """
-    if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-        return NotImplemented
-    return x._state.hidden.register_hook(hook) if x._state.hidden.requires_grad else None
-
-
-def _real(x: Any) -> Any:
-    """``x`` with all lazy logits in it replaced by real ones."""
-    if isinstance(x, Lazy):
-        return x.materialize()
+def real(x: Any, operation: str) -> Any:
+    """``x`` with all lazy logits and lazy gradients in it replaced by real ones."""
+    if isinstance(x, torch.Tensor):
+        look = getattr(x, "look", None)
+        return x if look is None else look(operation)
     if isinstance(x, dict):
-        return {k: _real(v) for k, v in x.items()}
+        return {k: real(v, operation) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        items = [_real(y) for y in x]
+        items = [real(y, operation) for y in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     return x
 
 
-# ---- the loss -------------------------------------------------------------------------------
+def _has_lazy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(a, LazyLogits) for a in (*args, *kwargs.values()))
 
 
-class LossTap:
-    """What the fused losses of a forward come to, and what their means are divided by.
-
-    While it is entered, ``losses`` collects ``(loss_sum, n_valid, reduction)`` of every fused
-    ``F.cross_entropy`` but those per token, and those with ``reduction="mean"`` divide by
-    ``denominator`` (in tokens) instead of their own count, where one is given.
-    """
-
-    def __init__(self, denominator: Tensor | None = None) -> None:
-        self.denominator = denominator
-        self.losses: list[tuple[Tensor, Tensor, str]] = []
-
-    def __enter__(self) -> LossTap:
-        global _TAP
-        if _TAP is not None:
-            raise RuntimeError("a LossTap is entered already: they do not nest")
-        _TAP = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        global _TAP
-        _TAP = None
+# ---- below autograd -------------------------------------------------------------------------
 
 
-_TAP: LossTap | None = None
-
-
-def _denominator(n_valid: Tensor) -> Tensor:
-    if _TAP is not None and _TAP.denominator is not None:
-        return _TAP.denominator
-    return n_valid.clamp(min=1)
-
-
-def _cross_entropy(
-    x: Lazy,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: Literal["none", "mean", "sum"] = "mean",
-    label_smoothing: float = 0.0,
+def _record(
+    x: LazyLogits, func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    state = x._state
-    fused = scale_and_cap(state.steps)
-    dims = len(state.shape)
-    at_class = state.class_dim == (1 if dims > 1 else 0)
-    if (
-        fused is None
-        or not at_class
-        or size_average is not None
-        or reduce is not None
-        or reduction not in ("mean", "sum", "none")
-        or not isinstance(target, Tensor)
-        or isinstance(target, Lazy)
-        or target.is_floating_point()
-        or target.shape != state.hidden.shape[:-1]
-        or target.device != state.hidden.device
-    ):
+    """``func(x, *args, **kwargs)`` without computing it, or ``NotImplemented``."""
+    row = RECORDED.get(func)
+    if row is None and not effects.is_view:
         return NotImplemented
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "logit_scale": fused[0],
-        "softcap": fused[1],
-        "label_smoothing": label_smoothing,
-    }
-    counted = weight is None and reduction != "none"
-    if not counted:
-        options |= {"class_weight": weight, "reduction": reduction}
-    gate = x.gate()
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not x.is_detached()):
-        loss = state.head.loss(
-            fused_ce if counted else fused_cross_entropy,
-            state.hidden.reshape(-1, state.hidden.shape[-1]),
-            target.reshape(-1),
-            vocabulary=state.vocabulary,
-            bias=state.bias,
-            options=options,
-        )
-        if counted:
-            loss_sum, n_valid = loss
-            if _TAP is not None:
-                _TAP.losses.append((loss_sum.detach(), n_valid, reduction))
-            loss = loss_sum if reduction == "sum" else loss_sum / _denominator(n_valid)
-        elif reduction == "none":
-            loss = loss.view(target.shape)
-        if gate is not None and loss.requires_grad:
-            loss = Gate.apply(loss, gate)
-    if autocast_dtype(state.hidden.device) is not None:
-        return loss  # autocast takes cross_entropy in float32
-    return loss.to(state.dtype)
+    if (x.memory.written and not effects.is_view) or _has_lazy(args, kwargs):
+        return NotImplemented
+    like = result_like(func, x.like, args, kwargs, x.device)
+    if effects.is_view and isinstance(like, (list, tuple)):
+        parts = []
+        for i, part in enumerate(like):
+            nth = Recorded(lambda t, *a, i=i, **k: func(t, *a, **k)[i], args, kwargs, None)
+            parts.append(LazyLogits(x.memory, (*x.views, nth), part))
+        return parts
+    if like is None:
+        return NotImplemented
+    steps = None if row is None else row.read(tuple(x.like.shape), like, *args, **kwargs)
+    if effects.is_view:
+        return LazyLogits(x.memory, (*x.views, Recorded(func, args, kwargs, steps)), like)
+    if steps is None:
+        return NotImplemented
+    args = tuple(_kept(a, steps) for a in args)
+    history = (*x.known, Recorded(func, args, kwargs, steps))
+    return LazyLogits(Memory(x.memory.call, history, x), (), like)
 
 
-# ---- which functions are which steps --------------------------------------------------------
+def _kept(argument: Any, steps: Steps) -> Any:
+    """What a step was given, safe from writes before a look."""
+    if isinstance(argument, (list, tuple)):
+        return list(next((s.indices for s in steps if isinstance(s, Index)), argument))
+    return argument.detach().clone() if isinstance(argument, Tensor) else argument
 
 
-def _getter(name: str) -> Callable[..., Any]:
-    """What ``__torch_function__`` is told when an attribute of a tensor is read."""
-    return getattr(torch.Tensor, name).__get__
+def _write(func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What writes into logits: a step that all views see, or else into real ones."""
+    x = args[0] if args else None
+    row = IN_PLACE.get(func)
+    if (
+        row is not None
+        and isinstance(x, LazyLogits)
+        and x.memory.values is None
+        and not x.memory.written
+        and not _has_lazy(args[1:], kwargs)
+        and all(r.steps is not None and all(s.rearranges for s in r.steps) for r in x.views)
+    ):
+        steps = row.read(tuple(x.like.shape), x.like, *args[1:], **kwargs)
+        if steps is not None and not any(isinstance(a, Tensor) and a.dim() for a in args[1:]):
+            values = tuple(a.item() if isinstance(a, Tensor) else a for a in args[1:])
+            x.memory.history = (*x.memory.history, Recorded(func, values, kwargs, steps))
+            return x
+    name, lazy = str(func), {}
+    written = [args[i] for i in effects.writes if i < len(args)]
+    written += [kwargs[n] for n in effects.written_names if n in kwargs]
+    targets = [t for w in written for t in (w if isinstance(w, (list, tuple)) else [w])]
+    for t in targets:
+        if isinstance(t, LazyLogits):
+            t.look(name)
+            t.memory.written = True
+    real_args, real_kwargs = real(args, name), real(kwargs, name)
+    for given, made in zip(
+        torch.utils._pytree.tree_leaves((args, kwargs)),
+        torch.utils._pytree.tree_leaves((real_args, real_kwargs)),
+        strict=True,
+    ):
+        if isinstance(given, LazyLogits):
+            lazy[id(made)] = given
+    out = func(*real_args, **real_kwargs)
+    return torch.utils._pytree.tree_map(lambda t: lazy.get(id(t), t), out)
 
 
-T = torch.Tensor
-HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    _getter("requires_grad"): lambda x: x.wants_graph(),
-    torch.Tensor.stride: lambda x, *args: x.strided().stride(*args),
-    torch.Tensor.is_contiguous: lambda x, **kwargs: x.strided().is_contiguous(**kwargs),
-    _getter("data"): METHODS["detach"],
-    torch.Tensor.register_hook: _register_hook,
-    **{
-        getattr(owner, name): step
-        for name, step in METHODS.items()
-        for owner in (torch.Tensor, torch, operator)  # compiled code says `operator.mul`
-        if hasattr(owner, name)
-    },
-}
-_SYMMETRIC = {T.add, T.__add__, torch.add, operator.add, T.mul, T.__mul__, torch.mul, operator.mul}
-_METADATA = {
-    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.element_size, T.is_floating_point,
-    T.is_complex, T.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
-    T.get_device, T.__hash__, torch.is_tensor,
-    *(_getter(name) for name in
-      ("shape", "dtype", "device", "ndim", "layout", "itemsize", "is_leaf", "grad_fn", "_base",
-       "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
-       "is_nested")),
+# ---- above autograd -------------------------------------------------------------------------
+
+
+def _values(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """What gives away the memory itself."""
+    values = x.expose(func.__name__)
+    if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
+        values = values.detach().requires_grad_()  # for torch to refuse it
+    return func(values, *args, **kwargs)
+
+
+def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Parts, each a view of its own: autograd would fill up what is not used with real zeros."""
+    parts = func(x.like, *args, **kwargs)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    begin, views = 0, []
+    for part in parts:
+        views.append(x.narrow(dim, begin, part.shape[dim]))
+        begin += part.shape[dim]
+    return type(parts)(views)
+
+
+def _unbind(func: Any, x: LazyLogits, dim: int = 0) -> Any:
+    if x.dim() == 0:
+        return NotImplemented
+    return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+
+
+def _iterate(func: Any, x: LazyLogits) -> Any:
+    parts = _unbind(func, x)
+    return parts if parts is NotImplemented else iter(parts)
+
+
+_ABOVE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (T.numpy, T.__array__, T.tolist, T.data_ptr, T.__dlpack__, T.share_memory_), _values
+    ),
+    **dict.fromkeys(
+        (T.split, torch.split, T.chunk, torch.chunk, T.tensor_split, torch.tensor_split,
+         T.split_with_sizes, torch.split_with_sizes),
+        _split,
+    ),
+    T._is_view: lambda func, x: False,  # see `unviewed`
+    T.unbind: _unbind,
+    torch.unbind: _unbind,
+    T.__iter__: _iterate,
 }  # fmt: skip
+
+
+def intercept(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    """Have ``func`` of lazy logits go to ``handler(func, ...)``, above autograd."""
+    _ABOVE[func] = handler

@@ -1,170 +1,482 @@
-"""What lazy logits can be put through without being computed: steps on their values, and a table.
+"""The steps that logits may take between the output head and the loss: one table, ``STEPS``.
 
-Each function takes lazy logits (:class:`Lazy`) and what the tensor method of that name takes, and
-returns new lazy logits, or ``NotImplemented`` where only real logits will do.
+A row says by which names a step is called (operators of torch below autograd, methods of tensors
+in code that ``torch.compile`` traces), how its arguments read, and which operators autograd calls
+to undo it. The real effect of a step is the operator itself. How it fuses is its method ``fuse``:
+what it does to :class:`Projected`, or ``None`` where the fused loss does not know it; the loss is
+then computed from real logits. To add a step, add a class and a row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.head.lazy.state import Lazy, changed, class_last
-from fusedce.head.lazy.views import VIEWS
+Shape = tuple[int, ...]
 
 
-def _number(x: Any) -> float | None:
+class Projected(NamedTuple):
+    """Logits as the fused loss computes them."""
+
+    hidden: Tensor  # (..., H): the dimensions of the logits but that of the classes, then H
+    class_dim: int  # where the classes are among the dimensions of the logits
+    classes: slice  # those that are left of the vocabulary
+    bias: Tensor | None = None  # (V,), added beside the head's own
+    scale: float = 1.0  # before the cap
+    cap: float | None = None  # what follows the tanh, where there is one
+    rounded: bool = False  # to less than the dtype of the hidden state
+
+    def insert(self, dim: int) -> int:
+        """Where dimension ``dim`` of the logits is among those of the hidden state."""
+        return dim - (dim > self.class_dim)
+
+
+class Step:
+    """What was done. ``rearranges`` says that no value was changed, and none lost or repeated."""
+
+    rearranges = False
+    undone = True  # whether autograd's way back changes what a gradient comes to
+
+    def fuse(self, p: Projected) -> Projected | None:
+        raise NotImplementedError
+
+
+class Same(Step):
+    """Copies, and views of everything."""
+
+    rearranges, undone = True, False
+
+    def fuse(self, p: Projected) -> Projected | None:
+        return p
+
+
+class Cast(Step):
+    """Another floating dtype: the loss is computed in float32 or better in any case."""
+
+    undone = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def fuse(self, p: Projected) -> Projected | None:
+        # Who asks for float64 means it.
+        if self.dtype == torch.float64 != p.hidden.dtype:
+            return None
+        if torch.finfo(self.dtype).eps > torch.finfo(p.hidden.dtype).eps:
+            return p._replace(rounded=True)
+        return p
+
+
+class Reshape(Step):
+    """The same values in the same order."""
+
+    rearranges, undone = True, False
+
+    def __init__(self, before: Shape, after: Shape) -> None:
+        self.before, self.after = before, after
+
+    def fuse(self, p: Projected) -> Projected | None:
+        c = p.class_dim
+        if c == len(self.before) - 1:
+            at = len(self.after) - 1
+        else:
+            outer = math.prod(self.before[:c])
+            products = [math.prod(self.after[:k]) for k in range(len(self.after))]
+            sizes = zip(products, self.after, strict=True)
+            found = [k for k, (n, V) in enumerate(sizes) if n == outer and V == self.before[c]]
+            at = found[-1] if found else -1
+        if at < 0 or self.after[at] != self.before[c]:
+            return None  # the classes are mixed with something else
+        shape = [*self.after[:at], *self.after[at + 1 :], p.hidden.shape[-1]]
+        return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
+
+
+class Permute(Step):
+    rearranges = True
+
+    def __init__(self, dims: Shape, after: Shape) -> None:
+        self.dims, self.after = dims, after
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Permute) and self.dims == other.dims
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fuse(self, p: Projected) -> Projected | None:
+        rows = [p.insert(d) for d in self.dims if d != p.class_dim]
+        hidden = p.hidden.permute([*rows, len(rows)])
+        return p._replace(hidden=hidden, class_dim=self.dims.index(p.class_dim))
+
+
+class Slice(Step):
+    def __init__(self, dim: int, index: slice, before: Shape, after: Shape) -> None:
+        self.dim, self.index, self.before, self.after = dim, index, before, after
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slice) and (self.dim, self.index, self.before) == (
+            other.dim,
+            other.index,
+            other.before,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fuse(self, p: Projected) -> Projected | None:
+        if self.dim != p.class_dim:
+            index = (*(slice(None) for _ in range(p.insert(self.dim))), self.index)
+            return p._replace(hidden=p.hidden[index])
+        here = p.classes
+        start, stop, step = self.index.indices(here.stop - here.start)
+        if step != 1 or stop <= start:
+            return None
+        return p._replace(classes=slice(here.start + start, here.start + stop))
+
+
+class Index(Step):
+    """Masks and lists of positions, as they are now."""
+
+    def __init__(self, indices: tuple[Tensor | None, ...], before: Shape, after: Shape) -> None:
+        self.indices = tuple(None if i is None else i.clone() for i in indices)
+        self.given = tuple(None if i is None else identity(i) for i in indices)
+        self.before, self.after = before, after
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Index) and self.before == other.before and self.given == other.given
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fuse(self, p: Projected) -> Projected | None:
+        used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in self.indices)
+        if p.class_dim != len(self.before) - 1 or used > p.class_dim:
+            return None
+        hidden = p.hidden[tuple(slice(None) if i is None else i for i in self.indices)]
+        return p._replace(hidden=hidden, class_dim=len(self.after) - 1)
+
+
+def identity(x: Tensor) -> Any:
+    return x.dtype, x.shape, x.stride(), x.data_ptr(), x._version
+
+
+class Scale(Step):
+    """Times a number, or divided by one: a division is not rounded as a product is."""
+
+    def __init__(self, kind: str, number: float) -> None:
+        self.kind, self.number = kind, number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale) and (self.kind, self.number) == (other.kind, other.number)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fuse(self, p: Projected) -> Projected | None:
+        if self.kind == "div" and self.number == 0:
+            return None
+        factor = self.number if self.kind == "mul" else 1 / self.number
+        if p.cap is None:
+            return p._replace(scale=p.scale * factor)
+        return p._replace(cap=p.cap * factor)
+
+
+class Cap(Step):
+    """A tanh; each is equal to itself alone."""
+
+    def fuse(self, p: Projected) -> Projected | None:
+        return None if p.cap is not None else p._replace(cap=1.0)
+
+
+class Bias(Step):
+    """One value per class added, before anything else is done to the values."""
+
+    undone = False
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias  # (V,)
+
+    def fuse(self, p: Projected) -> Projected | None:
+        if p.scale != 1.0 or p.cap is not None or p.class_dim != p.hidden.dim() - 1:
+            return None
+        if p.rounded or torch.promote_types(p.hidden.dtype, self.bias.dtype) != p.hidden.dtype:
+            return None  # a bias finer than the logits
+        if p.classes != slice(0, len(self.bias)):
+            return None
+        bias = self.bias.to(p.hidden.dtype)
+        return p._replace(bias=bias if p.bias is None else p.bias + bias)
+
+
+def scale_and_cap(p: Projected) -> tuple[float, float | None] | None:
+    """``(logit_scale, softcap)``: ``b * tanh(a * z)`` is a cap of b after a scale of ab."""
+    if p.cap is None:
+        return (p.scale, None) if math.isfinite(p.scale) else None
+    scale = p.scale * p.cap
+    return (scale, abs(p.cap)) if math.isfinite(scale) and p.cap else None
+
+
+# ---- how arguments read ---------------------------------------------------------------------
+# Each is given the logits' shape and what becomes of them (a tensor without data), then what the
+# operator or the method is given besides.
+
+Steps = tuple[Step, ...]
+
+
+def _same(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
+    return (Same(),)
+
+
+def _cast(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
+    return (Cast(out.dtype),) if out.dtype.is_floating_point else None
+
+
+def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> Steps | None:
+    if any(isinstance(a, torch.dtype) for a in args):
+        return None
+    return (Reshape(before, tuple(out.shape)),)
+
+
+def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    order = tuple(d % len(before) for d in order)
+    return (Permute(order, tuple(out.shape)),) if sorted(order) == list(range(len(before))) else None
+
+
+def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> Steps | None:
+    if not isinstance(source, int) or not isinstance(destination, int):
+        return None
+    order = list(range(len(before)))
+    order.insert(destination % len(before), order.pop(source % len(before)))
+    return (Permute(tuple(order), tuple(out.shape)),)
+
+
+def _transpose(before: Shape, out: Tensor, dim0: int, dim1: int) -> Steps | None:
+    order = list(range(len(before)))
+    dim0, dim1 = dim0 % len(before), dim1 % len(before)
+    order[dim0], order[dim1] = dim1, dim0
+    return (Permute(tuple(order), tuple(out.shape)),)
+
+
+def _turn(before: Shape, out: Tensor) -> Steps | None:
+    return (Same(),) if len(before) < 2 else _transpose(before, out, -2, -1)
+
+
+def _slice(
+    before: Shape,
+    out: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Steps | None:
+    dim = dim % len(before)
+    index = slice(*slice(start, end, step).indices(before[dim]))
+    return (Slice(dim, index, before, tuple(out.shape)),)
+
+
+def _narrow(before: Shape, out: Tensor, dim: int, start: int, length: int) -> Steps | None:
+    if not isinstance(start, int):
+        return None
+    start = start % max(before[dim], 1) if start < 0 else start
+    return _slice(before, out, dim, start, start + length)
+
+
+def _select(before: Shape, out: Tensor, dim: int, index: int) -> Steps | None:
+    if isinstance(index, Tensor):
+        return None
+    dim = dim % len(before)
+    index = index + before[dim] if index < 0 else index
+    narrow = (*before[:dim], 1, *before[dim + 1 :])
+    step = Slice(dim, slice(index, index + 1, 1), before, narrow)
+    return step, Reshape(narrow, tuple(out.shape))
+
+
+def _index(before: Shape, out: Tensor, indices: Any) -> Steps | None:
+    return (Index(tuple(indices), before, tuple(out.shape)),)
+
+
+def number_of(x: Any) -> float | None:
+    """A number, also where it is a tensor without dimensions."""
+    if isinstance(x, Tensor):
+        if x.dim() or x.is_complex() or torch.compiler.is_compiling():
+            return None
+        return float(x.detach())
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
-def _mul(x: Lazy, other: Any) -> Any:
-    return NotImplemented if _number(other) is None else _step(x, "mul", other)
+def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
+    number = number_of(other)
+    return None if number is None else (Scale("mul", number), Cast(out.dtype))
 
 
-def _div(x: Lazy, other: Any, *, rounding_mode: str | None = None) -> Any:
-    if _number(other) is None or rounding_mode is not None:
-        return NotImplemented
-    return _step(x, "div", other)
-
-
-def _add(x: Lazy, other: Any, *, alpha: float = 1) -> Any:
-    """A bias: one value per entry of the vocabulary, before anything else is done to the values."""
-    s = x._state
-    V = s.head.V
-    if (
-        not isinstance(other, Tensor)
-        or isinstance(other, Lazy)
-        or torch.promote_types(s.hidden.dtype, other.dtype) != s.hidden.dtype  # would be rounded
-        or other.numel() != V
-        or other.shape[-1:] != (V,)
-        or other.dim() > len(s.shape)
-        or other.device != s.hidden.device
-        or not class_last(x)
-        or s.vocabulary != slice(0, V)
-        or (x.is_detached() and other.requires_grad and torch.is_grad_enabled())
-        or alpha != 1
-        or s.steps
-    ):
-        return NotImplemented
-    bias = other.reshape(V).to(s.hidden.dtype)
-    bias = bias if s.bias is None else s.bias + bias
-    return _copy(x, bias=bias)
-
-
-def _tanh(x: Lazy) -> Any:
-    return _step(x, "tanh", None)
-
-
-def _step(x: Lazy, kind: str, argument: Any) -> Any:
-    return _copy(x, steps=(*x._state.steps, (kind, argument)))
-
-
-def _copy(x: Lazy, **changes: Any) -> Any:
-    """``x`` with another state that changes values alone; it shares nothing with ``x``."""
-    new = changed(x, **changes)
-    if not torch.compiler.is_compiling():
-        new._strided = torch.empty_like(x.strided(), dtype=new._state.dtype)
-    return new
-
-
-def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The in-place twin of a step: the same object, standing for something else from now on.
-
-    Where somebody else would have to see that, real logits are written into.
-    """
-
-    def run(x: Lazy, *args: Any) -> Any:
-        shared = x._parent is not None or x._has_views or x._real is not None
-        if shared or (x.wants_graph() and not torch.is_grad_enabled()):
-            return NotImplemented
-        result = handler(x, *args)
-        if result is NotImplemented:
-            return NotImplemented
-        x.replace(result._state)
-        return x
-
-    return run
-
-
-def _cast(x: Lazy, dtype: torch.dtype) -> Any:
-    if not dtype.is_floating_point:
-        return NotImplemented
-    if dtype == x._state.dtype:
-        return x
-    return _copy(x, dtype=dtype, steps=(*x._state.steps, ("to", dtype)))
-
-
-def _to(x: Lazy, *args: Any, **kwargs: Any) -> Any:
-    dtype, device = kwargs.pop("dtype", None), kwargs.pop("device", None)
-    for argument in args[:2]:
-        if isinstance(argument, torch.dtype):
-            dtype = argument
-        elif isinstance(argument, Tensor):
-            dtype, device = argument.dtype, argument.device
-        elif isinstance(argument, (torch.device, str, int)) and not isinstance(argument, bool):
-            device = argument
-        elif argument is not None:
-            return NotImplemented
-    copy = kwargs.pop("copy", False)
-    kwargs.pop("non_blocking", None)
-    if kwargs or len(args) > 2:
-        return NotImplemented
-    if device is not None:
-        device = torch.device(device)
-        here = x._state.hidden.device
-        if device.type != here.type or device.index not in (None, here.index):
-            return NotImplemented
-    new = x if dtype is None else _cast(x, dtype)
-    return _copy(x) if copy and new is x else new
-
-
-# ---- what the steps come to ------------------------------------------------------------------
-
-
-def scale_and_cap(steps: tuple[tuple[str, Any], ...]) -> tuple[float, float | None] | None:
-    """Steps as ``(logit_scale, softcap)``: ``b * tanh(a * x)`` is a cap of b after a scale of ab.
-
-    ``None`` where they are something else, such as a second tanh.
-    """
-    scale, outer, capped = 1.0, 1.0, False
-    for kind, argument in steps:
-        if kind == "tanh":
-            if capped:
-                return None
-            capped = True
-        elif kind in ("mul", "div"):
-            number = float(argument)
-            factor = number if kind == "mul" else (1 / number if number else math.inf)
-            if capped:
-                outer *= factor
-            else:
-                scale *= factor
-    if not math.isfinite(scale * outer) or (capped and outer == 0):
+def _over(
+    before: Shape, out: Tensor, other: Any, *, rounding_mode: str | None = None
+) -> Steps | None:
+    number = number_of(other)
+    if number is None or rounding_mode is not None:
         return None
-    return (scale * outer, abs(outer)) if capped else (scale, None)
+    return (Scale("div", number), Cast(out.dtype))
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    name: step
-    for step, names in (
-        (_mul, ("mul", "multiply", "__mul__", "__rmul__")),
-        (_div, ("div", "divide", "true_divide", "truediv", "__truediv__")),
-        (_tanh, ("tanh",)),
-        (_add, ("add", "__add__", "__radd__")),
-        (_in_place(_mul), ("mul_", "imul", "__imul__")),
-        (_in_place(_div), ("div_", "itruediv", "__itruediv__")),
-        (_in_place(_tanh), ("tanh_",)),
-        (lambda x: _cast(x, torch.float32), ("float",)),
-        (lambda x: _cast(x, torch.float64), ("double",)),
-        (lambda x: _cast(x, torch.float16), ("half",)),
-        (lambda x: _cast(x, torch.bfloat16), ("bfloat16",)),
-        (lambda x, other: _cast(x, other.dtype), ("type_as",)),
-        (_to, ("to",)),
-        (lambda x, **_: _copy(x), ("clone",)),  # DDP clones what a model returns
-    )
-    for name in names
-} | VIEWS
+def _minus(before: Shape, out: Tensor) -> Steps | None:
+    return (Scale("mul", -1.0),)
+
+
+def _tanh(before: Shape, out: Tensor) -> Steps | None:
+    return (Cap(),)
+
+
+def _plus(before: Shape, out: Tensor, other: Any, *, alpha: float = 1) -> Steps | None:
+    if not isinstance(other, Tensor) or alpha != 1 or not before or tuple(out.shape) != before:
+        return None
+    if other.numel() != before[-1] or other.shape[-1:] != before[-1:]:
+        return None
+    bias = other.reshape(-1)
+    if not torch.compiler.is_compiling():
+        wanted, bias = other.requires_grad, bias.detach().clone()  # it may be written into
+        bias.requires_grad_(wanted)
+    return (Bias(bias), Cast(out.dtype))
+
+
+def _subscript(before: Shape, out: Tensor, item: Any) -> Steps | None:
+    items = list(item) if isinstance(item, tuple) else [item]
+    if any(isinstance(i, bool) or (isinstance(i, Tensor) and i.dim() == 0) for i in items):
+        return None
+    used = sum(_dims_of(i) for i in items if i is not None and i is not Ellipsis)
+    dots = [k for k, i in enumerate(items) if i is Ellipsis]
+    if len(dots) > 1 or used > len(before):
+        return None
+    at = dots[0] if dots else len(items)
+    items[at : at + len(dots)] = [slice(None)] * (len(before) - used)
+    return (Subscript(tuple(items)),)
+
+
+def _dims_of(i: Any) -> int:
+    return i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1
+
+
+class Subscript(Step):
+    """``logits[items]`` with an item for each dimension, in code that is traced."""
+
+    def __init__(self, items: tuple[Any, ...]) -> None:
+        self.items = items
+
+    def fuse(self, p: Projected) -> Projected | None:
+        *rows, classes = self.items
+        if p.class_dim != p.hidden.dim() - 1 or not isinstance(classes, slice):
+            return None
+        here = p.classes
+        start, stop, step = classes.indices(here.stop - here.start)
+        if step != 1 or stop <= start:
+            return None
+        hidden = p.hidden[tuple(rows)] if rows else p.hidden
+        left = slice(here.start + start, here.start + stop)
+        return p._replace(hidden=hidden, class_dim=hidden.dim() - 1, classes=left)
+
+
+# ---- how autograd undoes them ---------------------------------------------------------------
+# Given the gradient and what the operator is given besides: the step that it undoes, if any.
+
+
+def _undo_permute(read: Callable[..., Steps | None]) -> Callable[..., Step | None]:
+    def undo(grad: Tensor, *args: Any, **kwargs: Any) -> Step | None:
+        out = torch.empty(0, device="meta")
+        steps = read(tuple(grad.shape), out, *args, **kwargs)
+        if steps is None or not isinstance(steps[0], Permute):
+            return None
+        dims = steps[0].dims
+        return Permute(tuple(dims.index(d) for d in range(len(dims))), tuple(grad.shape))
+
+    return undo
+
+
+def _undo_slice(
+    grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int
+) -> Step | None:
+    index = slice(*slice(start, end, step).indices(sizes[dim]))
+    return Slice(dim % len(sizes), index, tuple(sizes), tuple(grad.shape))
+
+
+def _undo_select(grad: Tensor, sizes: Any, dim: int, index: int) -> Step | None:
+    dim = dim % len(sizes)
+    index = index + sizes[dim] if index < 0 else index
+    narrow = (*sizes[:dim], 1, *sizes[dim + 1 :])
+    return Slice(dim, slice(index, index + 1, 1), tuple(sizes), narrow)
+
+
+def _undo_times(grad: Tensor, other: Any) -> Step | None:
+    number = number_of(other)
+    return None if number is None else Scale("mul", number)
+
+
+def _undo_over(grad: Tensor, other: Any) -> Step | None:
+    number = number_of(other)
+    return None if number is None else Scale("div", number)
+
+
+def _undo_minus(grad: Tensor) -> Step | None:
+    return Scale("mul", -1.0)
+
+
+def _undo_tanh(grad: Tensor, result: Any) -> Step | None:
+    steps = [s for s in getattr(result, "steps", None) or () if s.undone]
+    return steps[-1] if steps and isinstance(steps[-1], Cap) else None
+
+
+class Row(NamedTuple):
+    ops: tuple[str, ...]  # operators of torch.ops.aten
+    methods: tuple[str, ...]  # of tensors, for code that torch.compile traces
+    read: Callable[..., Steps | None]
+    undo_ops: tuple[str, ...] = ()
+    undo: Callable[..., Step | None] | None = None
+    in_place: tuple[str, ...] = ()  # operators and methods that write into the logits instead
+
+
+STEPS = (
+    Row(("detach", "alias", "clone", "lift_fresh"), ("clone", "contiguous", "detach"), _same),
+    Row(
+        ("_to_copy",),
+        ("to", "float", "double", "half", "bfloat16", "type_as"),
+        _cast,
+    ),
+    Row(
+        ("view", "_unsafe_view", "_reshape_alias", "squeeze", "squeeze.dim", "squeeze.dims",
+         "unsqueeze"),
+        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze",
+         "unsqueeze"),
+        _reshape,
+    ),
+    Row(("permute",), ("permute",), _permute, ("permute",), _undo_permute(_permute)),
+    Row(
+        ("transpose.int",), ("transpose", "swapaxes", "swapdims"), _transpose,
+        ("transpose.int",), _undo_permute(_transpose),
+    ),
+    Row((), ("movedim", "moveaxis"), _movedim),
+    Row(("t",), (), _turn, ("t",), _undo_permute(_turn)),
+    Row(("slice.Tensor",), (), _slice, ("slice_backward",), _undo_slice),
+    Row((), ("narrow",), _narrow),
+    Row((), ("__getitem__",), _subscript),
+    Row(("select.int",), ("select",), _select, ("select_backward",), _undo_select),
+    Row(("index.Tensor",), (), _index),
+    Row(
+        ("mul.Tensor", "mul.Scalar"),
+        ("mul", "multiply", "__mul__", "__rmul__"),
+        _times,
+        ("mul.Tensor", "mul.Scalar"),
+        _undo_times,
+        ("mul_.Tensor", "mul_.Scalar", "mul_", "__imul__"),
+    ),
+    Row(
+        ("div.Tensor", "div.Scalar"),
+        ("div", "divide", "true_divide", "__truediv__"),
+        _over,
+        ("div.Tensor", "div.Scalar"),
+        _undo_over,
+        ("div_.Tensor", "div_.Scalar", "div_", "__itruediv__"),
+    ),
+    Row(("neg",), ("neg", "negative", "__neg__"), _minus, ("neg",), _undo_minus, ("neg_",)),
+    Row(("tanh",), ("tanh",), _tanh, ("tanh_backward",), _undo_tanh, ("tanh_",)),
+    Row(("add.Tensor",), ("add", "__add__", "__radd__"), _plus),
+)  # fmt: skip

@@ -2,67 +2,158 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from fusedce.head.lazy.logits import LazyLogits, take_step
-from fusedce.head.lazy.state import Lazy, State
-from fusedce.head.lazy.steps import METHODS
+from fusedce.contract.checks import autocast_dtype
+from fusedce.head.call import HeadCall
+from fusedce.head.clock import CLOCK, Tick
+from fusedce.head.lazy.loss import project, request_of
+from fusedce.head.lazy.make import MakeLogits
+from fusedce.head.lazy.steps import STEPS, Cast, Row, Steps
+from fusedce.head.recipe import Recipe
+from fusedce.head.report import Report
 
 
-class TracedLogits(Lazy):
+class Origin(NamedTuple):
+    """The run of a head in compiled code."""
+
+    module: nn.Module
+    recipe: Recipe
+    hidden: Tensor
+    report: Report
+    tick: Tick
+    grad: bool  # whether it ran with gradients
+
+
+class Traced(NamedTuple):
+    """A method called on logits, and whether gradients were on."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+
+    def __call__(self, x: Any) -> Any:
+        with torch.set_grad_enabled(self.grad):
+            return getattr(x, self.name)(*self.args, **self.kwargs)
+
+
+class TracedLogits:
     """What a replaced head returns while ``torch.compile`` traces: no tensor, but like one.
 
-    In the traced code the steps and the loss are those of :class:`LazyLogits`, and everything else
-    gets real logits. Outside, where a compiled model has returned it, it passes everything on to
-    a :class:`LazyLogits` of the same state, or to real logits that the traced code has looked at.
+    In the traced code the steps and the loss are those of lazy logits, and everything else gets
+    real logits. Nobody knows there which calls copy, for strides are symbols; so with the first
+    look at any of them, before anything can be written, all that came of a head are made. Outside,
+    where a compiled model has returned it, it passes everything on to lazy logits.
     """
 
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._outside: LazyLogits | None = None
+    def __init__(self, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._origin, self._shape, self._dtype = origin, shape, dtype
+        self._steps: Steps = ()
+        self._parent: TracedLogits | None = None
+        self._made_by: tuple[Traced, ...] = ()  # of the parent's, then in place
+        self._children: list[TracedLogits] = []
+        self._grad = origin.grad
+        self._real: Tensor | None = None
+        self._outside: Any = None
 
-    def tensor(self) -> Tensor:
-        """A tensor with these values: real while tracing, lazy outside."""
-        if torch.compiler.is_compiling() or self.looked_at():
-            return self.materialize()
+    @classmethod
+    def make(
+        cls, module: nn.Module, recipe: Recipe, hidden: Tensor, dtype: torch.dtype, report: Report
+    ) -> TracedLogits:
+        origin = Origin(module, recipe, hidden, report, CLOCK.now, torch.is_grad_enabled())
+        shape = (*hidden.shape[:-1], recipe.weight.shape[0])
+        new = cls(origin, shape, hidden.dtype)
+        return new if dtype == hidden.dtype else take_step(new, "to", (dtype,), {})
+
+    def tensor(self) -> Any:
+        """A tensor with these values: real while tracing, lazy outside.
+
+        For consumers that ask with ``isinstance`` whether they are given a tensor.
+        """
+        if torch.compiler.is_compiling() or self._real is not None:
+            return self._look()
         if self._outside is None:
-            self._outside = LazyLogits.make(self._state)
+            if self._parent is None:
+                o = self._origin
+                call = HeadCall(o.module, o.recipe, o.hidden, o.report, o.tick)
+                with torch.set_grad_enabled(o.grad):
+                    x = MakeLogits.apply(call, o.hidden, *o.recipe.tensors())
+            else:
+                x = self._parent.tensor()
+            for step in self._made_by:
+                x = step(x)
+            self._outside = x
         return self._outside
+
+    def _look(self) -> Tensor:
+        if self._real is None:
+            root = self
+            while root._parent is not None:
+                root = root._parent
+            o = root._origin
+            with torch.set_grad_enabled(o.grad), torch.autocast(o.hidden.device.type, enabled=False):
+                operands = o.recipe.operands(o.hidden)
+                root._make(F.linear(*operands))
+        assert self._real is not None
+        return self._real
+
+    def _make(self, x: Tensor) -> None:
+        for step in self._made_by:
+            x = step(x)
+        if self._children or self._parent is not None:
+            x = x.clone() if self._made_by and self._made_by[-1].name == "tanh" else x
+        self._real = x
+        for child in self._children:
+            child._make(x)
+
+    # ---- what a tensor knows of itself -------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self._state.shape)
+        return torch.Size(self._shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._state.dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
-        return self._state.hidden.device
+        return self._origin.hidden.device
 
     @property
     def ndim(self) -> int:
-        return len(self._state.shape)
+        return len(self._shape)
 
     @property
     def requires_grad(self) -> bool:
-        return self.wants_graph()
+        recipe = self._origin.recipe
+        tensors = (self._origin.hidden, *recipe.tensors())
+        return self._grad and any(x.requires_grad for x in tensors)
+
+    @property
+    def mT(self) -> Any:
+        return self.transpose(-2, -1)
 
     def dim(self) -> int:
-        return len(self._state.shape)
+        return len(self._shape)
 
     def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self._state.shape[dim]
+        return self.shape if dim is None else self._shape[dim]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not one of a tensor's, or this object is half made
             raise AttributeError(name)
         return getattr(self.tensor(), name)
+
+    def __repr__(self) -> str:
+        return repr(self.tensor())
 
     @classmethod
     def __torch_function__(
@@ -74,11 +165,110 @@ class TracedLogits(Lazy):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            result = take_step(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        args, kwargs = _tensors(args), _tensors(kwargs)
-        return func(*args, **kwargs)
+            if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], TracedLogits):
+                args = (args[1], args[0])
+            x = args[0] if args else None
+            if isinstance(x, TracedLogits) and x._real is None:
+                if func is F.cross_entropy:
+                    result = _cross_entropy(*args, **kwargs)
+                elif func in _NAMES and "out" not in kwargs:
+                    result = take_step(x, _NAMES[func], args[1:], kwargs)
+                else:
+                    result = NotImplemented
+                if result is not NotImplemented:
+                    return result
+        return func(*_tensors(args), **_tensors(kwargs))
+
+
+def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a method does to logits that nobody has looked at; ``NotImplemented`` if that needs it.
+
+    In place it changes the object itself, where nobody else would have to see that.
+    """
+    in_place = name in _IN_PLACE
+    row = _IN_PLACE[name] if in_place else _METHODS[name]
+    if "out" in kwargs:
+        return NotImplemented
+    if row is _CAST:
+        dtype = _dtype_of(x, name, args, kwargs)
+        if dtype is None:
+            return NotImplemented
+        name, args, kwargs = "to", (dtype,), {k: v for k, v in kwargs.items() if k == "copy"}
+    if any(isinstance(a, TracedLogits) for a in args):
+        return NotImplemented
+    grad = torch.is_grad_enabled()
+    if in_place and (x._parent is not None or x._children or grad != x._grad):
+        return NotImplemented
+    out = _like(x, name, args, kwargs)
+    if out is None:
+        return NotImplemented
+    steps = row.read(x._shape, out, *args, **kwargs)
+    if steps is None:
+        return NotImplemented
+    traced = Traced(name, args, kwargs, grad)
+    if in_place:
+        x._made_by, x._steps = (*x._made_by, traced), (*x._steps, *steps)
+        return x
+    new = TracedLogits(x._origin, tuple(out.shape), out.dtype)
+    new._parent, new._made_by, new._steps = x, (traced,), (*x._steps, *steps)
+    new._grad = x._grad and grad and name != "detach"
+    x._children.append(new)
+    return new
+
+
+def _like(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor without data of the shape and dtype of the result; ``None`` for other devices."""
+    like = torch.empty(x._shape, dtype=x._dtype, device="meta")
+    if any(isinstance(a, Tensor) for a in args):
+        other = args[0]
+        if not isinstance(other, Tensor) or other.device != x.device:
+            return None
+        dtype = torch.promote_types(x._dtype, other.dtype)
+        return torch.empty(x._shape, dtype=dtype, device="meta")
+    if name in _IN_PLACE or name in ("mul", "div") or name.startswith("__r"):
+        return like
+    return getattr(like, name)(*args, **kwargs)
+
+
+_OWN_DTYPE = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def _dtype_of(x: TracedLogits, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
+    """What a cast casts to; ``None`` where it does something else as well."""
+    if name in _OWN_DTYPE:
+        return _OWN_DTYPE[name]
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    for argument in args[:2]:
+        if isinstance(argument, torch.dtype):
+            dtype = argument
+        elif isinstance(argument, (Tensor, TracedLogits)):
+            dtype, device = argument.dtype, argument.device
+        elif isinstance(argument, (torch.device, str)):
+            device = argument
+        elif argument is not None:
+            return None
+    here = x._origin.hidden.device
+    if device is not None and torch.device(device) not in (here, torch.device(here.type)):
+        return None
+    return x._dtype if dtype is None else dtype
+
+
+def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    o = x._origin
+    with torch.set_grad_enabled(torch.is_grad_enabled() and x._grad):
+        p = project(o.hidden, o.recipe.weight.shape[0], x._steps)
+        if p is None:
+            return NotImplemented
+        request = request_of(tuple(p.hidden.shape[:-1]), x.device, *args, **kwargs)
+        if request is None:
+            return NotImplemented
+        loss = request.fused(p, o.recipe)
+    return loss if autocast_dtype(x.device) is not None else loss.to(x._dtype)
 
 
 def _tensors(x: Any) -> Any:
@@ -92,19 +282,50 @@ def _tensors(x: Any) -> Any:
     return x
 
 
+def _split(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = torch.empty(x._shape, dtype=x._dtype, device="meta")
+    if name == "unbind":
+        dim = args[0] if args else kwargs.get("dim", 0)
+        return tuple(x.select(dim, i) for i in range(x._shape[dim]))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    parts, begin = [], 0
+    for part in getattr(like, name)(*args, **kwargs):
+        parts.append(x.narrow(dim, begin, part.shape[dim]))
+        begin += part.shape[dim]
+    return tuple(parts)
+
+
 def _method(name: str) -> Callable[..., Any]:
     """A method of traced logits: the step of that name, or the tensor's method."""
-    step = METHODS.get(name)
+    is_step, splits = name in _METHODS or name in _IN_PLACE, name in _SPLITS
 
     def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-        if step is not None and torch.compiler.is_compiling() and not self.looked_at():
-            result = step(self, *args, **kwargs)
+        if (is_step or splits) and torch.compiler.is_compiling() and self._real is None:
+            result = (_split if splits else take_step)(self, name, args, kwargs)
             if result is not NotImplemented:
                 return result
         return getattr(self.tensor(), name)(*_tensors(args), **_tensors(kwargs))
 
     return method
 
+
+_METHODS: dict[str, Row] = {name: row for row in STEPS for name in row.methods}
+_IN_PLACE: dict[str, Row] = {
+    name: row for row in STEPS for name in row.in_place if "." not in name and name != "neg_"
+}
+_CAST = _METHODS["to"]
+_SPLITS = ("chunk", "split", "tensor_split", "unbind")
+_NAMES: dict[Any, str] = {
+    getattr(owner, name): name
+    for name in (*_METHODS, *_IN_PLACE)
+    for owner in (torch.Tensor, torch, operator)  # compiled code says `operator.mul`
+    if hasattr(owner, name)
+} | {operator.getitem: "__getitem__", operator.imul: "mul_", operator.itruediv: "div_",
+     operator.truediv: "div", operator.neg: "neg"}  # fmt: skip
+_SYMMETRIC = {
+    torch.Tensor.add, torch.Tensor.__add__, torch.add, operator.add,
+    torch.Tensor.mul, torch.Tensor.__mul__, torch.mul, operator.mul,
+}  # fmt: skip
 
 # Operators are looked up on the type, hence not by `__getattr__`.
 _OPERATORS = (
@@ -113,7 +334,7 @@ _OPERATORS = (
     "len", "iter", "contains", "bool", "float", "int", "index", "setitem",
     "iadd", "isub", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor",
 )  # fmt: skip
-for _name in (*METHODS, *(f"__{n}__" for n in _OPERATORS)):
+for _name in (*_METHODS, *_IN_PLACE, *_SPLITS, *(f"__{n}__" for n in _OPERATORS)):
     if hasattr(torch.Tensor, _name):
         setattr(TracedLogits, _name, _method(_name))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

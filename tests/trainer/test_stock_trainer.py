@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from tiny_trainer import Dataset, Seen, V, arguments, llama, train
+from support.tiny_trainer import Dataset, Seen, V, arguments, llama, train
 from transformers import LlamaForCausalLM, Trainer
 
 from fusedce import replace_loss_head

@@ -182,7 +182,7 @@ def test_frozen_head_costs_no_weight_gradient(monkeypatch):
         return fusedce.fused_ce(hidden, weight, labels, **kwargs)
 
     model = adapted()
-    monkeypatch.setattr("fusedce.head.lazy.logits.fused_ce", spy)
+    monkeypatch.setattr("fusedce.head.lazy.loss.fused_ce", spy)
     replace_loss_head(model)
     loss_and_grads(model)
     (weight,) = given

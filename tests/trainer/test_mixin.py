@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from tiny_trainer import (
+from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
     arguments,

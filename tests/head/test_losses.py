@@ -13,18 +13,7 @@ from torch import nn
 import fusedce
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.head.lazy.logits import LazyLogits
-
-V, H = 50, 16
-
-
-def plain_model(bias=False):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V, bias=bias))
-
-
-def tokens(*shape, seed=0):
-    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
-
+from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
@@ -66,13 +55,6 @@ LOSSES = {
         z.to(torch.float32).unsqueeze(0).squeeze(0).type_as(z).clone().flatten(0, 1), y.flatten()
     ),
 }
-
-
-def loss_and_grads(model, x, y, loss):
-    model.zero_grad()
-    value = loss(model(x), y)
-    value.backward()
-    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -174,7 +156,7 @@ class Twisted(nn.Linear):
     [
         (3, TypeError, "model must be a torch.nn.Module, got int"),
         (nn.ReLU(), ValueError, "must have a linear output head"),
-        (nn.Sequential(nn.Linear(4, 4), Twisted(4, 9)), ValueError, "head must be linear"),
+        (nn.Sequential(nn.Embedding(9, 4), Twisted(4, 9)), ValueError, "head must be linear"),
     ],
 )
 def test_refusals(model, error, message):
@@ -188,11 +170,6 @@ def test_head_that_is_not_linear():
 
 
 # ---- torch.compile --------------------------------------------------------------------------
-
-
-def compiled(model, **kwargs):
-    torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", **kwargs)
 
 
 # A shape or an option read from data breaks any graph; and torch traces nn.CrossEntropyLoss without
@@ -250,7 +227,7 @@ CLASSES = [
 @pytest.fixture(scope="module")
 def sweep():
     pytest.importorskip("transformers")
-    path = Path(__file__).parents[1] / "bench" / "sweep_heads.py"
+    path = Path(__file__).parents[2] / "bench" / "sweep_heads.py"
     spec = importlib.util.spec_from_file_location("sweep_heads", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["sweep_heads"] = module

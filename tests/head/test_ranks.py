@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from fusedce import replace_loss_head
-from fusedce.head.lazy.state import Lazy
+from fusedce.head.call import HeadCall
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -113,11 +113,11 @@ def worker(rank, path, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 
-    def materialize(self, **kwargs):
+    def logits(self):
         raise AssertionError("real logits were computed")
 
     try:
-        with mock.patch.object(Lazy, "materialize", materialize):
+        with mock.patch.object(HeadCall, "logits", logits):
             for name, case in CASES.items():
                 try:
                     results[name, rank] = case(rank)
@@ -156,7 +156,7 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import torch
 import torch.distributed as dist
-from tiny_trainer import *
+from support.tiny_trainer import *
 from fusedce import replace_loss_head
 
 data = Dataset(16)
@@ -198,7 +198,7 @@ def trainer_results(tmp_path_factory):
     for processes in (1, 2):
         out = folder / f"{processes}.json"
         script = folder / f"train{processes}.py"
-        tests = str(Path(__file__).parent)
+        tests = str(Path(__file__).parents[1])
         script.write_text(SCRIPT.format(tests=tests, folder=str(folder), out=str(out)))
         command = [sys.executable, str(script)]
         if processes == 2:

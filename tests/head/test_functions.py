@@ -1,0 +1,221 @@
+"""What enters below Python's overrides: functions, module hooks, checkpoints, transforms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from support.attacks import both
+from support.heads import V, ce
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+class OwnCrossEntropy(torch.autograd.Function):
+    """As libraries write them: the gradient is made in forward."""
+
+    @staticmethod
+    def forward(ctx, z, y):
+        p = z.float().softmax(-1)
+        grad = p.clone()
+        grad[torch.arange(len(y)), y] -= 1
+        ctx.save_for_backward(grad / len(y))
+        return -p.gather(1, y[:, None]).log().mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[0] * g, None
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5
+
+
+class WrongTurn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.reshape(g.shape[1], g.shape[0], g.shape[2])
+
+
+class WrongRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.shape = z.shape
+        return z[:, 1:]
+
+    @staticmethod
+    def backward(ctx, g):
+        out = g.new_zeros(ctx.shape)
+        out[:, :-1] = g
+        return out
+
+
+VIEWS = {
+    "itself": lambda z: z,
+    "flat": lambda z: z.view(-1, V),
+    "last": lambda z: z[:, -1],
+    "shifted": lambda z: z[:, :-1].contiguous().view(-1, V),
+    "chunk": lambda z: z.chunk(3)[1],
+    "transposed": lambda z: z.transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_function_of_any_view_gives_its_gradient(view):
+    both(lambda m, x, y: Squares.apply(VIEWS[view](m(x))))
+    both(lambda m, x, y: ce(m(x), y) + Squares.apply(VIEWS[view](m(x))))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_function_and_a_loss_of_the_same_logits(view):
+    def program(m, x, y):
+        z = m(x)
+        return ce(z, y) + Squares.apply(VIEWS[view](z)) + ce(z[:, 1:], y[:, 1:])
+
+    both(program)
+
+
+def test_a_librarys_own_cross_entropy():
+    both(lambda m, x, y: OwnCrossEntropy.apply(m(x).view(-1, V), y.view(-1)))
+
+
+@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongRows])
+def test_a_backward_that_is_no_derivative(function):
+    def program(m, x, y):
+        z = function.apply(m(x))
+        return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()])
+
+    both(program)
+
+
+def test_a_loss_module_with_a_backward_hook():
+    def program(m, x, y):
+        loss = nn.CrossEntropyLoss()
+        seen = []
+        loss.register_full_backward_hook(lambda _, i, o: seen.append(i[0]))
+        value = loss(m(x).view(-1, V), y.view(-1))
+        value.backward(retain_graph=True)
+        m.zero_grad()
+        return value, seen[0]
+
+    both(program)
+
+
+def test_a_backward_hook_of_the_loss_that_changes_the_gradient():
+    def program(m, x, y):
+        loss = nn.CrossEntropyLoss()
+        loss.register_full_backward_hook(lambda _, i, o: (i[0] * 3, None))
+        return loss(m(x).view(-1, V), y.view(-1))
+
+    both(program)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z, y: ce(z, y),
+        lambda z, y: ce(z.float() * 0.5, y),
+        lambda z, y: z.logsumexp(-1).mean(),
+        lambda z, y: z.log_softmax(-1).gather(-1, y[..., None]).mean(),
+        lambda z, y: ce(z, y) + z.square().mean(),
+        lambda z, y: Squares.apply(z[:, 1:]),
+    ],
+    ids=["loss", "scaled loss", "lse", "log_softmax", "both", "function"],
+)
+def test_a_checkpoint_of_what_follows_the_head(function, reentrant):
+    both(lambda m, x, y: checkpoint(function, m(x), y, use_reentrant=reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_head(reentrant):
+    def program(m, x, y):
+        return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
+
+    both(program)
+
+
+def test_a_look_without_grad_at_a_functions_output_keeps_the_graph():
+    def program(m, x, y):
+        z = Doubled.apply(m(x))
+        with torch.no_grad():
+            seen = z.argmax(-1).float() + z.amax(-1)
+        return ce(z, y), seen
+
+    both(program)
+
+
+def test_a_function_that_looks_and_any_other_use():
+    def program(m, x, y):
+        z = m(x)
+        return Squares.apply(z) + z.exp().mean() + ce(z, y) + z.logsumexp(-1).sum()
+
+    both(program)
+
+
+def test_vmap():
+    both(lambda m, x, y: torch.vmap(lambda z: z.softmax(-1).square().sum())(m(x)).sum())
+    both(lambda m, x, y: torch.vmap(F.cross_entropy)(m(x), y).sum())
+
+
+def test_a_gradient_by_torch_func_of_logits():
+    def program(m, x, y):
+        z = m(x)
+        g = torch.func.grad(lambda t: ce(t, y))(z.detach())
+        return ce(z, y), g
+
+    both(program)
+
+
+def test_a_penalty_on_the_gradient_of_real_logits():
+    def program(m, x, y):
+        h = m[0](x)
+        z = m[1](h)
+        (g,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
+        return g.square().sum() + z.square().mean()
+
+    both(program)
+
+
+def test_a_second_derivative_of_the_fused_loss_is_refused_in_words():
+    def program(m, x, y):
+        h = m[0](x)
+        (g,) = torch.autograd.grad(ce(m[1](h), y), h, create_graph=True)
+        return g.square().sum()
+
+    with pytest.raises(RuntimeError, match=r"no second derivative.*restore_loss_head"):
+        both(program)
+
+
+def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without():
+    def program(m, x, y):
+        loss = ce(m(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return loss.detach()
+
+    both(program)

@@ -1,0 +1,160 @@
+"""Which module is the head; copies of it; heads that come later; what is refused in words."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedce import head_report, replace_loss_head, restore_loss_head
+from fusedce.head.lazy.logits import LazyLogits
+from support.attacks import both
+from support.heads import H, V, ce, plain_model, tokens
+
+
+def test_a_shallow_copy_computes_with_its_own_parameters():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    h = model[0](x)
+    twin = copy.copy(model[1])
+    twin._parameters = {"weight": torch.zeros(V, H), "bias": None}
+    assert float(twin(h).abs().sum().detach()) == 0
+    assert float(model[1](h).abs().sum().detach()) > 0
+
+
+def test_a_replica_computes_with_its_own_parameters():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    replica = model[1]._replicate_for_data_parallel()
+    replica._parameters = {"weight": 2 * model[1].weight, "bias": None}
+    h = model[0](x)
+    torch.testing.assert_close(replica(h) + 0, 2 * model[1](h) + 0)
+    ce(replica(h), x).backward()
+    assert model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("lm_head", r"head must be a torch.nn.Module, got str: pass model.get_submodule\('lm_head'\)"),
+        (nn.Embedding(V, H), "head must be a linear layer .* got Embedding"),
+        (nn.Parameter(torch.zeros(V, H)), "head must be a torch.nn.Module, got Parameter"),
+        (nn.Bilinear(2, 2, 2), "head must be a linear layer .* got Bilinear"),
+        (nn.ReLU(), "head must be a linear layer .* got ReLU"),
+    ],
+)
+def test_what_is_no_head(head, message):
+    with pytest.raises(TypeError, match=message):
+        replace_loss_head(plain_model(), head=head)
+
+
+def test_a_head_that_cannot_be_run():
+    class Two(nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x + y)
+
+    with pytest.raises(ValueError, match="Two cannot be run on 4 random tokens"):
+        replace_loss_head(plain_model(), head=Two(H, V))
+
+
+class WithValueHead(nn.Module):
+    def __init__(self, V=V, rows=V):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, H)
+        self.lm_head = nn.Linear(H, V)
+        self.value_head = nn.Linear(H, 1)
+
+
+def test_a_value_head_is_not_taken_for_the_head():
+    model = replace_loss_head(WithValueHead())
+    assert type(model.lm_head(torch.zeros(2, H))) is LazyLogits
+    assert type(model.value_head(torch.zeros(2, H))) is torch.Tensor
+
+
+def test_where_several_could_be_meant_the_head_is_asked_for():
+    with pytest.raises(ValueError, match=r"head must be given.*lm_head, value_head could be"):
+        replace_loss_head(WithValueHead(rows=V + 3))
+    model = WithValueHead(rows=V + 3)
+    replace_loss_head(model, head=model.lm_head)
+    assert type(model.lm_head(torch.zeros(2, H))) is LazyLogits
+
+
+def test_class_weights_in_float64():
+    weight = torch.linspace(0, 1, V, dtype=torch.float64)
+    both(lambda m, x, y: F.cross_entropy(m(x).double().view(-1, V), y.view(-1), weight))
+
+
+# ---- heads that come later ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=64, use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+    return make
+
+
+def run(model):
+    ids = tokens(2, 9)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_a_resized_vocabulary_stays_replaced(llama, no_logits):
+    model = replace_loss_head(llama())
+    model.resize_token_embeddings(V + 8)
+    run(model).backward()
+    assert head_report(model).active
+    assert head_report(model).losses_fused == 1
+    restore_loss_head(model)
+    model.resize_token_embeddings(V + 9)
+    assert type(model(input_ids=tokens(2, 9)).logits) is torch.Tensor
+
+
+def test_lora_that_comes_later_stays_replaced(llama, no_logits):
+    peft = pytest.importorskip("peft")
+    model = replace_loss_head(llama())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    run(adapted).backward()
+    assert head_report(adapted).active
+    assert head_report(adapted).losses_fused == 1
+    merged = adapted.merge_and_unload()
+    run(merged)
+    assert head_report(merged).active
+    assert head_report(merged).losses_fused == 1
+
+
+def test_an_adapter_that_comes_later_and_is_not_understood_is_warned_of_once(llama):
+    peft = pytest.importorskip("peft")
+    model = replace_loss_head(llama())
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.warns(UserWarning, match="another head now, which is not replaced") as warned:
+        first = run(adapted)
+        run(adapted)
+    assert sum("another head" in str(w.message) for w in warned) == 1
+    torch.testing.assert_close(first, run(restore_loss_head(adapted)))
+
+
+def test_adalora_on_the_head_is_refused_in_words(llama):
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, target_modules=["lm_head"])
+    model = peft.get_peft_model(llama(), config)
+    with pytest.raises(ValueError, match=r"linear with LoRA, got the adapters \['default'\]"):
+        replace_loss_head(model)
+    assert run(model).requires_grad
+
+
+def test_a_deep_copy_watches_its_own_head(llama):
+    model = replace_loss_head(llama())
+    twin = copy.deepcopy(model)
+    twin.resize_token_embeddings(V + 8)
+    run(twin).backward()
+    assert head_report(twin).losses_fused == 1
+    assert head_report(model).losses_fused == 0

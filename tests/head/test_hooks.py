@@ -1,0 +1,163 @@
+"""Hooks, kept gradients, and gradients with respect to the logits, after the loss as before it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.attacks import both
+from support.heads import V, ce
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "change", [None, lambda g: 2 * g, lambda g: g.clamp(max=0), lambda g: g.flip(0)]
+)
+def test_a_hook_on_logits(when, change):
+    def program(m, x, y):
+        z, seen = m(x), []
+
+        def hook(g):
+            seen.append(g.detach().clone())
+            return None if change is None else change(g)
+
+        if when == "before":
+            z.register_hook(hook)
+        loss = ce(z, y)
+        if when == "after":
+            z.register_hook(hook)
+        loss.backward(retain_graph=True)
+        m.zero_grad()
+        return loss, seen[0]
+
+    both(program)
+
+
+def first_row(g):
+    g[0] = 0
+
+
+def through_a_view(g):
+    g.view(-1, V)[:, 3] = 0
+
+
+def view_made_before(g):
+    flat = g.view(-1, V)
+    g.mul_(3)
+    return flat.view(g.shape) + 0
+
+
+def views_of_views(g):
+    a, b = g.view(-1, V), g.detach()
+    a.view(-1)[::2] = 1
+    b.add_(0.5)
+    return a.view(g.shape) * 2
+
+
+def added_in_place(g):
+    flat = g.view(-1, V)
+    flat.add_(g.clone().view(-1, V))
+
+
+@pytest.mark.parametrize(
+    "write", [first_row, through_a_view, view_made_before, views_of_views, added_in_place]
+)
+def test_a_hook_that_writes_into_the_gradient(write):
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(write)
+        return ce(z, y)
+
+    both(program)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kept_gradient(when):
+    def program(m, x, y):
+        z = m(x)
+        flat = z.view(-1, V)
+        if when == "before":
+            z.retain_grad(), flat.retain_grad()
+        loss = F.cross_entropy(flat * 0.5, y.view(-1)) + z.square().mean()
+        if when == "after":
+            z.retain_grad(), flat.retain_grad()
+        loss.backward(retain_graph=True)
+        grads = z.grad.clone(), flat.grad.clone()
+        m.zero_grad()
+        return (loss, *grads)
+
+    both(program)
+
+
+def test_a_kept_gradient_may_be_read_after_the_optimizer_has_stepped():
+    def program(m, x, y):
+        z = m(x)
+        z.retain_grad()
+        loss = ce(z, y)
+        loss.backward(retain_graph=True)
+        torch.optim.SGD(m.parameters(), 0.1).step()
+        return loss.detach(), z.grad
+
+    both(program)
+
+
+@pytest.mark.parametrize("of", ["logits", "view", "cast", "capped"])
+def test_the_gradient_with_respect_to_logits(of):
+    def program(m, x, y):
+        z = m(x)
+        t = {
+            "logits": lambda: z,
+            "view": lambda: z[:, 1:],
+            "cast": lambda: z.double(),
+            "capped": lambda: (z / 3).tanh() * 3,
+        }[of]()
+        loss = F.cross_entropy(t.flatten(0, 1), y[:, -t.shape[1] :].flatten())
+        (g,) = torch.autograd.grad(loss, t, retain_graph=True)
+        return loss, g
+
+    both(program)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "sum", "label_smoothing": 0.1},
+        {"weight": torch.linspace(0, 1, V), "label_smoothing": 0.2},
+        {"weight": torch.linspace(0.5, 1, V)},
+        {"ignore_index": 3},
+        {"reduction": "none", "weight": torch.linspace(0, 1, V)},
+    ],
+)
+def test_the_gradient_with_respect_to_logits_under_every_option(options):
+    def program(m, x, y):
+        z = m(x)
+        loss = F.cross_entropy(z.transpose(1, 2), y, **options)
+        (g,) = torch.autograd.grad(loss.sum(), z, retain_graph=True)
+        weights = torch.arange(loss.numel()).view(loss.shape) / 7.0 + 1
+        (h,) = torch.autograd.grad((loss * weights).sum(), z, retain_graph=True)
+        return loss.sum(), g, h
+
+    both(program)
+
+
+def test_a_gradient_handed_on_by_hand():
+    """As pipelines do: the backward of the logits is called with what a leaf has got."""
+
+    def program(m, x, y):
+        z = m(x)
+        leaf = z.detach().requires_grad_()
+        loss = ce(leaf, y)
+        loss.backward()
+        z.backward(leaf.grad)
+        return loss.detach(), leaf.grad
+
+    both(program)
+
+
+def test_gradients_of_many_uses_add_up():
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(lambda g: g * 0.5)
+        loss = ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + z[:, -1].square().sum()
+        return loss + ce(z.transpose(0, 1), y.t()) + ce(z[y > 10], y[y > 10])
+
+    both(program)

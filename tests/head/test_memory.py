@@ -1,0 +1,116 @@
+"""What lazy logits keep alive, and how often logits are made."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedce import head_report, replace_loss_head
+from support.attacks import both
+from support.heads import V, ce, plain_model, tokens
+
+
+def test_kept_detached_logits_hold_no_graph():
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    hidden = torch.tanh(model[0](x))
+
+    class Hook:
+        def __call__(self, grad):
+            return None
+
+    hook = Hook()
+    hidden.register_hook(hook)
+    node = weakref.ref(hook)  # alive as long as the graph is
+    z = model[1](hidden)
+    kept = z.detach()
+    ce(z, y).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        del hidden, z, hook
+        assert node() is None
+    finally:
+        gc.enable()
+    assert kept.shape == (3, 7, V)
+
+
+def test_the_same_cast_twice_makes_logits_once():
+    def program(m, x, y):
+        z = m(x)
+        return z.float().logsumexp(-1).sum() + z.float().square().sum() + z.double().exp().mean()
+
+    assert both(program).logits_made == 1
+
+
+def test_copies_make_logits_of_what_they_are_copies_of():
+    def program(m, x, y):
+        z = m(x) * 0.5
+        a, b = z.clone(), z[:, 1:].contiguous()
+        return a.exp().sum() + b.square().sum() + z.sum()
+
+    assert both(program).logits_made == 1
+
+
+def test_hooks_that_change_nothing_make_no_logits(no_logits):
+    """As FSDP1, Fabric and others put on whatever a model returns."""
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    seen = []
+    z = model(x)
+    z.register_hook(lambda g: seen.append(g.shape))
+    z.register_hook(lambda g: g)
+    ce(z, y).backward()
+    assert seen == [(3, 7, V)]
+    assert head_report(model).losses_fused == 1
+
+
+LAZY = {
+    "chunk": lambda z, y: sum(ce(a, b) for a, b in zip(z.chunk(2), y.chunk(2), strict=True)),
+    "half of a chunk": lambda z, y: ce(z.chunk(2, 1)[0], y.chunk(2, 1)[0]),
+    "split": lambda z, y: sum(ce(a, b) for a, b in zip(z.split([3, 4], 1), y.split([3, 4], 1), strict=True)),
+    "tensor_split": lambda z, y: ce(z.tensor_split(3, dim=1)[1], y.tensor_split(3, dim=1)[1]),
+    "unbind": lambda z, y: sum(ce(a, b) for a, b in zip(z.unbind(1), y.unbind(1), strict=True)),
+    "narrow": lambda z, y: ce(z.narrow(1, 2, 3), y.narrow(1, 2, 3)),
+    "select": lambda z, y: ce(z.select(0, -1), y.select(0, -1)),
+    "iteration": lambda z, y: sum(ce(a, b) for a, b in zip(z, y, strict=True)),
+    "movedim": lambda z, y: F.cross_entropy(z.movedim(-1, 1), y),
+    "mT": lambda z, y: F.cross_entropy(z.mT, y),
+    "negation": lambda z, y: ce(-(-z * 0.5), y),
+    "0-d factor": lambda z, y: ce(z * torch.tensor(0.5), y),
+    "0-d factor first": lambda z, y: ce(torch.tensor(0.5) * z, y),
+    "0-d divisor": lambda z, y: ce(z / torch.tensor(1.7, dtype=torch.float64), y),
+    "several losses": lambda z, y: ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + ce(z * 0.5, y),
+    "loss times two": lambda z, y: (ce(z, y) + ce(z, y)) * 2,
+    "trainable bias": lambda z, y: ce(z + torch.zeros(V, requires_grad=True), y),
+    "mask of rows": lambda z, y: ce(z[y > 10], y[y > 10]),
+    "list of rows": lambda z, y: ce(z[[0, 2]], y[[0, 2]]),
+    "clone of a hook": lambda z, y: ce(z.clone().transpose(0, 1).contiguous(), y.t()),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_what_stays_lazy(name, request):
+    both(lambda m, x, y: LAZY[name](m(x), y))
+    request.getfixturevalue("no_logits")
+    model = replace_loss_head(plain_model())
+    LAZY[name](model(tokens(3, 7)), tokens(3, 7, seed=1)).backward()
+
+
+def test_a_trained_bias_gets_its_gradient(no_logits):
+    grads = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        bias = torch.linspace(-1, 1, V).requires_grad_()
+        z = model(tokens(3, 7)) + bias
+        (ce(z * 0.5, tokens(3, 7, seed=1)) + ce(z[:, 1:], tokens(3, 6))).backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_trained_temperature_gets_its_gradient():
+    grads = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        t = torch.tensor(0.7, requires_grad=True)
+        ce(model(tokens(3, 7)) * t, tokens(3, 7, seed=1)).backward()
+        grads.append((t.grad, model[1].weight.grad))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)

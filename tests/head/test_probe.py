@@ -1,0 +1,132 @@
+"""Heads that do more than hidden @ weight.T + bias are reproduced or refused, in every mode."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedce import head_report, replace_loss_head
+from support.attacks import both
+from support.heads import H, V, ce, plain_model, tokens
+
+
+def model_of(head):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(V, H), head)
+
+
+class Upcasting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+@pytest.mark.parametrize("when", ["bf16 model", "autocast", "turned to bf16 later"])
+def test_a_head_that_upcasts(when):
+    native = model_of(Upcasting(H, V))
+    if when == "bf16 model":
+        native.bfloat16()
+    replaced = replace_loss_head(copy.deepcopy(native))
+    if when == "turned to bf16 later":
+        native.bfloat16(), replaced.bfloat16()
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    results = []
+    for m in (native, replaced):
+        with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
+            z = m(x)
+            assert z.dtype == torch.float32
+            results.append((z + 0, ce(z, y)))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-3, atol=0)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class ScaledInTraining(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (0.5 if self.training else 1.0)
+
+
+class ScaledInEvaluation(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(Noisy, "training"), (ScaledInTraining, "training"), (ScaledInEvaluation, "evaluation")],
+)
+@pytest.mark.parametrize("begin", ["train", "eval"])
+def test_what_a_head_does_in_one_mode_alone_is_refused(kind, mode, begin):
+    model = getattr(model_of(kind(H, V)), begin)()
+    before = dict(model[1].__dict__)
+    with pytest.raises(ValueError, match=f"but in {mode} the loss of {kind.__name__} differs"):
+        replace_loss_head(model)
+    assert dict(model[1].__dict__) == before
+    assert type(model[1]) is kind
+    assert model.training == (begin == "train")
+
+
+class SaturatingInHalf(nn.Linear):
+    def forward(self, x):
+        z = super().forward(x)
+        return z if z.dtype == torch.float32 else z.clamp(-0.1, 0.1)
+
+
+def test_what_a_head_does_in_another_dtype_gets_the_original():
+    native = model_of(SaturatingInHalf(H, V))
+    replaced = replace_loss_head(copy.deepcopy(native))
+    both(lambda m, x, y: ce(m(x), y), native)
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ce(replaced(x), y), ce(native(x), y))
+    assert any("differs from that" in note for note in head_report(replaced).notes)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.spectral_norm,
+                                  nn.utils.parametrizations.weight_norm,
+                                  nn.utils.spectral_norm])  # fmt: skip
+def test_a_parametrized_weight(wrap, mode):
+    native = getattr(model_of(wrap(nn.Linear(H, V, bias=False))), mode)()
+    replaced = replace_loss_head(copy.deepcopy(native))
+    for b, c in zip(native.buffers(), replaced.buffers(), strict=True):
+        assert torch.equal(b, c)  # asking has changed nothing
+    for _ in range(2):  # a power iteration each time
+        x, y = tokens(3, 7), tokens(3, 7, seed=1)
+        results = []
+        for m in (native, replaced):
+            m.zero_grad()
+            loss = ce(m(x), y)
+            loss.backward()
+            results.append((loss.detach(), {n: p.grad for n, p in m.named_parameters()}))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+    assert head_report(replaced).losses_fused == 2
+
+
+def test_replacing_draws_no_random_numbers():
+    model = plain_model()
+    state = torch.random.get_rng_state()
+    replace_loss_head(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_replacing_inside_autocast_takes_a_plain_head():
+    model = plain_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        replace_loss_head(model)
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    torch.testing.assert_close(ce(model(x), y), ce(plain_model()(x), y))
+
+
+def test_replacing_without_grad_and_in_inference_mode():
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = plain_model()
+        with mode():
+            replace_loss_head(model)
+        ce(model(tokens(3, 7)), tokens(3, 7, seed=1)).backward()
+        assert model[1].weight.grad is not None

@@ -1,0 +1,89 @@
+"""What a replaced head says of itself."""
+
+import pytest
+import torch
+
+from fusedce import head_report, replace_loss_head, restore_loss_head
+from support.heads import V, ce, compiled, plain_model, tokens
+
+
+def test_a_report_names_each_place_that_made_logits():
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    report = head_report(model)
+    assert (report.active, report.since) == (False, None)
+    assert "the model's own" in str(report)
+    replace_loss_head(model)
+    ce(model(x), y).backward()
+    for _ in range(2):
+        model(x).argmax(-1)  # this line
+    model(x)[:, -1].softmax(-1)
+    report = head_report(model)
+    assert report.active
+    assert (report.losses_fused, report.logits_made) == (1, 3)
+    argmax, softmax = report.places
+    assert (argmax.operation, argmax.times) == ("aten.argmax.default", 2)
+    assert (argmax.shape, argmax.bytes) == ((3, 7, V), 4 * 21 * V)
+    file, line = argmax.line.rsplit(":", 1)
+    assert file == __file__
+    assert "# this line" in open(file).read().splitlines()[int(line) - 1]
+    assert softmax.operation == "aten._softmax.default"
+    assert "2 x aten.argmax.default" in str(report)
+    restore_loss_head(model)
+    assert not head_report(model).active
+
+
+def test_a_report_says_why_the_original_head_runs():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    torch.func.functional_call(model, dict(model.named_parameters()), x)
+    torch.vmap(lambda h: model[1](h))(model[0](x))
+    (note,) = head_report(model).notes
+    assert "a transform of torch.func runs it" in note or "its input is not" in note
+
+
+def test_explain_prints_each_place_once(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDCE_EXPLAIN", "1")
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    for _ in range(3):
+        model(x).argmax(-1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "logits (3, 7, 50), 0.0 MiB, for aten.argmax.default at" in lines[0]
+    assert "test_report.py" in lines[0]
+
+
+def test_a_report_of_no_model():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got int"):
+        head_report(3)
+
+
+# ---- what logits look like ------------------------------------------------------------------
+
+
+def test_printing_shows_the_values_once_they_exist():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    z = model(x)
+    assert repr(z) == "LazyLogits(shape=(3, 7, 50), dtype=torch.float32, not computed)"
+    assert str(z) == f"{z}" == repr(z)
+    z.argmax(-1)
+    assert repr(z.detach()[0, 0, :2]).startswith("LazyLogits([")
+    first = float(z[0, 0, 0].detach())
+    assert f"{first:.4f}" in repr(z)
+    assert head_report(model).logits_made == 1
+
+
+def test_consumers_of_a_compiled_models_logits():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    run = compiled(model, fullgraph=True)
+    real = model(x).detach() + 0
+    batch = torch.utils.data.default_collate([run(x).detach(), run(x).detach()])
+    torch.testing.assert_close(batch + 0, torch.stack([real, real]))
+    batch = torch.utils.data.default_collate([run(x).tensor(), run(x).tensor()])
+    torch.testing.assert_close(batch.detach() + 0, torch.stack([real, real]))
+    with pytest.raises(TypeError, match="TracedLogits"):  # never silently something else
+        torch.utils.data.default_collate([run(x), run(x)])
+    assert "tensor()" in replace_loss_head.__doc__
+    mapped = torch.vmap(lambda z: z.softmax(-1))(run(x).tensor())
+    torch.testing.assert_close(mapped.detach(), real.softmax(-1))
+    accelerate = pytest.importorskip("accelerate")
+    gathered = accelerate.Accelerator(cpu=True).gather(run(x).tensor())
+    torch.testing.assert_close(gathered.detach() + 0, real)

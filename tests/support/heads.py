@@ -1,0 +1,32 @@
+"""A model as small as can be with an output head, and how it is run."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+V, H = 50, 16
+
+
+def plain_model(bias=False):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V, bias=bias))
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ce(z, y):
+    return F.cross_entropy(z.reshape(-1, V), y.reshape(-1))
+
+
+def loss_and_grads(model, x, y, loss):
+    model.zero_grad()
+    value = loss(model(x), y)
+    value.backward()
+    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def compiled(model, **kwargs):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", **kwargs)
