@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fusedce import sharded as sharded
     from fusedce import testing as testing
     from fusedce.accumulate.accumulator import LossAccumulator
+    from fusedce.auditing import audit
     from fusedce.contract.labels import count_valid, shift_labels
     from fusedce.contract.results import LossSum, TokenStats
     from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
@@ -33,6 +34,7 @@ _HOME = {
     "LossAccumulator": "fusedce.accumulate.accumulator",
     "LossSum": "fusedce.contract.results",
     "TokenStats": "fusedce.contract.results",
+    "audit": "fusedce.auditing",
     "count_valid": "fusedce.contract.labels",
     "fused_argmax": "fusedce.loss.logprobs",
     "fused_ce": "fusedce.loss.fused_ce",
@@ -51,6 +53,7 @@ __all__ = [
     "LossAccumulator",
     "LossSum",
     "TokenStats",
+    "audit",
     "count_valid",
     "fused_argmax",
     "fused_ce",

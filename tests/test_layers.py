@@ -14,7 +14,7 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing"},
-    {"trainer"},
+    {"trainer", "audit"},
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo", "audit"},

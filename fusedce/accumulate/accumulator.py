@@ -11,22 +11,27 @@ https://huggingface.co/blog/gradient_accumulation).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.checks import check_auxiliary, check_settings, unpack
 from fusedce.accumulate.engines import AccelerateEngine, Engine, token_mesh
-from fusedce.accumulate.ranks import Ranks, submesh
-from fusedce.accumulate.streaming import Streaming
-from fusedce.accumulate.window import Window, as_counts, describe, unpack
+from fusedce.accumulate.ranks import Meeting
+from fusedce.accumulate.steps import Steps
+from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
+from fusedce.accumulate.window import Opening
+from fusedce.contract.groups import Ranks, submesh
+
+OnEmpty = Literal["zero", "skip", "raise"]
+Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
 
-class LossAccumulator(Streaming):
+class LossAccumulator:
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
     Two ways to train. With counts known in advance, one all-reduce gives the denominator first::
@@ -45,21 +50,27 @@ class LossAccumulator(Streaming):
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming uses an estimate (the previous window's count; in the first
     window, the ranks' first micro-batches) to keep gradients in the range of fp16 and bf16, and
-    ``finish`` corrects ``.grad`` once.
+    ``finish`` corrects ``.grad`` once. Call it before clipping: a clipped gradient cannot be told
+    from another, so that mistake cannot be detected. :meth:`guard` catches others.
 
-    Evaluation: ``acc.add(out)`` for every batch, then ``acc.metrics()``. The result is
-    sum / count over all batches and ranks, whatever the batch size.
+    A micro-batch counts when its loss is differentiated. After a backward that raised, the window
+    can only be dropped: ``.grad`` holds a part of it.
 
-    Nothing waits for the GPU until ``metrics``, ``state_dict``, or a choice of ``on_empty`` other
+    Evaluation: ``acc.add(out)`` for every batch, then ``acc.metrics()``: sum / count over all
+    batches and ranks, whatever the batch size.
+
+    Nothing waits for a GPU until ``metrics``, ``state_dict``, or a choice of ``on_empty`` other
     than "zero" must read a number. Errors found on the device (a label out of range, a count that
-    differs from the declared one) are raised there at the latest; on a CPU, at once.
+    differs from the declared one) are raised there at the latest; in a single process on a CPU, at
+    once; on several ranks at the window's end. What goes wrong on one rank is raised on all of
+    them in the same words.
 
-    Call ``finish`` before clipping: a clipped gradient cannot be told from another, so the mistake
-    cannot be detected.
+    Collectives, each an all-reduce of 148 float64 on ``process_group`` (under gloo, on a group of
+    the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
+    it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
+    ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
 
-    Collectives, all of them all-reduces of 5 float64 on ``process_group``: one in ``window``; one
-    in the very first streaming ``backward`` or ``scale``; one in ``finish``; one in ``metrics``.
-    None without ``torch.distributed``.
+    One accumulator belongs to one thread.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -95,21 +106,13 @@ class LossAccumulator(Streaming):
         *,
         grad_reduction: Literal["mean", "sum"] = "mean",
         backward_divisor: float = 1,
-        on_empty: Literal["zero", "skip", "raise"] = "zero",
+        on_empty: OnEmpty = "zero",
     ) -> None:
-        if grad_reduction not in ("mean", "sum"):
-            raise ValueError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}")
-        if on_empty not in ("zero", "skip", "raise"):
-            raise ValueError(f"on_empty must be 'zero', 'skip' or 'raise', got {on_empty!r}")
-        if isinstance(backward_divisor, bool) or not isinstance(backward_divisor, (int, float)):
-            raise TypeError(
-                f"backward_divisor must be a number, got {type(backward_divisor).__name__}"
-            )
-        if not 0 < backward_divisor < math.inf:
-            raise ValueError(f"backward_divisor must be positive, got {backward_divisor}")
-        super().__init__(Ranks(process_group), on_empty)
+        check_settings(grad_reduction, on_empty)
         self._engine = Engine(backward_divisor)
-        self._grad_reduction = grad_reduction
+        self._steps = Steps(Meeting(Ranks(process_group)), grad_reduction == "sum", on_empty)
+        self._evaluated: Sums = {}  # added on this rank, not summed over ranks yet
+        self._evaluated_faults = self._steps.new_faults()
 
     @classmethod
     def from_mesh(
@@ -117,9 +120,11 @@ class LossAccumulator(Streaming):
         mesh: Any,
         token_dims: str | Sequence[str],
         *,
+        pipeline_dim: str | None = None,
+        has_loss: bool | None = None,
         grad_reduction: Literal["mean", "sum"] = "mean",
         backward_divisor: float = 1,
-        on_empty: Literal["zero", "skip", "raise"] = "zero",
+        on_empty: OnEmpty = "zero",
     ) -> LossAccumulator:
         """For the ranks along ``token_dims`` of a ``DeviceMesh`` with named dimensions.
 
@@ -127,6 +132,11 @@ class LossAccumulator(Streaming):
             mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
             token_dims: the dimensions over which tokens differ: data and context parallel ones,
                 not tensor parallel ones. None at all: every rank holds the same tokens.
+            pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
+                same windows (``acc.window()`` without counts where there is no loss) and call
+                ``finish``; the schedule needs ``scale_grads=False``, and
+                ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
+            has_loss: whether this rank computes the loss; by default, the last stage does.
             grad_reduction, backward_divisor, on_empty: as for the class.
 
         Collectives: several dimensions make one new group, on all ranks of the mesh, once.
@@ -139,17 +149,21 @@ class LossAccumulator(Streaming):
             >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
             >>> acc = LossAccumulator.from_mesh(mesh, "dp")
         """
-        return cls(
+        new = cls(
             submesh(mesh, token_dims),
             grad_reduction=grad_reduction,
             backward_divisor=backward_divisor,
             on_empty=on_empty,
         )
+        if pipeline_dim is not None:
+            dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
+            new._steps.meeting = Meeting(Ranks(submesh(mesh, [*dims, pipeline_dim])))
+            last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
+            new._steps.has_loss = last if has_loss is None else has_loss
+        return new
 
     @classmethod
-    def from_accelerator(
-        cls, accelerator: Any, *, on_empty: Literal["zero", "skip", "raise"] = "zero"
-    ) -> LossAccumulator:
+    def from_accelerator(cls, accelerator: Any, *, on_empty: OnEmpty = "zero") -> LossAccumulator:
         """For a loop that uses ``accelerate``: its ranks, its division, its backward.
 
         ``backward`` calls ``accelerator.backward``, and its constant division by
@@ -177,85 +191,93 @@ class LossAccumulator(Streaming):
 
     # ---- training ---------------------------------------------------------------------------
 
-    @contextmanager
-    def window(self, counts: Iterable[Tensor | int]) -> Iterator[LossAccumulator]:
-        """An optimizer step whose micro-batches' valid tokens are known in advance.
+    def window(
+        self,
+        counts: Iterable[Tensor | int] | Mapping[str, Iterable[Tensor | int]] = (),
+        *,
+        weights: Mapping[str, float] | None = None,
+    ) -> Opening:
+        """``with acc.window(counts):`` an optimizer step whose valid tokens are known in advance.
+
+        Several losses over shared parameters (heads for several tokens ahead), each divided by its
+        own tokens: a dict of counts. Each micro-batch is then a dict of losses, and
+        ``sum of weights[k] * loss_k`` is what is trained::
+
+            with acc.window({"next": counts, "second": others}, weights={"second": 0.3}):
+                acc.backward({"next": fused_ce(...), "second": fused_ce(...)})
 
         Args:
             counts: for each micro-batch of this rank, in the order of their ``backward`` calls,
-                its number of valid tokens *after* the shift (:func:`count_valid`): ints, or int64
-                tensors of one element. All ranks declare the same number of micro-batches; one
-                without tokens declares 0.
+                its number of valid tokens *after* the shift (:func:`count_valid`): integers, or
+                int64 tensors of one element. All ranks declare the same number of micro-batches;
+                one without tokens declares 0.
+            weights: of losses by name; those left out weigh 1.
 
-        Raises:
+        Raises (once it is entered, or at the first ``scale`` where other ranks have a say):
             RuntimeError: another window is open; ranks declare different numbers of micro-batches;
-                at the end, fewer were seen than declared (more, or one with another count, raise
-                in their ``backward``); ``on_empty="raise"`` and no rank has a token.
-            TypeError, ValueError: counts are not integers, or negative.
+                at the end, fewer were seen than declared, or others; ``on_empty="raise"`` and no
+                rank has a token.
+            TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
         """
-        self._refuse_open_window("open another")
-        declared = as_counts(counts)
-        local = sum(declared, torch.zeros((), dtype=torch.int64))
-        total = self._reduce_counts(_faults.WINDOW, local, len(declared))
-        if not declared:
-            raise ValueError("counts must hold one number per micro-batch, got none at all")
-        self._decide_step(total)
-        self._window = window = Window(total.clamp(min=1).double(), declared)
-        try:
-            yield self
-        except BaseException:
-            self._window = None
-            raise
-        if self._window is not window:
-            raise RuntimeError("the window was closed inside its own block")
-        self._window = None
-        window.check_complete()
-        self._close(window)
+        steps = self._steps
+        steps.announced = opening = Opening(self, lambda: steps.enter(counts, weights), steps.leave)
+        return opening
 
-    def scale(self, out: tuple[Tensor, Tensor]) -> Tensor:
+    def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
         ``loss_sum * R * backward_divisor / denominator`` plus the auxiliary losses that wait.
-        Counts as one micro-batch.
+        Counts as one micro-batch once it is differentiated.
 
         Args:
-            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
+            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens;
+                in a window of several losses a dict of them.
 
         Returns:
             ``()`` tensor of ``loss_sum``'s dtype.
 
         Raises:
             RuntimeError: streaming under an engine that steps on its own (DeepSpeed); more
-                micro-batches than declared, or (at once on a CPU, later on a GPU) a
-                count other than the declared one.
-            ValueError: a label out of range (CPU tensors raise it earlier, in ``fused_ce``).
+                micro-batches than declared; a window that was not entered; one in which a backward
+                has raised.
+            TypeError, ValueError: not a loss, or one in a dtype that cannot hold a sum; a label
+                out of range (CPU tensors raise it earlier, in ``fused_ce``).
         """
-        loss_sum, n_valid = unpack(out)
-        self._faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        if self._window is None:
-            if self._engine.no_streaming is not None:
-                raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
-            self._window = Window(self._estimate(n_valid), None)
-        window = self._window
-        window.take(loss_sum, n_valid, self._faults)
+        steps = self._steps
+        steps.check_entered()
+        losses = unpack(out, [ONLY] if steps.window is None else steps.window.weights)
+        window = steps.window or steps.start_streaming(losses[ONLY][1], self._engine.no_streaming)
+        window.check_usable()
+        for _, n_valid in losses.values():
+            window.faults.note(_faults.bad_label, n_valid < 0, n_valid)
 
-        ranks, divisor = self._ranks.size(), self._engine.divisor()
-        mean = self._grad_reduction == "mean"
-        factor = divisor * (ranks if mean else 1) / window.denominator
-        scaled = loss_sum * _faults.moved(factor, loss_sum.device).to(loss_sum.dtype)
+        divisor, ranks = self._engine.divisor(), steps.tokens.ranks.size()
+        factors = divisor * (1 if steps.adds else ranks) / window.denominators()
+        terms = []
+        for factor, (name, (loss_sum, _)) in zip(factors, losses.items(), strict=True):
+            factor = _faults.moved(factor * window.weights[name], loss_sum.device)
+            terms.append(loss_sum * factor.to(loss_sum.dtype))
         auxiliary = window.take_auxiliary()
         if auxiliary is not None:
-            scaled = scaled + auxiliary.to(scaled) * (divisor / (1 if mean else ranks))
+            terms.append(auxiliary.to(terms[0]) * (divisor / (ranks if steps.adds else 1)))
+        scaled = reduce(torch.add, terms)
+        window.follow(scaled, losses)
         return scaled
 
-    def backward(self, out: tuple[Tensor, Tensor]) -> None:
+    def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
         After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
         (out of memory), ``.grad`` holds a part of this micro-batch that nobody can take out again:
-        to go on, call ``zero_grad`` and :meth:`discard_window`, or leave the ``with`` block.
+        to go on, leave the ``with`` block, or call :meth:`discard_window`.
         """
-        self._engine.backward(self.scale(out))
+        scaled = self.scale(out)
+        try:
+            self._engine.backward(scaled)
+        except BaseException:
+            if self._steps.window is not None:
+                self._steps.window.broken = "a backward has raised"
+            raise
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.
@@ -271,14 +293,194 @@ class LossAccumulator(Streaming):
                 end, which fits the token loss and would be wrong for this one.
             TypeError, ValueError: not a floating tensor of one element.
         """
-        if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
-            raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
-        if auxiliary.numel() != 1:
-            raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
-        if self._window is None or self._window.declared is None:
+        check_auxiliary(auxiliary)
+        window = self._steps.window
+        if window is None or window.declared is None:
             raise RuntimeError(
                 "add_auxiliary needs a window with declared counts: use "
                 "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
                 "all gradients by one factor in finish(), which would rescale the auxiliary loss."
             )
-        self._window.auxiliary.append(auxiliary.reshape(()))
+        window.auxiliary.append(auxiliary.reshape(()))
+
+    def finish(self, parameters: Iterable[Tensor]) -> bool:
+        """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
+
+        Args:
+            parameters: all parameters that received gradients, e.g. ``model.parameters()``. Shards
+                (DTensor) are scaled locally; a parameter given twice is scaled once.
+
+        Returns:
+            :attr:`should_step`.
+
+        Raises:
+            TypeError: ``parameters`` is no iterable of tensors.
+            RuntimeError: no micro-batch since the last window; a backward has raised; no parameter
+                has a gradient, or one that :meth:`guard` knows was not given; another accumulator
+                streams over the same gradients; ranks saw different numbers of micro-batches;
+                ``on_empty="raise"`` and nothing was valid.
+        """
+        return self._steps.finish(parameters)
+
+    @property
+    def should_step(self) -> bool:
+        """False after a window without any valid token under ``on_empty="skip"``, else True."""
+        return self._steps.should_step
+
+    def discard_window(self, module: torch.nn.Module | None = None) -> None:
+        """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
+
+        Args:
+            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 after
+                ``set_requires_gradient_sync(False)`` holds gradients inside, where ``zero_grad``
+                does not reach them: it needs this, also after a ``with`` block that was left by
+                an error.
+
+        Raises:
+            RuntimeError: inside ``with acc.window(...)``: leave the block instead.
+        """
+        self._steps.discard(module)
+
+    def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
+        """Make a step inside an open window an error, and ``finish`` know all parameters.
+
+        Without it, a step before the window's end is a warning, once: the optimizer may belong to
+        another model.
+
+        Args:
+            optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included. A gradient of
+                one of its parameters that is not given to ``finish`` is an error there.
+            module: the model (DDP around it, where there is one): the same for its parameters, and
+                DDP's ``Join`` is refused before it hangs.
+
+        Raises:
+            TypeError: they are something else.
+        """
+        self._steps.guard.add(optimizer, module)
+
+    # ---- metrics and state ------------------------------------------------------------------
+
+    def add(self, out: tuple[Tensor, Tensor]) -> None:
+        """Count a batch in the metrics without training on it (evaluation). No collective.
+
+        Args:
+            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
+
+        Raises:
+            TypeError: ``out`` is something else.
+            ValueError: a label was out of range (at once on a CPU, else when metrics are read).
+        """
+        loss_sum, n_valid = unpack(out, [ONLY])[ONLY]
+        if not loss_sum.requires_grad:
+            self._engine.check_evaluated()
+        self._evaluated_faults.note(_faults.bad_label, n_valid < 0, n_valid)
+        self._evaluated = add(self._evaluated, sums_of(ONLY, loss_sum, n_valid))
+
+    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch with the labels of samples ignored that were only repeated to fill it.
+
+        After :meth:`from_accelerator`, whose samplers repeat samples until all ranks have whole
+        batches: ``acc.add(model(**acc.without_repeats(batch)))``. Other batches stay as they are.
+        """
+        return self._engine.without_repeats(batch)
+
+    def metrics(self, *, reset: bool = False) -> dict[str, float]:
+        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
+
+        After training windows, whose sums are exchanged at their ends, without any collective: one
+        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
+        something was ``add``-ed, or nothing ever trained, one all-reduce: every rank must call it.
+        The only place where training waits for the device.
+
+        Args:
+            reset: start a new interval.
+
+        Returns:
+            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
+            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
+            ``loss`` is their weighted sum, and each has ``name/loss``, ``name/perplexity`` and
+            ``name/n_tokens``.
+
+        Raises:
+            RuntimeError: a window is still open (an epoch's last, shorter window must be finished
+                too); a count differed from the declared one; ranks are at different places.
+            ValueError: a label was out of range.
+
+        Example:
+            >>> acc = fusedce.LossAccumulator()
+            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
+            >>> acc.metrics()["loss"]
+            1.5
+        """
+        steps = self._steps
+        if self._evaluated or not steps.has_trained:
+            self._sum_evaluated()
+        else:
+            steps.refuse_open_window("read metrics")
+        steps.raise_noted()
+        found = steps.totals.metrics()
+        if reset:
+            steps.totals.reset()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals of all ranks and the streaming estimate, as plain numbers. No collective.
+
+        Equal on all ranks: one may save alone and all of them load it, in any number.
+
+        Raises:
+            RuntimeError: a window is open. Its gradients live in ``.grad``, which no checkpoint
+                holds: save between optimizer steps. Or batches were added on several ranks, and
+                not summed by ``metrics()`` yet.
+        """
+        steps = self._steps
+        steps.refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
+        if self._evaluated and steps.meeting.ranks.size() > 1:
+            raise RuntimeError(
+                "cannot save the state: batches were added on this rank that are not summed over "
+                "ranks yet. Call metrics() on all ranks first"
+            )
+        if self._evaluated:
+            self._sum_evaluated()
+        steps.raise_noted()
+        return steps.totals.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
+
+        All ranks load the same state, whichever rank saved it, of however many.
+
+        Raises:
+            RuntimeError: a window is open.
+            TypeError, ValueError: ``state`` is something else.
+        """
+        self._steps.load(state)
+        self._evaluated = {}
+
+    # ---- itself -----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        steps, n = self._steps, self._steps.tokens.ranks.size()
+        now = f"{steps.totals.n_windows} windows since the reset"
+        return (
+            f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction="
+            f"{'sum' if steps.adds else 'mean'!r}, on_empty={steps.on_empty!r}, "
+            f"{now if steps.window is None else steps.window.progress()})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``deepcopy`` and ``pickle``: between windows, with the same ranks."""
+        self._steps.refuse_open_window("copy it")
+        copied = {**self.__dict__, "_steps": self._steps.settings()}
+        return {**copied, "state": self.state_dict()}
+
+    def __setstate__(self, copied: dict[str, Any]) -> None:
+        state = copied.pop("state")
+        self.__dict__.update(copied)
+        self._steps.load(state)
+
+    def _sum_evaluated(self) -> None:
+        faults, self._evaluated_faults = self._evaluated_faults, self._steps.new_faults()
+        self._steps.sum_evaluated(self._evaluated, faults)
+        self._evaluated = {}

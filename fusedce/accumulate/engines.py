@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from fusedce.accumulate.ranks import submesh
+from fusedce.contract.groups import submesh
 
 
 class Engine:
@@ -15,6 +18,10 @@ class Engine:
     no_streaming: str | None = None  # why gradients cannot be corrected at the end
 
     def __init__(self, divisor: float) -> None:
+        if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+            raise TypeError(f"backward_divisor must be a number, got {type(divisor).__name__}")
+        if not 0 < divisor < math.inf:
+            raise ValueError(f"backward_divisor must be positive, got {divisor}")
         self._divisor = divisor
 
     def divisor(self) -> float:
@@ -22,6 +29,12 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return batch
+
+    def check_evaluated(self) -> None:
+        """Notice a batch whose samples are partly repeated ones."""
 
 
 class AccelerateEngine(Engine):
@@ -46,12 +59,44 @@ class AccelerateEngine(Engine):
                 "micro-batch])`."
             )
         self._accelerator = accelerator
+        self._left_out: int | None = None  # the last batch that was rid of its repeats
 
     def divisor(self) -> float:
         return self._accelerator.gradient_accumulation_steps
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
+
+    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        if (real := self._real_samples()) is None:
+            return batch
+        self._left_out = real
+        names = [name for name in ("labels", "shift_labels") if name in batch]
+        if not names:
+            raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
+        rows = len(batch[names[0]])
+        mine = max(real - self._accelerator.process_index * rows, 0)
+        masked = {name: batch[name].clone() for name in names}
+        for labels in masked.values():
+            labels[mine:] = -100
+        return {**batch, **masked}
+
+    def check_evaluated(self) -> None:
+        repeats = self._real_samples() is not None
+        if repeats and self._left_out is None:
+            warnings.warn(
+                "accelerate has repeated samples to fill the last batches of this dataloader, and "
+                "their tokens are counted twice: acc.add(model(**acc.without_repeats(batch)))",
+                stacklevel=3,
+            )
+        self._left_out = None
+
+    def _real_samples(self) -> int | None:
+        """Samples in the last round of all ranks' batches, where it is filled with repeats."""
+        state = getattr(self._accelerator, "gradient_state", None)
+        if state is None or self._accelerator.num_processes == 1:
+            return None
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
 
 def token_mesh(accelerator: Any) -> Any:

@@ -1,12 +1,13 @@
-"""Errors that are found in device tensors, reported without waiting for the device.
+"""Errors that are found in tensors while a window runs, and raised where all ranks meet.
 
-On a CPU they are raised at once. Elsewhere the first one is kept in a small device tensor, and
-raised when something is read from the device anyway.
+In a single process on a CPU they are raised at once. On a device, that would wait for it; on
+several ranks, the others would wait for the one that left. There the first one is kept in a small
+tensor, which the next meeting carries to all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,61 +20,52 @@ def bad_label(code: int) -> Exception:
 
 
 def count_differs(micro_batch: int, declared: int, seen: int) -> Exception:
+    if seen > declared:
+        reason = (
+            "Does the loss get labels without shift_labels(labels), which drops the first of "
+            "every sequence, or with another ignore_index?"
+        )
+    else:
+        reason = "Were the labels counted before the shift, or with another ignore_index?"
     return RuntimeError(
         f"window: micro-batch {micro_batch} was declared with {declared} valid tokens, its loss "
-        f"counts {seen}. Were the labels counted before the shift, or with another ignore_index?"
+        f"counts {seen}. {reason}"
     )
 
 
-def ranks_differ(here: int, together: int, ranks: int) -> Exception:
+def too_many(declared: int) -> Exception:
     return RuntimeError(
-        f"ranks have different numbers of micro-batches in this window: {here} here, {together} "
-        f"on {ranks} ranks together. Each rank needs the same number; empty ones may be all "
-        f"ignored."
+        f"window: {declared} micro-batches were declared, this is number {declared + 1}"
     )
 
 
-# What ranks meet for: a position in this tuple is what they tell each other.
-WINDOW, ESTIMATE, FINISH, METRICS = MEETINGS = (
-    "open a window",
-    "start streaming",
-    "finish a window",
-    "read metrics",
-)
+_KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many)
+_NUMBERS = 4  # a kind and at most three numbers
+_SHIFTS = (48, 32, 16, 0)
+ROW = 1 + 2 * 4 * _NUMBERS  # in a message: a flag, quarters of the numbers, and their squares
 
 
-def ranks_elsewhere(meeting: int) -> Exception:
-    return RuntimeError(
-        f"this rank wants to {MEETINGS[meeting]}, another one to do something else: each rank "
-        f"needs the same windows and the same calls of metrics(). Did one run out of data?"
-    )
+class Faults:
+    """The first error seen in tensors.
 
+    Args:
+        at_once: whether one found on a CPU may be raised where it is found.
+    """
 
-_KINDS: tuple[Callable[..., Exception], ...] = (
-    bad_label,
-    count_differs,
-    ranks_differ,
-    ranks_elsewhere,
-)
-_MOST_NUMBERS = 3
-
-
-class DeviceFaults:
-    """The first error seen in device tensors."""
-
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
         self._first: Tensor | None = None  # (4,) int64: 1 + index in _KINDS or 0, its numbers
 
     def note(
         self, kind: Callable[..., Exception], condition: Tensor, *numbers: Tensor | int
     ) -> None:
-        """Raise ``kind(*numbers)`` where ``condition ()`` holds: now on a CPU, else later."""
+        """Raise ``kind(*numbers)`` where ``condition ()`` holds: now if that may be, else later."""
         device = condition.device
-        if readable(device):
+        if self._at_once and readable(device):
             if condition:
                 raise kind(*(int(x) for x in numbers))
             return
-        padded = (1 + _KINDS.index(kind), *numbers, *[0] * (_MOST_NUMBERS - len(numbers)))
+        padded = (1 + _KINDS.index(kind), *numbers, *[0] * (_NUMBERS - 1 - len(numbers)))
         fault = torch.stack(
             [
                 moved(x, device).long()
@@ -82,24 +74,56 @@ class DeviceFaults:
                 for x in padded
             ]
         )
-        old = torch.zeros_like(fault) if self._first is None else moved(self._first, device)
-        self._first = torch.where((old[0] == 0) & condition, fault, old)
+        self._keep(torch.where(condition, fault, 0))
 
-    def count(self, device: torch.device) -> Tensor:
-        """``()`` int64 on ``device``: 1 if an error was noted. Does not wait."""
+    def absorb(self, other: Faults) -> None:
+        """Take over what another one noted, unless there is one already."""
+        if other._first is not None:
+            self._keep(other._first)
+
+    def _keep(self, fault: Tensor) -> None:
+        old = self._first
+        if old is not None:
+            old = moved(old, fault.device)
+            fault = torch.where(old[0] == 0, fault, old)
+        self._first = fault
+
+    def row(self, device: torch.device) -> Tensor:
+        """``(ROW,)`` float64 on ``device``, exact, and so that the rows of ranks can be added."""
         if self._first is None:
-            return torch.zeros((), dtype=torch.int64, device=device)
-        return (self._first[0] != 0).long().to(device)
+            return torch.zeros(ROW, dtype=torch.float64, device=device)
+        first = moved(self._first, device)
+        quarters = torch.stack([(first >> shift) & 0xFFFF for shift in _SHIFTS], dim=1).reshape(-1)
+        return torch.cat([(first[:1] != 0).long(), quarters, quarters * quarters]).double()
 
     def raise_first(self) -> None:
         """Raise what was noted, and forget it. Waits for the device."""
         if self._first is None:
             return
-        kind, *numbers = self._first.tolist()
+        numbers = self._first.tolist()
         self._first = None
-        if kind:
-            fault = _KINDS[kind - 1]
-            raise fault(*numbers[: fault.__code__.co_argcount])
+        if numbers[0]:
+            raise _error(numbers)
+
+
+def of_row(row: Sequence[float]) -> Exception | None:
+    """The error in the sum of the ranks' rows; ``None`` if there is none."""
+    failed, *quarters = (int(x) for x in row)
+    if not failed:
+        return None
+    sums, squares = quarters[: len(quarters) // 2], quarters[len(quarters) // 2 :]
+    if any(failed * y != x * x for x, y in zip(sums, squares, strict=True)):
+        return RuntimeError(f"{failed} ranks found errors in their losses, different ones")
+    numbers = []
+    for i in range(0, len(sums), len(_SHIFTS)):
+        one = sum(x // failed << shift for x, shift in zip(sums[i:], _SHIFTS, strict=False))
+        numbers.append(one - (1 << 64) if one >> 63 else one)
+    return _error(numbers)
+
+
+def _error(numbers: Sequence[int]) -> Exception:
+    fault = _KINDS[numbers[0] - 1]
+    return fault(*numbers[1 : 1 + fault.__code__.co_argcount])
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:

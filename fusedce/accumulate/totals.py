@@ -1,147 +1,147 @@
-"""What outlives a window: totals of the interval, metrics over all ranks, and the state to save."""
+"""What outlives a window: named sums, the metrics they give, and the state to save."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.ranks import Ranks
-from fusedce.accumulate.window import Window, add_totals, unpack
 
-_STATE = ("loss_sum", "n_valid", "n_windows", "previous_count", "rank", "ranks")
+Sums = dict[str, Tensor]
+"""Named sums over tokens, each ``()`` float64: ``loss_sum`` and ``n_valid``; of a loss with a name
+``name/loss_sum`` and ``name/n_valid``."""
+
+ONLY = ""
+"""The name of the loss where there is one without a name."""
 
 
-class Interval:
-    """Sums and counts since the last reset, on their device until somebody reads them."""
+def key(loss: str, kind: str) -> str:
+    return f"{loss}/{kind}" if loss else kind
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._faults = _faults.DeviceFaults()
-        self._window: Window | None = None
-        self._previous_count: Tensor | None = None  # () int64, > 0: the streaming estimate
-        self._totals: Tensor | None = None  # (2,) float64: loss_sum, n_valid of this interval
-        self._n_windows = 0
 
-    def add(self, out: tuple[Tensor, Tensor]) -> None:
-        """Count a batch in the metrics without training on it (evaluation). No collective.
+def sums_of(loss: str, loss_sum: Tensor, n_valid: Tensor) -> Sums:
+    """The sums of one micro-batch. A negative count reports a bad label, and is no token."""
+    return {
+        key(loss, "loss_sum"): loss_sum.detach().double(),
+        key(loss, "n_valid"): n_valid.clamp(min=0).double(),
+    }
 
-        Args:
-            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
 
-        Raises:
-            TypeError: ``out`` is something else.
-            ValueError: a label was out of range (at once on a CPU, else when metrics are read).
-        """
-        loss_sum, n_valid = unpack(out)
-        self._faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        self._totals = add_totals(self._totals, loss_sum, n_valid)
+def add(a: Sums, b: Mapping[str, Tensor]) -> Sums:
+    """``a + b``, on the devices of ``b``."""
+    return {**a, **{k: _faults.moved(a[k], x.device) + x if k in a else x for k, x in b.items()}}
 
-    def metrics(self, *, reset: bool = False) -> dict[str, float]:
-        """Metrics of the interval over all ranks; every rank must call it.
 
-        A plain dict of numbers, ready for a tracker (``wandb.log(acc.metrics(reset=True))``). One
-        all-reduce of 5 float64; the only place where training waits for the device.
+def stacked(sums: Sums, names: Iterable[str]) -> Tensor:
+    """``(len(names),)`` float64; what is missing is 0."""
+    device = next((x.device for x in sums.values()), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([_faults.moved(sums.get(name, zero), device) for name in names])
 
-        Args:
-            reset: start a new interval.
 
-        Returns:
-            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
-            (optimizer steps, and those that ``on_empty="skip"`` left out).
+def names_of(losses: Iterable[str]) -> list[str]:
+    """The sums of these losses, in the order in which ranks exchange them."""
+    return [key(loss, kind) for loss in losses for kind in ("loss_sum", "n_valid")]
 
-        Raises:
-            RuntimeError: a window is still open (an epoch's last, shorter window must be finished
-                too); a count differed from the declared one; ranks are at different places;
-                another rank found an error.
-            ValueError: a label was out of range.
 
-        Example:
-            >>> acc = fusedce.LossAccumulator()
-            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
-            >>> acc.metrics()["loss"]
-            1.5
-        """
-        self._refuse_open_window("read metrics")
-        totals = torch.zeros(2, dtype=torch.float64) if self._totals is None else self._totals
-        # The error of one rank travels with the sums: if it alone left, the others would wait.
-        here = self._faults.count(totals.device).double()
-        met = self._ranks.meet(_faults.METRICS, torch.cat([totals, here[None]]), self._faults)
-        loss_sum, n_tokens, n_faults = met.tolist()
-        self._faults.raise_first()
-        if n_faults:
-            raise RuntimeError(
-                f"{int(n_faults)} other ranks found an error in this interval and name it there"
-            )
-        n_windows = self._n_windows
-        if reset:
-            self._totals, self._n_windows = None, 0
-        loss = loss_sum / n_tokens if n_tokens else math.nan
+class Totals:
+    """Sums over all ranks since the last reset, on their device until somebody reads them.
+
+    Attributes:
+        sums: of all ranks, equal on all of them.
+        weights: the losses of the last window, and what it multiplied them by.
+        n_windows: windows since the last reset.
+        previous_count: ``()`` float64, > 0: valid tokens of the last streaming window, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+        self.weights: dict[str, float] = {ONLY: 1.0}
+        self.n_windows = 0
+        self.previous_count: Tensor | None = None
+
+    def reset(self) -> None:
+        self.sums, self.n_windows = {}, 0
+
+    def add(self, names: Iterable[str], values: Tensor) -> None:
+        self.sums = add(self.sums, dict(zip(names, values.unbind(), strict=True)))
+
+    def numbers(self) -> dict[str, float]:
+        """The sums, read from their device: one wait."""
+        if not self.sums:
+            return {}
+        return dict(zip(self.sums, stacked(self.sums, self.sums).tolist(), strict=True))
+
+    def metrics(self) -> dict[str, float]:
+        numbers: dict[str, float] = self.numbers()
+        found: dict[str, float] = {}
+        if ONLY in self.weights:
+            found = _per_token(numbers, ONLY)
+        else:
+            means = {loss: _per_token(numbers, loss) for loss in self.weights}
+            found["loss"] = sum(w * means[x][f"{x}/loss"] for x, w in self.weights.items())
+            found |= {name: number for mean in means.values() for name, number in mean.items()}
+        return {**found, "n_windows": self.n_windows}
+
+    def state(self) -> dict[str, Any]:
+        numbers = self.numbers()
+        previous = self.previous_count
         return {
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan,
-            "n_tokens": int(n_tokens),
-            "n_windows": n_windows,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's totals and streaming estimate, as plain numbers. No collective.
-
-        Raises:
-            RuntimeError: a window is open. Its gradients live in ``.grad``, which no checkpoint
-                holds: save between optimizer steps.
-        """
-        self._refuse_open_window("save the state (its gradients are in .grad, not in a checkpoint)")
-        self._faults.raise_first()
-        loss_sum, n_valid = (0.0, 0.0) if self._totals is None else self._totals.tolist()
-        previous = self._previous_count
-        return {
-            "loss_sum": loss_sum,
-            "n_valid": int(n_valid),
-            "n_windows": self._n_windows,
+            "loss_sum": numbers.pop("loss_sum", 0.0),
+            "n_valid": int(numbers.pop("n_valid", 0)),
+            "n_windows": self.n_windows,
             "previous_count": None if previous is None else int(previous),
-            "rank": self._ranks.rank(),
-            "ranks": self._ranks.size(),
+            # Pairs in lists: a checkpoint that looks for the keys of a new object finds them all.
+            "named": [[name, x] for name, x in numbers.items()],
+            "weights": [[name, x] for name, x in self.weights.items()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave.
 
         Raises:
-            RuntimeError: a window is open.
-            ValueError: keys are missing, or the state is another rank's or of another number of
-                ranks: totals are per rank, so each rank loads its own.
+            TypeError: not a mapping.
+            ValueError: keys are missing, or hold what no accumulator has saved.
         """
-        self._refuse_open_window("load a state")
-        missing = set(_STATE) - set(state)
-        if missing:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
+        if missing := set(self.state()) - set(state):
             raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
-        here = (self._ranks.rank(), self._ranks.size())
-        if (state["rank"], state["ranks"]) != here:
-            raise ValueError(
-                f"state was saved by rank {state['rank']} of {state['ranks']}, this is rank "
-                f"{here[0]} of {here[1]}: totals are per rank. Save and load each rank's own, or "
-                f"start a new interval with metrics(reset=True) before saving."
-            )
-        self._totals = torch.tensor([state["loss_sum"], state["n_valid"]], dtype=torch.float64)
-        self._n_windows = state["n_windows"]
+        for name in ("n_valid", "n_windows"):
+            if not _is_whole(state[name]) or state[name] < 0:
+                raise ValueError(f"state[{name!r}] must be a whole number >= 0, got {state[name]}")
         previous = state["previous_count"]
-        self._previous_count = None if previous is None else torch.tensor(previous)
-
-    def _refuse_open_window(self, action: str) -> None:
-        if self._window is not None:
-            self._window.refuse(action)
-
-    def _close(self, window: Window) -> None:
-        if window.totals is not None:
-            before = self._totals
-            self._totals = (
-                window.totals
-                if before is None
-                else _faults.moved(before, window.totals.device) + window.totals
+        if previous is not None and (not _is_whole(previous) or previous < 1):
+            raise ValueError(
+                f"state['previous_count'] must be None or the tokens of a window, at least 1, got "
+                f"{previous!r}: gradients would be divided by it"
             )
-        self._n_windows += 1
+        numbers = dict(state["named"])
+        if state["n_valid"] or state["loss_sum"] or not numbers:
+            numbers = {"loss_sum": state["loss_sum"], "n_valid": state["n_valid"], **numbers}
+        self.sums = {k: torch.tensor(float(x), dtype=torch.float64) for k, x in numbers.items()}
+        self.weights = {name: float(x) for name, x in state["weights"]}
+        self.n_windows = int(state["n_windows"])
+        self.previous_count = None
+        if previous is not None:
+            self.previous_count = torch.tensor(float(previous), dtype=torch.float64)
+
+
+def _per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
+    n_tokens = numbers.get(key(loss, "n_valid"), 0.0)
+    mean = numbers[key(loss, "loss_sum")] / n_tokens if n_tokens else math.nan
+    return {
+        key(loss, "loss"): mean,
+        key(loss, "perplexity"): (
+            math.exp(mean) if mean < 709 else math.inf if mean == mean else math.nan
+        ),
+        key(loss, "n_tokens"): int(n_tokens),
+    }
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)

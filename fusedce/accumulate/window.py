@@ -1,38 +1,144 @@
-"""The micro-batches of one optimizer step on this rank, and what they must agree with."""
+"""The micro-batches of one optimizer step on this rank, and what they must agree with.
+
+A micro-batch counts when its loss has been differentiated, not when it has been scaled: a loss
+that is never differentiated (or computed twice by a checkpoint, or once more by a pipeline that
+looks for shapes) is not in ``.grad`` either. A backward that began and did not end breaks the
+window, since ``.grad`` holds a part of it that nobody can take out again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.ranks import Sent
+from fusedce.accumulate.totals import Sums, add, sums_of
+
+Losses = dict[str, tuple[Tensor, Tensor]]
+"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch."""
 
 
-@dataclass
 class Window:
-    """An open window: its denominator is known (declared counts), or an estimate (streaming)."""
+    """An open window: its denominators are declared counts of all ranks, or an estimate.
 
-    denominator: Tensor  # () float64, tokens of all ranks
-    declared: list[Tensor] | None  # () int64 each; None when streaming
-    seen: int = 0
-    totals: Tensor | None = None  # (2,) float64: loss_sum, n_valid of this rank
-    auxiliary: list[Tensor] = field(default_factory=list)  # waiting for the next loss
+    Args:
+        weights: the window's losses, by name, and what each is multiplied by.
+        declared: tokens of each micro-batch, ``(losses,)`` int64 each; ``None`` when streaming.
+        denominators: ``(losses,)`` float64, tokens of all ranks.
+        faults: where errors found in its losses are noted.
+    """
 
-    def take(self, loss_sum: Tensor, n_valid: Tensor, faults: _faults.DeviceFaults) -> None:
-        """Count one micro-batch, and hold it against what was declared."""
-        if self.declared is not None:
-            if self.seen == len(self.declared):
+    def __init__(
+        self,
+        weights: dict[str, float],
+        declared: list[Tensor] | None,
+        denominators: Tensor | Sent,
+        faults: _faults.Faults,
+    ) -> None:
+        self.weights = weights
+        self.declared = declared
+        self.faults = faults
+        self.sums: Sums = {}
+        self.seen = 0  # micro-batches that were differentiated
+        self.auxiliary: list[Tensor] = []  # waiting for the next loss
+        self.is_open = True
+        self.broken: str | None = None  # why it can only be dropped
+        self._denominators = denominators
+        self._scaled = 0
+        self._begun: list[tuple[int, Losses]] = []  # being differentiated
+        self._thread = threading.get_ident()
+        self.on_begin: Callable[[list[Any]], None] | None = None
+
+    def denominators(self) -> Tensor:
+        """``(losses,)`` float64, at least 1; waits for the other ranks when first asked for.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: what the ranks have told each other is an error.
+        """
+        if isinstance(self._denominators, Sent):
+            self._denominators = self._denominators.wait().clamp(min=1)
+        return self._denominators
+
+    def was_refused(self) -> bool:
+        """For a rank that leaves the window early: whether all ranks will hear of another error."""
+        sent = self._denominators
+        return isinstance(sent, Sent) and sent.error() is not None
+
+    # ---- micro-batches ----------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise if the window is broken, full, or another thread's."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint computes it again while it is differentiated, in any thread
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "this window was opened by another thread: a LossAccumulator belongs to one "
+                "thread, make one for each"
+            )
+        if self._begun and not self.broken:
+            self.broken = "a backward has raised, or has not ended"
+        if self.broken:
+            raise RuntimeError(
+                f"this window can only be dropped: {self.broken}, and .grad holds a part of that "
+                f"micro-batch which nobody can take out again. Call zero_grad, and then "
+                f"discard_window() (streaming), or leave the `with` block by raising"
+            )
+        if self.declared is not None and self.is_complete():
+            raise _faults.too_many(len(self.declared))
+
+    def follow(self, scaled: Tensor, losses: Losses) -> None:
+        """Count the micro-batch when ``scaled`` has been differentiated.
+
+        One without a graph counts at once, since no gradient will ever lack it; but not where
+        gradients are off, as in the first of two passes of a checkpoint.
+        """
+        if not scaled.requires_grad:
+            if torch.is_grad_enabled():
+                self._count(losses)
+            return
+        number, self._scaled = self._scaled, self._scaled + 1
+        roots = [] if scaled.grad_fn is None else [x for x, _ in scaled.grad_fn.next_functions]
+
+        def begins(_: Tensor) -> None:
+            if not _trains(roots):
+                return
+            if not self.is_open:
                 raise RuntimeError(
-                    f"window: {len(self.declared)} micro-batches were declared, "
-                    f"this is number {self.seen + 1}"
+                    "a loss is differentiated after the window that has scaled it was closed: its "
+                    "gradient would be divided by another window's tokens"
                 )
-            expected = _faults.moved(self.declared[self.seen], n_valid.device)
-            faults.note(_faults.count_differs, expected != n_valid, self.seen, expected, n_valid)
+            if self.on_begin is not None:
+                self.on_begin(roots)
+            self._begun.append((number, losses))
+            Variable._execution_engine.queue_callback(self._ended)
+
+        scaled.register_hook(begins)
+
+    def _ended(self) -> None:
+        """At the end of a backward, which visits several losses from the last to the first."""
+        for _, losses in sorted(self._begun, key=lambda begun: begun[0]):
+            self._count(losses)
+        self._begun = []
+
+    def _count(self, losses: Losses) -> None:
+        counts = torch.stack([n for _, n in losses.values()])
+        if self.declared is not None:
+            if self.seen < len(self.declared):
+                expected = _faults.moved(self.declared[self.seen], counts.device)
+                for declared, n in zip(expected, counts, strict=True):
+                    self.faults.note(_faults.count_differs, declared != n, self.seen, declared, n)
+            else:
+                everywhere = torch.ones((), dtype=torch.bool, device=counts.device)
+                self.faults.note(_faults.too_many, everywhere, len(self.declared))
         self.seen += 1
-        self.totals = add_totals(self.totals, loss_sum, n_valid)
+        for name, (loss_sum, n_valid) in losses.items():
+            self.sums = add(self.sums, sums_of(name, loss_sum, n_valid))
 
     def take_auxiliary(self) -> Tensor | None:
         """The sum of what waits, divided by the number of micro-batches."""
@@ -43,12 +149,21 @@ class Window:
         self.auxiliary = []
         return total
 
+    # ---- its end ----------------------------------------------------------------------------
+
+    def is_complete(self) -> bool:
+        return self.declared is not None and self.seen == len(self.declared)
+
     def check_complete(self) -> None:
         """Raise unless as many micro-batches were seen as declared, and all losses were used."""
-        if self.declared is not None and self.seen != len(self.declared):
+        if not self.is_complete() or self._begun or self.broken:
+            self.check_usable()
+        if self.declared is not None and not self.is_complete():
+            more = self._scaled - self.seen
+            never = f" ({more} more scaled, and never differentiated)" if more > 0 else ""
             raise RuntimeError(
                 f"window: {len(self.declared)} micro-batches were declared, {self.seen} were "
-                f"seen: the gradients are divided by tokens that never came"
+                f"seen{never}: the gradients are divided by tokens that never came"
             )
         if self.auxiliary:
             raise RuntimeError(
@@ -56,78 +171,76 @@ class Window:
                 f"call add_auxiliary before the backward it belongs to"
             )
 
+    def progress(self) -> str:
+        if self.declared is None:
+            return f"{self.seen} micro-batches since the last finish() are still open"
+        return f"{self.seen} of {len(self.declared)} declared micro-batches were seen"
+
     def refuse(self, action: str) -> None:
         """Raise: ``action`` needs a border between windows."""
         if self.declared is None:
             raise RuntimeError(
-                f"cannot {action}: {self.seen} micro-batches since the last finish() are still "
-                f"open. Call finish(model.parameters()) for them, an epoch's last, shorter window "
-                f"included (or zero_grad and discard_window() to drop them)."
+                f"cannot {action}: {self.progress()}. Call finish(model.parameters()) for them, "
+                f"an epoch's last, shorter window included (or zero_grad and discard_window() to "
+                f"drop them)."
             )
         raise RuntimeError(
-            f"cannot {action} inside a window: {self.seen} of {len(self.declared)} declared "
-            f"micro-batches were seen; leave the `with` block first."
+            f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
 
 
-def as_counts(counts: Iterable[Tensor | int]) -> list[Tensor]:
-    """Declared counts as ``()`` int64 tensors.
+def _trains(roots: list[Any]) -> bool:
+    """Whether the backward that runs now is for parameters below ``roots``.
 
-    Raises:
-        TypeError, ValueError: not iterable, not whole numbers, or negative (values in device
-            tensors are not looked at).
+    A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
+    learn their shapes: that is no training, though there is a loss. Such a graph has leaves beside
+    its parameters; without any ``nn.Parameter`` it always trains.
     """
-    if isinstance(counts, (int, float)) or (isinstance(counts, Tensor) and counts.dim() == 0):
-        raise TypeError(
-            f"counts must hold one number per micro-batch, e.g. [count_valid(b) for b in "
-            f"micro_batches], got {describe(counts)}"
-        )
-    return [_as_count(i, count) for i, count in enumerate(counts)]
+    parameters = others = asked_for = False
+    for variable, node in _leaves(roots):
+        if not isinstance(variable, torch.nn.Parameter):
+            others = True
+            continue
+        parameters = True
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch's answer about leaves inside of torch.autograd.grad
+            asked_for = True
+    return not parameters or (asked_for and not others)
 
 
-def _as_count(i: int, count: Tensor | int) -> Tensor:
-    if isinstance(count, Tensor):
-        if count.is_floating_point() or count.dtype == torch.bool or count.numel() != 1:
-            raise TypeError(f"counts[{i}] must be one integer, got {describe(count)}")
-        count = count.detach().reshape(()).long()
-    elif isinstance(count, int) and not isinstance(count, bool):
-        count = torch.tensor(count)
-    else:
-        raise TypeError(f"counts[{i}] must be an int or a tensor, got {describe(count)}")
-    if _faults.readable(count.device) and count < 0:
-        raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
-    return count
+def leaves_of(roots: list[Any]) -> list[Tensor]:
+    """The tensors whose ``.grad`` a backward through ``roots`` adds to."""
+    return [variable for variable, _ in _leaves(roots)]
 
 
-def unpack(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """``loss_sum ()`` and ``n_valid ()`` int64 of what :func:`fused_ce` returned.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if (
-        not isinstance(out, tuple)
-        or len(out) != 2
-        or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out)
-        or not out[0].is_floating_point()
-        or out[1].is_floating_point()
-    ):
-        raise TypeError(
-            f"out must be (loss_sum, n_valid) as fused_ce returns it: a floating and an integer "
-            f"scalar tensor, got {describe(out)}"
-        )
-    return out[0].reshape(()), out[1].detach().reshape(()).long()
+def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
+    """The leaves of a graph and their nodes, those near the loss first."""
+    level, seen = [node for node in roots if node is not None], set()
+    while level:
+        following = []
+        for node in level:
+            if node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable, node
+            following += [x for x, _ in node.next_functions if x is not None]
+        level = following
 
 
-def add_totals(totals: Tensor | None, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
-    """``totals (2,)`` float64 with a batch added, on the batch's device."""
-    new = torch.stack([loss_sum.detach().double(), n_valid.clamp(min=0).double()])
-    return new if totals is None else _faults.moved(totals, new.device) + new
+class Opening:
+    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one."""
 
+    def __init__(
+        self, owner: Any, enter: Callable[[], None], leave: Callable[[BaseException | None], None]
+    ) -> None:
+        self._owner, self._enter, self._leave = owner, enter, leave
 
-def describe(x: object) -> str:
-    if isinstance(x, Tensor):
-        return f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
-    if isinstance(x, tuple):
-        return "(" + ", ".join(describe(y) for y in x) + ")"
-    return type(x).__name__
+    def __enter__(self) -> Any:
+        self._enter()
+        return self._owner
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._leave(error)

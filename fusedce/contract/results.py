@@ -52,6 +52,76 @@ class LossSum(NamedTuple):
             raise ValueError(f"denominator must be at least 0, got {number}")
         return self.loss_sum / (max(number, 1) if number else own)
 
+    # ---- a sum behaves as a sum -------------------------------------------------------------
+
+    def __add__(self, other: object) -> LossSum:
+        """Losses and counts of both: the sum over all their tokens."""
+        if isinstance(other, LossSum):
+            return LossSum(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
+        if isinstance(other, int) and not isinstance(other, bool) and other == 0:
+            return self  # where sum([...]) starts
+        if isinstance(other, (int, float, Tensor)):
+            raise _no_loss("adding a number")
+        return NotImplemented
+
+    def __radd__(self, other: object) -> LossSum:
+        return self + other
+
+    def __mul__(self, factor: object) -> LossSum:
+        """The loss times a number, over the same tokens."""
+        if not _is_factor(factor):
+            return NotImplemented
+        return LossSum(self.loss_sum * factor, self.n_valid)  # type: ignore[operator]
+
+    def __rmul__(self, factor: object) -> LossSum:
+        return self * factor
+
+    def __truediv__(self, divisor: object) -> LossSum:
+        if not _is_factor(divisor):
+            return NotImplemented
+        return LossSum(self.loss_sum / divisor, self.n_valid)  # type: ignore[operator]
+
+    def __neg__(self) -> LossSum:
+        return LossSum(-self.loss_sum, self.n_valid)
+
+    # ---- what asks for a loss, which this is not yet ----------------------------------------
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Raises TypeError: a sum must be divided before it is differentiated."""
+        raise _no_loss("backward()")
+
+    def item(self) -> float:
+        """Raises TypeError: a sum is no loss per token."""
+        raise _no_loss("item()")
+
+    def __float__(self) -> float:
+        raise _no_loss("float()")
+
+    def __lt__(self, other: object) -> bool:
+        raise _no_loss("a comparison")
+
+    def __le__(self, other: object) -> bool:
+        raise _no_loss("a comparison")
+
+    def __gt__(self, other: object) -> bool:
+        raise _no_loss("a comparison")
+
+    def __ge__(self, other: object) -> bool:
+        raise _no_loss("a comparison")
+
+
+def _no_loss(asked: str) -> TypeError:
+    return TypeError(
+        f"{asked} of a LossSum: it is a sum over n_valid tokens, no loss yet. Use .mean(), nats "
+        f"per token; with gradient accumulation or several ranks, a fusedce.LossAccumulator "
+        f"divides by the tokens of all of them"
+    )
+
+
+def _is_factor(x: object) -> bool:
+    number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return number or (isinstance(x, Tensor) and x.numel() == 1)
+
 
 class TokenStats(NamedTuple):
     """What :func:`fused_logprobs` returns, each of the shape of ``labels``.

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support import ranks
 from torch.autograd import forward_ad
 
 from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce

@@ -3,10 +3,10 @@
 import functools
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support import ranks
 from support.vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows, truth
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -113,7 +113,7 @@ def train(kind, model, args, **kwargs):
     seen = Seen()
     trainer = kind(
         model=model, args=args, train_dataset=kwargs.pop("train_dataset", Dataset()),
-        callbacks=[seen], **kwargs,
+        callbacks=[seen, *kwargs.pop("callbacks", ())], **kwargs,
     )  # fmt: skip
     output = trainer.train()
     losses = [log["loss"] for log in seen.logs if "loss" in log]

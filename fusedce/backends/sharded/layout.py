@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusedce.accumulate.ranks import Ranks
 from fusedce.backends.sharded.tiles import Shard, all_gather
+from fusedce.contract.groups import Ranks
 from fusedce.contract.problem import Problem
 
 

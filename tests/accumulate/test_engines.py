@@ -5,46 +5,19 @@ Uneven lengths, one rank fully ignored in one window, the last window short: see
 
 import contextlib
 import functools
-import os
 from types import SimpleNamespace
 
-import parallel
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from loops import distance
+from support import parallel, ranks
+from support.engines import accelerator, train
+from support.loops import distance
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, count_valid
-
-
-def train(model, acc, data_rank, streaming, *, silent=None, backward=None, reduce=None):
-    """Every window of `parallel`, by declared counts or streaming.
-
-    ``silent(model)``: the engine's context (or switch) for micro-batches before the last one.
-    """
-    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
-    grads = []
-    for window in range(len(parallel.WINDOWS)):
-        optimizer.zero_grad()
-        micro = parallel.micro_batches(window, data_rank)
-        counts = [count_valid(y, offset=0) for _, y in micro]
-        with contextlib.nullcontext() if streaming else acc.window(counts):
-            for i, (hidden, labels) in enumerate(micro):
-                last = i == len(micro) - 1
-                with silent(model, last) if silent else contextlib.nullcontext():
-                    acc.backward(model(hidden, labels))
-        if reduce:
-            reduce(model)
-        if streaming:
-            acc.finish(model.parameters())
-        grads.append([parallel.whole(p.grad) for p in model.parameters()])
-        optimizer.step()
-    return grads, [parallel.whole(p) for p in model.parameters()], acc.metrics()
-
 
 # ---- DDP and FSDP2 ----------------------------------------------------------------------------
 
@@ -74,22 +47,6 @@ def fsdp(reduction, silent, streaming, rank):
 
 
 # ---- accelerate -------------------------------------------------------------------------------
-
-
-def accelerator(rank, **kwargs):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for shared in (AcceleratorState, GradientState, PartialState):
-        shared._reset_state()
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }
-    return Accelerator(cpu=True, **kwargs)
 
 
 def accelerate_streaming(rank):
@@ -173,7 +130,7 @@ def accelerate_errors(rank):
         "megatron": refused(distributed_type=SimpleNamespace(value="MEGATRON_LM")),
         "sequence parallel": refused(parallelism_config=SimpleNamespace(sp_enabled=True)),
         "not one": ranks.error_of(LossAccumulator.from_accelerator, model),
-        "ranks": LossAccumulator.from_accelerator(engine)._ranks.size(),
+        "ranks": LossAccumulator.from_accelerator(engine)._steps.tokens.ranks.size(),
     }
 
 

@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import H, V, batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from support.loops import (
+    H,
+    V,
+    batches,
+    distance,
+    new_weight,
+    run_streaming,
+    run_window,
+    weight_and_grad,
+)
 
 from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
 

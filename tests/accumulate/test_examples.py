@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from test_engines import accelerator
+from support import ranks
+from support.engines import accelerator
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 

@@ -3,10 +3,10 @@
 from datetime import timedelta
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from loops import batches, distance, new_weight, run_window, weight_and_grad
+from support import ranks
+from support.loops import batches, distance, new_weight, run_window, weight_and_grad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,13 +4,12 @@ import contextlib
 import functools
 from types import SimpleNamespace
 
-import parallel
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from loops import H, V, distance
-from test_engines import train
+from support import parallel, ranks
+from support.engines import train
+from support.loops import H, V, distance
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -120,7 +119,7 @@ def accelerate_mesh(rank):
     alone = LossAccumulator.from_accelerator(
         SimpleNamespace(**vars(engine) | {"torch_device_mesh": only_tp})
     )
-    return acc._ranks.size(), alone._ranks.size()
+    return acc._steps.tokens.ranks.size(), alone._steps.tokens.ranks.size()
 
 
 TENSOR = {

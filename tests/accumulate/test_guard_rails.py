@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import H, V, batches, new_weight, run_streaming, run_window
+from support.loops import H, V, batches, new_weight, run_streaming, run_window
 
 from fusedce import LossAccumulator, fused_ce
 
@@ -223,9 +223,18 @@ def test_state_in_the_middle_is_refused_with_instructions():
     assert acc.state_dict()["n_windows"] == 1
 
 
-def test_a_foreign_state_is_refused():
-    good = LossAccumulator().state_dict()
-    with pytest.raises(ValueError, match="rank 1 of 2"):
-        LossAccumulator().load_state_dict(good | {"rank": 1, "ranks": 2})
-    with pytest.raises(ValueError, match="lacks"):
-        LossAccumulator().load_state_dict({})
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda s: {}, ValueError, "lacks"),
+        (lambda s: 3, TypeError, "state must be a dict"),
+        (lambda s: s | {"previous_count": 0}, ValueError, "previous_count"),
+        (lambda s: s | {"previous_count": -3}, ValueError, "previous_count"),
+        (lambda s: s | {"n_windows": -1}, ValueError, "n_windows"),
+        (lambda s: s | {"n_valid": 1.5}, ValueError, "n_valid"),
+    ],
+)
+def test_a_foreign_state_is_refused(change, error, words):
+    acc = LossAccumulator()
+    with pytest.raises(error, match=words):
+        acc.load_state_dict(change(acc.state_dict()))

@@ -3,16 +3,15 @@
 import functools
 import random
 
-import parallel
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from loops import batches, distance, new_weight, run_streaming, run_window
+from support import parallel, ranks
+from support.loops import batches, distance, new_weight, run_streaming, run_window
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.ranks import LENGTH
 
 
 def reduced(reduction, streaming, rank):
@@ -65,26 +64,6 @@ def a_loss(n, weight=None):
     return fused_ce(hidden, new_weight() if weight is None else weight, labels)
 
 
-def ranks_differ(rank):
-    """Declared counts, then streaming: rank 0 has one micro-batch fewer."""
-    declared = ranks.error_of(LossAccumulator().window([1] * (rank + 1)).__enter__)
-    acc, weight = LossAccumulator(), new_weight()
-    for _ in range(rank + 1):
-        acc.backward(a_loss(2, weight))
-    return declared, ranks.error_of(acc.finish, [weight])
-
-
-def one_rank_ran_out(rank):
-    """Rank 1 has a window less: it reads metrics, or finishes, where rank 0 goes on."""
-    acc, weight = LossAccumulator(), new_weight()
-    run_window(acc, weight, batches([3]))
-    reads = ranks.error_of(acc.metrics if rank else acc.window([3]).__enter__)
-    acc = LossAccumulator()
-    if rank:
-        return reads, ranks.error_of(acc.finish, [weight])
-    return reads, ranks.error_of(acc.backward, a_loss(3))
-
-
 def on_empty(rank):
     raises = ranks.error_of(LossAccumulator(on_empty="raise").window([0]).__enter__)
     with LossAccumulator(on_empty="raise").window([rank]) as acc:
@@ -112,35 +91,10 @@ def auxiliary(rank):
     return found
 
 
-def errors_travel(rank):
-    """A device error of one rank (test double) is raised on all, so that none waits for another."""
-    readable, _faults.readable = _faults.readable, lambda device: False
-    try:
-        acc = LossAccumulator()
-        with acc.window([2 + rank]):
-            acc.backward(a_loss(2))
-        first = ranks.error_of(acc.metrics)
-        acc.metrics(reset=True)
-    finally:
-        _faults.readable = readable
-    return first
-
-
-def state(rank):
-    acc = LossAccumulator()
-    with acc.window([2]):
-        acc.backward(a_loss(2))
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, acc.state_dict())
-    new = LossAccumulator()
-    new.load_state_dict(states[rank])
-    other = ranks.error_of(new.load_state_dict, states[1 - rank])
-    return new.metrics() == acc.metrics(), other
-
-
 def collectives(rank):
-    """Elements of every all-reduce, per call."""
+    """Elements of every all-reduce, per call; those of the way to gloo's own group count too."""
     calls, original = [], dist.all_reduce
+    LossAccumulator().metrics()  # makes the group
     weight, found = new_weight(), {}
 
     def spy(x, *args, **kwargs):
@@ -158,9 +112,12 @@ def collectives(rank):
         counted("window", lambda: run_window(acc, weight, batches([3, 0, 4])))
         counted("first streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
         counted("streaming", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
-        counted("add", lambda: acc.add(a_loss(3)))
         counted("metrics", acc.metrics)
         counted("state", acc.state_dict)
+        counted("load", lambda: acc.load_state_dict(acc.state_dict()))
+        counted("streaming after load", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        counted("add", lambda: acc.add(a_loss(3)))
+        counted("metrics after add", acc.metrics)
     finally:
         dist.all_reduce = original
     return found
@@ -193,7 +150,7 @@ EQUAL = {
     for reduction in ("mean", "sum")
     for streaming in (False, True)
 }
-OTHERS = (ranks_differ, one_rank_ran_out, on_empty, auxiliary, errors_travel, state, collectives)
+OTHERS = (on_empty, auxiliary, collectives)
 TWO = EQUAL | {f.__name__: f for f in (any_split, *OTHERS)}
 FOUR = EQUAL | {f.__name__: f for f in (any_split, meshes)}
 
@@ -217,24 +174,6 @@ def test_any_split_over_ranks(world):
         assert windows == 25
 
 
-def test_different_numbers_of_micro_batches():
-    for rank, messages in enumerate(ranks.of(results(2), "ranks_differ")):
-        for message in messages:
-            assert (
-                "RuntimeError: ranks have different numbers of micro-batches in this window: "
-                in message
-            )
-            assert f"{rank + 1} here, 3 on 2 ranks" in message
-
-
-def test_one_rank_ran_out_of_data():
-    goes_on, out = ranks.of(results(2), "one_rank_ran_out")
-    assert "this rank wants to open a window, another one to do something else" in goes_on[0]
-    assert "this rank wants to read metrics, another one to do something else" in out[0]
-    assert "this rank wants to start streaming, another" in goes_on[1]
-    assert "this rank wants to finish a window, another" in out[1]
-
-
 def test_empty_is_a_matter_of_all_ranks():
     for raises, tokens, first, second in ranks.of(results(2), "on_empty"):
         assert "RuntimeError: no valid token in this window on any rank" in raises
@@ -247,28 +186,20 @@ def test_auxiliary_loss_over_ranks():
         assert found == pytest.approx([1.5, 1.5])
 
 
-def test_an_error_of_one_rank_is_raised_on_all():
-    a, b = ranks.of(results(2), "errors_travel")
-    assert a == "RuntimeError: 1 other ranks found an error in this interval and name it there"
-    assert "micro-batch 0 was declared with 3 valid tokens, its loss counts 2" in b
-
-
-def test_state_is_per_rank():
-    for rank, (equal, other) in enumerate(ranks.of(results(2), "state")):
-        assert equal
-        assert f"saved by rank {1 - rank} of 2, this is rank {rank} of 2" in other
-
-
 def test_the_collectives_are_those_of_the_docstring():
-    one = [(5, torch.float64)]
+    one = [(LENGTH, torch.float64)]
+    assert f"an all-reduce of {LENGTH} float64" in LossAccumulator.__doc__
     for found in ranks.of(results(2), "collectives"):
         assert found == {
-            "window": one,
+            "window": 2 * one,
             "first streaming": 2 * one,
             "streaming": one,
-            "add": [],
-            "metrics": one,
+            "metrics": [],
             "state": [],
+            "load": [],
+            "streaming after load": 2 * one,
+            "add": [],
+            "metrics after add": one,
         }
 
 
@@ -283,3 +214,35 @@ def test_meshes():
         }
         assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
         assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
+
+
+def overlap(rank):
+    """What the first rank can do while the other one is late: everything before its losses."""
+    store = dist.distributed_c10d._get_default_store()
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([1]))
+    if rank:
+        store.wait(["opened"])
+    with acc.window([3]):
+        if not rank:
+            store.set("opened", "1")  # the other one opens its window only now
+        acc.backward(a_loss(3, weight))
+    return acc.metrics()["n_tokens"]
+
+
+def test_opening_a_window_waits_for_nobody():
+    assert ranks.of(ranks.run({"overlap": overlap}), "overlap") == [8, 8]
+
+
+def flattened(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("tokens_of_all")
+    acc = LossAccumulator.from_mesh(mesh, "tokens_of_all")
+    acc.add(a_loss(rank + 1))
+    return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
+
+
+def test_dimensions_that_were_flattened():
+    for tokens, unknown in ranks.of(ranks.run({"flattened": flattened}, 4), "flattened"):
+        assert tokens == 10
+        assert "token_dims must name dimensions of the mesh" in unknown

@@ -1,9 +1,9 @@
 """A tiny model, uneven micro-batches for 4 ranks, and the single process they must equal."""
 
 import torch
-from loops import H, V, distance
 
 from fusedce import fused_ce
+from support.loops import H, V, distance
 
 # Valid tokens per micro-batch, [window][rank]. Rank 1 is fully ignored in window 1, and the last
 # window is short (one micro-batch).

@@ -1,0 +1,147 @@
+"""Arguments of the accumulator: counts, losses, weights."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.ranks import VALUES
+from fusedce.accumulate.totals import ONLY
+from fusedce.accumulate.window import Losses
+
+_MOST_LOSSES = VALUES // 2
+
+
+def as_counts(counts: Any) -> list[Tensor]:
+    """Declared counts as ``()`` int64 tensors of their own: the caller may reuse his.
+
+    Raises:
+        TypeError, ValueError: not iterable, not whole numbers, or negative (values in device
+            tensors are not looked at).
+    """
+    if not isinstance(counts, Iterable) or (isinstance(counts, Tensor) and counts.dim() == 0):
+        raise TypeError(
+            f"counts must hold one number per micro-batch, e.g. [count_valid(b) for b in "
+            f"micro_batches], got {describe(counts)}"
+        )
+    return [_as_count(i, count) for i, count in enumerate(counts)]
+
+
+def _as_count(i: int, count: Any) -> Tensor:
+    if isinstance(count, Tensor):
+        if count.is_floating_point() or count.dtype == torch.bool or count.numel() != 1:
+            raise TypeError(f"counts[{i}] must be one integer, got {describe(count)}")
+        count = count.detach().reshape(()).to(torch.int64, copy=True)
+    else:
+        try:
+            # numpy's integers and 0-d arrays have an index as well; its booleans have none.
+            whole = None if isinstance(count, bool) else operator.index(count)
+        except TypeError:
+            whole = None
+        if whole is None:
+            raise TypeError(f"counts[{i}] must be an integer or a tensor, got {describe(count)}")
+        count = torch.tensor(whole)
+    if _faults.readable(count.device) and count < 0:
+        raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
+    return count
+
+
+def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, float], Any]:
+    """The losses of a window and their weights; ``(losses,)`` int64 for each micro-batch.
+
+    Raises:
+        TypeError, ValueError: as :func:`as_counts`; losses with different numbers of
+            micro-batches; weights that are not finite numbers, or of other losses.
+    """
+    if not isinstance(counts, Mapping):
+        if weights is not None:
+            raise ValueError("weights are for several losses: give counts as a dict, by name")
+        return {ONLY: 1.0}, [count[None] for count in as_counts(counts)]
+    names = list(counts)
+    if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
+        raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
+    if weights is not None and not set(weights) <= set(names):
+        raise ValueError(f"weights must be those of the losses {names}, got {list(weights)}")
+    found = {name: _as_weight(name, (weights or {}).get(name, 1.0)) for name in names}
+    columns = [as_counts(counts[name]) for name in names]
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            f"counts must hold one number per micro-batch for each loss, got "
+            f"{ {name: len(column) for name, column in zip(names, columns, strict=True)} }"
+        )
+    return found, [torch.stack(row) for row in zip(*columns, strict=True)]
+
+
+def _as_weight(name: str, weight: Any) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"weights[{name!r}] must be a number, got {describe(weight)}")
+    if not math.isfinite(weight):
+        raise ValueError(f"weights[{name!r}] must be finite, got {weight}")
+    return float(weight)
+
+
+def unpack(out: Any, names: Iterable[str]) -> Losses:
+    """The losses of a micro-batch, by name, as :func:`fused_ce` returned them.
+
+    Raises:
+        TypeError: something else, or a sum in a dtype that cannot hold one.
+        ValueError: losses that the window does not have.
+    """
+    names = list(names)
+    if not isinstance(out, Mapping):
+        if names != [ONLY]:
+            raise TypeError(f"out must be a dict of the window's losses {names}, got one loss")
+        return {ONLY: _unpack(out)}
+    if set(out) != set(names):
+        wanted = "one loss, no dict" if names == [ONLY] else f"a dict of the losses {names}"
+        raise ValueError(f"out must be {wanted}, as the window declares, got {list(out)}")
+    return {name: _unpack(out[name]) for name in names}
+
+
+def _unpack(out: Any) -> tuple[Tensor, Tensor]:
+    if (
+        not isinstance(out, tuple)
+        or len(out) != 2
+        or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out)
+        or not out[0].is_floating_point()
+        or out[1].is_floating_point()
+    ):
+        raise TypeError(
+            f"out must be (loss_sum, n_valid) as fused_ce returns it: a floating and an integer "
+            f"scalar tensor, got {describe(out)}"
+        )
+    if out[0].element_size() < 4:
+        raise TypeError(
+            f"out: loss_sum must be float32 or float64, got {out[0].dtype}, which cannot hold a "
+            f"sum over tokens. Has a wrapper cast it (FSDP's MixedPrecisionPolicy(output_dtype=), "
+            f"accelerate)? Let it return float32"
+        )
+    return out[0].reshape(()), out[1].detach().reshape(()).long()
+
+
+def check_settings(grad_reduction: Any, on_empty: Any) -> None:
+    if grad_reduction not in ("mean", "sum"):
+        raise ValueError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}")
+    if on_empty not in ("zero", "skip", "raise"):
+        raise ValueError(f"on_empty must be 'zero', 'skip' or 'raise', got {on_empty!r}")
+
+
+def check_auxiliary(auxiliary: Any) -> None:
+    if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
+        raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
+    if auxiliary.numel() != 1:
+        raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
+
+
+def describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+    if isinstance(x, tuple):
+        return "(" + ", ".join(describe(y) for y in x) + ")"
+    return type(x).__name__

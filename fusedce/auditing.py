@@ -1,0 +1,321 @@
+"""What a training loop really optimises: how much each token weighs in each optimizer step.
+
+No loop has to be changed for it. The gradient of a token's loss with respect to its logits is
+``w * (softmax - onehot)``: its one negative entry names the label, and its size is the weight ``w``
+that the loop gave the token, whatever it divided by on the way. A right loop gives all tokens of an
+optimizer step the weight 1 / (number of tokens of all micro-batches and ranks).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fusedce.accumulate.streaming import OnCorrection
+from fusedce.contract.results import LossSum
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 1024  # positions whose logits are looked at together
+_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+
+
+@dataclass
+class Step:
+    """One optimizer step, over the micro-batches of all ranks.
+
+    Attributes:
+        n_tokens: trained tokens; ``loss``: their mean, nats per token.
+        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
+        logged: what the loop logged, where :meth:`Audit.log` was told.
+        scale: the mean weight of a token over the right one; 1 is right.
+        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
+        averaged: whether each micro-batch weighs the same, however many tokens it has.
+    """
+
+    n_tokens: int
+    loss: float
+    descended: float
+    logged: float | None
+    scale: float
+    spread: float
+    averaged: bool
+
+
+@dataclass
+class _MicroBatch:
+    loss_sum: float
+    n_tokens: int
+    weight: float  # of a token, in the gradient of this rank
+
+
+@dataclass
+class _Open:
+    """The micro-batches since the last step of this rank."""
+
+    micro: list[_MicroBatch] = field(default_factory=list)
+    logged: float | None = None
+
+
+class Audit:
+    """What :func:`audit` returns.
+
+    Attributes:
+        steps: one :class:`Step` for each optimizer step, once the ``with`` block has ended.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, adds: bool, loss_scale: float | Callable[[], float]
+    ) -> None:
+        self.steps: list[Step] = []
+        self._model = model
+        self._adds = adds
+        self._loss_scale = loss_scale
+        self._ours: list[_Open] = []
+        self._now = _Open()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Audit:
+        self._parameters = {id(p) for p in self._model.parameters()}
+        self._handles = [
+            self._model.register_forward_hook(self._ran, with_kwargs=True),
+            register_optimizer_step_post_hook(self._steps),
+            OnCorrection(self._corrected),
+        ]
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if error is None:
+            self._summarise()
+            logger.warning("%s", self)
+
+    def log(self, loss: float | Tensor) -> None:
+        """Tell what the loop logs as the loss of the coming (or just made) optimizer step."""
+        at = self._now if self._now.micro or not self._ours else self._ours[-1]
+        at.logged = float(loss)
+
+    def callback(self) -> Any:
+        """For ``Trainer(callbacks=[fusedce.audit(model).callback()])``; it audits ``train()``."""
+        from transformers import TrainerCallback
+
+        report = self
+
+        class AuditCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                report.__enter__()
+
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+            ) -> None:
+                if logs and "loss" in logs and args.logging_steps == 1:
+                    report.log(float(logs["loss"]))
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                report.__exit__(None, None, None)
+
+        return AuditCallback()
+
+    # ---- what happens in the loop -----------------------------------------------------------
+
+    def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A forward: watch the gradient of its logits, or of its loss where it has no logits."""
+        if not torch.is_grad_enabled():
+            return
+        if isinstance(out, LossSum):
+            loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
+            _watch(out.loss_sum, lambda g: self._take(_MicroBatch(loss_sum, n, float(g))))
+            return
+        logits = out if isinstance(out, Tensor) else _get(out, "logits")
+        if type(logits) is Tensor and logits.requires_grad:
+            held = logits.detach()
+            _watch(logits, lambda g: self._take(_of_logits(held, g)))
+            return
+        loss, labels = _get(out, "loss"), kwargs.get("labels")
+        if loss is None or labels is None or logits is None:
+            raise ValueError(
+                f"audit needs a model that returns logits, a LossSum, or a loss and logits of the "
+                f"labels it is given; {type(module).__name__} returned {type(out).__name__}"
+            )
+        self._watch_loss(loss, logits, labels)
+
+    def _watch_loss(self, loss: Tensor, logits: Any, labels: Tensor) -> None:
+        """Fused: the gradient of logits that are never made is not seen, that of the loss is."""
+        shift = 0 if getattr(self._model.config, "is_encoder_decoder", False) else 1
+        aligned = labels[..., shift:]
+        with torch.no_grad():
+            rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
+            total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
+        value, n = float(loss.detach()), int((aligned != -100).sum())
+        divided_by = total / value if value else math.inf
+        _watch(loss, lambda g: self._take(_MicroBatch(total, n, float(g) / divided_by)))
+
+    def _take(self, micro: _MicroBatch) -> None:
+        scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
+        micro.weight /= scale
+        self._now.micro.append(micro)
+
+    def _corrected(self, factor: float) -> None:
+        """``LossAccumulator.finish`` has multiplied the gradients."""
+        for micro in self._now.micro:
+            micro.weight *= factor
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        # After the step: a closure given to it (Lightning) runs the last backward inside.
+        mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
+        if mine and self._now.micro:
+            self._ours.append(self._now)
+            self._now = _Open()
+
+    # ---- what comes of it -------------------------------------------------------------------
+
+    def _summarise(self) -> None:
+        ranks: list[list[_Open]] = [self._ours]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, self._ours)
+        averaged_over = 1 if self._adds else len(ranks)
+        for together in zip(*ranks, strict=False):
+            micro = [m for one in together for m in one.micro if m.n_tokens]
+            logged = [one.logged for one in together if one.logged is not None]
+            if micro:
+                self.steps.append(_step(micro, averaged_over, logged[0] if logged else None))
+
+    def verdict(self) -> str:
+        """In a sentence, what the loop does."""
+        if not self.steps:
+            return "no optimizer step was seen: does the optimizer hold the model's parameters?"
+        spread = max(step.spread for step in self.steps)
+        scale = sum(step.scale for step in self.steps) / len(self.steps)
+        found = []
+        if spread > 1 + _TOLERANCE:
+            uneven = [step for step in self.steps if step.spread > 1 + _TOLERANCE]
+            why = (
+                "your micro-batches are averaged"
+                if all(step.averaged for step in uneven)
+                else "tokens of one step weigh differently"
+            )
+            found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
+        if abs(scale - 1) > _TOLERANCE:
+            found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+        off = [s for s in self.steps if s.logged is not None and _off(s.logged, s.loss)]
+        if off:
+            step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
+            found.append(
+                f"the loss that is logged is not that of the tokens ({step.logged:.4f} for "
+                f"{step.loss:.4f})"
+            )
+        return "; ".join(found) or (
+            "every token weighs the same, and the gradient is that of the mean over all tokens"
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            "| step | tokens | true loss | descended | logged | gradient's scale | spread |",
+            "|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        for i, s in enumerate(self.steps):
+            logged = "" if s.logged is None else f"{s.logged:.4f}"
+            lines.append(
+                f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
+                f"{s.scale:.3f} | {s.spread:.2f} |"
+            )
+        return "\n".join(["", *lines, "", self.verdict()])
+
+
+def audit(
+    model: torch.nn.Module,
+    *,
+    gradients_added: bool = False,
+    loss_scale: float | Callable[[], float] = 1.0,
+) -> Audit:
+    """Watch anyone's training loop: ``with fusedce.audit(model) as report: train()``.
+
+    For each optimizer step: the true mean loss of its tokens, the loss whose gradient was taken,
+    what was logged, and by how much the gradient was off; as a table in the log when the block ends
+    (``print(report)``), and a verdict in words (``report.verdict()``). Works around plain loops,
+    accelerate, Lightning, Trainer (or with ``report.callback()``), ours and others'.
+
+    It reads numbers at each micro-batch, and keeps logits until backward: for a few steps, not for
+    a training run. On several ranks, one ``all_gather_object`` at the end, on all of them.
+
+    Args:
+        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
+            as ``.logits``), a :class:`LossSum`, or, with a replaced head, a loss for its labels.
+        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
+        loss_scale: what losses are multiplied by before backward and gradients divided by after
+            it: ``scaler.get_scale`` of a ``GradScaler``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: in its forward, where it returns something else.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 11)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with fusedce.audit(model) as report:
+        ...     for n in (2, 6):  # micro-batches of different lengths, averaged
+        ...         loss = F.cross_entropy(model(torch.randn(n, 4)), torch.randint(11, (n,)))
+        ...         (loss / 2).backward()
+        ...     optimizer.step()
+        >>> report.verdict()
+        'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return Audit(getattr(model, "module", model), gradients_added, loss_scale)
+
+
+def _watch(x: Tensor, seen: Callable[[Tensor], None]) -> None:
+    if x.requires_grad:
+        x.register_hook(lambda grad: seen(grad.detach()))
+
+
+def _get(out: Any, name: str) -> Any:
+    return out.get(name) if isinstance(out, dict) else getattr(out, name, None)
+
+
+def _of_logits(logits: Tensor, grad: Tensor) -> _MicroBatch:
+    """Loss, count and weight of the tokens that this gradient trains: ``(..., V)`` both."""
+    loss_sum, n_tokens, pulls, gaps = 0.0, 0, 0.0, 0.0
+    rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
+    for z, g in rows:
+        pull, labels = g.double().min(-1)
+        trained = pull < 0
+        logprobs = torch.log_softmax(z[trained].double(), -1)
+        of_labels = logprobs.gather(-1, labels[trained, None])
+        loss_sum -= float(of_labels.sum())
+        n_tokens += int(trained.sum())
+        pulls -= float(pull[trained].sum())
+        gaps -= float(torch.expm1(of_labels).sum())
+    return _MicroBatch(loss_sum, n_tokens, pulls / gaps if gaps else 0.0)
+
+
+def _step(micro: list[_MicroBatch], averaged_over: int, logged: float | None) -> Step:
+    n = sum(m.n_tokens for m in micro)
+    weights = [m.weight / averaged_over * n for m in micro]  # 1 where all is right
+    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+    least = min(weights)
+    return Step(
+        n_tokens=n,
+        loss=sum(m.loss_sum for m in micro) / n,
+        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+        logged=logged,
+        scale=sum(shares) / n,
+        spread=max(weights) / least if least > 0 else math.inf,
+        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+    )
+
+
+def _off(a: float, b: float) -> bool:
+    return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)

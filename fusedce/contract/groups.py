@@ -1,0 +1,95 @@
+"""Meshes and process groups: which ranks are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+ALONE = object()  # every other rank holds the same tokens
+
+
+class Ranks:
+    """The members of ``group``: a process group, a one-dimensional ``DeviceMesh``, or ``None``.
+
+    ``None`` means all ranks if ``torch.distributed`` is initialised *when asked*, else one rank:
+    the object may be made before the processes meet.
+
+    Raises:
+        TypeError, ValueError: ``group`` is none of those.
+    """
+
+    def __init__(self, group: Any) -> None:
+        if _is_mesh(group):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"process_group must be a one-dimensional DeviceMesh, got {group.ndim} "
+                    f"dimensions {group.mesh_dim_names}: name those over which tokens differ, "
+                    f"e.g. LossAccumulator.from_mesh(mesh, ['dp'])"
+                )
+            group = group.get_group()
+        elif group not in (None, ALONE) and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group must be a process group, a DeviceMesh or None, "
+                f"got {type(group).__name__}"
+            )
+        self._given = group
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; ``None`` in a single process."""
+        if self._given is ALONE or not (dist.is_available() and dist.is_initialized()):
+            return None
+        return dist.group.WORLD if self._given is None else self._given
+
+    def size(self) -> int:
+        group = self.group()
+        return 1 if group is None else dist.get_world_size(group)
+
+    def rank(self) -> int:
+        group = self.group()
+        return 0 if group is None else dist.get_rank(group)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a group is a place to meet: a copy of it would be another one
+
+    def __reduce__(self) -> Any:
+        if self._given is None:
+            return Ranks, (None,)
+        raise TypeError(
+            "a process group cannot be pickled: save state_dict(), and load it into an object "
+            "made with the group of the new process"
+        )
+
+
+def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
+    """The one-dimensional mesh over ``dims`` of a mesh with named dimensions.
+
+    Several dimensions are flattened into one; making that group is a collective of all ranks of
+    the mesh, done once for the same dimensions. A dimension that the user has flattened already is
+    found by its name. None at all: every rank holds the same tokens.
+
+    Raises:
+        TypeError, ValueError: ``mesh`` is not a ``DeviceMesh``, or has no such dimension.
+    """
+    if not _is_mesh(mesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError("mesh must have named dimensions: init_device_mesh(mesh_dim_names=...)")
+    dims = [dims] if isinstance(dims, str) else list(dims)
+    if not dims:
+        return ALONE
+    if len(dims) == 1:
+        try:
+            return mesh[dims[0]]  # one of its own, or one that was flattened
+        except (KeyError, RuntimeError, ValueError):
+            pass
+    if not set(dims) <= set(names) or len(set(dims)) != len(dims):
+        raise ValueError(f"token_dims must name dimensions of the mesh {names}, once, got {dims}")
+    ordered = tuple(name for name in names if name in dims)
+    return mesh[ordered]._flatten("_".join(("tokens", *ordered)))
+
+
+def _is_mesh(x: Any) -> bool:
+    return hasattr(x, "get_group") and hasattr(x, "mesh_dim_names")

@@ -1,0 +1,456 @@
+"""What goes wrong on one rank is raised on all of them, in the same words, soon."""
+
+import functools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from support.loops import batches, distance, new_weight, run_window, weight_and_grad
+
+from fusedce import LossAccumulator, fused_ce
+from fusedce.accumulate import faults as _faults
+
+SOON = 10  # seconds; the process group gives up after 120
+
+
+def a_loss(n, weight=None):
+    hidden, labels = batches([n])[0]
+    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
+
+
+def train(acc, counts, sizes=None, weight=None):
+    with acc.window(counts):
+        for n in sizes or counts:
+            acc.backward(a_loss(n, weight))
+
+
+def stream(acc, sizes, weight):
+    for n in sizes:
+        acc.backward(a_loss(n, weight))
+    acc.finish([weight])
+
+
+def then_goes_on(acc):
+    """A window after the error: the ranks are still in step."""
+    weight = new_weight()
+    train(acc, [3], weight=weight)
+    return float(weight.grad.norm())
+
+
+def warm_up(rank):
+    """The first of everything takes seconds: imports, and gloo's connections."""
+    stream(LossAccumulator(), [2], new_weight())
+
+
+def case(f):
+    """``(error, seconds, norm of a gradient of a window that follows)``."""
+
+    @functools.wraps(f)
+    def run(rank):
+        acc = LossAccumulator()
+        error, seconds = ranks.timed(f, acc, rank)
+        acc.discard_window()
+        return error, seconds, then_goes_on(LossAccumulator())
+
+    return run
+
+
+@case
+def bad_counts(acc, rank):
+    train(acc, [2, -1] if rank else [2, 2])
+
+
+@case
+def bad_counts_everywhere(acc, rank):
+    train(acc, [2, -1])
+
+
+@case
+def other_bad_counts(acc, rank):
+    train(acc, [2, -1 - rank])
+
+
+@case
+def no_counts(acc, rank):
+    train(acc, [2] if rank else [])
+
+
+@case
+def micro_batches_declared(acc, rank):
+    train(acc, [1] * (rank + 1))
+
+
+@case
+def micro_batches_streamed(acc, rank):
+    stream(acc, [2] * (rank + 1), new_weight())
+
+
+@case
+def reads_metrics(acc, rank):
+    if rank:
+        acc.metrics()
+    else:
+        train(acc, [3])
+
+
+@case
+def finishes(acc, rank):
+    weight = new_weight()
+    if rank:
+        acc.finish([weight])
+    else:
+        stream(acc, [3], weight)
+
+
+@case
+def metrics_in_a_window(acc, rank):
+    if rank:
+        with acc.window([2, 2]):
+            acc.backward(a_loss(2))
+            acc.metrics()
+    else:
+        train(acc, [2, 2])
+
+
+@case
+def metrics_while_streaming(acc, rank):
+    if rank:
+        acc.backward(a_loss(2))
+    else:
+        LossAccumulator().scale(a_loss(2))  # the other one's estimate
+    acc.metrics()
+
+
+@case
+def raises_in_a_window(acc, rank):
+    with acc.window([2, 2]):
+        acc.backward(a_loss(2))
+        if rank:
+            raise ZeroDivisionError("a bug in the loop")
+        acc.backward(a_loss(2))
+
+
+@case
+def raises_before_the_first(acc, rank):
+    with acc.window([2, 2]):
+        if rank:
+            raise ZeroDivisionError("a bug in the loop")
+        acc.backward(a_loss(2))
+        acc.backward(a_loss(2))
+
+
+@case
+def other_count(acc, rank):
+    train(acc, [2, 2 + rank], [2, 2])
+
+
+@case
+def other_faults(acc, rank):
+    train(acc, [2, 3 + 2 * rank], [2, 2])
+
+
+@case
+def fewer_than_declared(acc, rank):
+    train(acc, [2, 2], [2] * (2 - rank))
+
+
+@case
+def more_than_declared(acc, rank):
+    train(acc, [2, 2], [2] * (2 + rank))
+
+
+@case
+def bad_label(acc, rank):
+    with acc.window([2]):
+        loss_sum, n_valid = a_loss(2)
+        code = torch.tensor(-1 - ((5 << 32) | (99 + 2**31)))
+        acc.backward((loss_sum, code if rank else n_valid))
+
+
+@case
+def bad_label_in_evaluation(acc, rank):
+    code = torch.tensor(-1 - ((5 << 32) | (99 + 2**31)))
+    acc.add((torch.tensor(1.0), code if rank else torch.tensor(3)))
+    acc.metrics()
+
+
+@case
+def backward_raised_on_one(acc, rank):
+    weight = new_weight()
+    for i in range(2):
+        if rank and i:
+            with pytest.raises(ZeroDivisionError):
+                acc.backward(raising(a_loss(2, weight)))
+        else:
+            acc.backward(a_loss(2, weight))
+    acc.finish([weight])
+
+
+@case
+def finish_without_parameters(acc, rank):
+    weight = new_weight()
+    acc.backward(a_loss(2, weight))
+    acc.finish([] if rank else [weight])
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in backward")
+
+
+def raising(out):
+    return out._replace(loss_sum=Raising.apply(out.loss_sum))
+
+
+def settings(rank):
+    """Pairs of accumulators that do not fit."""
+    pairs = {
+        "grad_reduction": ({"grad_reduction": "mean"}, {"grad_reduction": "sum"}),
+        "on_empty": ({"on_empty": "zero"}, {"on_empty": "skip"}),
+    }
+    found = {}
+    for name, kwargs in pairs.items():
+        found[name] = ranks.timed(train, LossAccumulator(**kwargs[rank]), [2])
+        acc = LossAccumulator(**kwargs[rank])
+        found[f"{name}, streaming"] = ranks.timed(acc.backward, a_loss(2))
+    found["losses"] = ranks.timed(
+        LossAccumulator().window({"a": [1], ("b", "c")[rank]: [1]}).__enter__().scale,
+        {"a": a_loss(1), ("b", "c")[rank]: a_loss(1)},
+    )
+    window = LossAccumulator().window({"a": [1]}, weights={"a": 1 + rank})
+    found["weights"] = ranks.timed(window.__enter__().scale, {"a": a_loss(1)})
+    return found
+
+
+def estimates(rank):
+    """Rank 1 has loaded another state than rank 0, or none."""
+    found = []
+    for loaded in ((10, 12), (10, None), (10, 10)):
+        acc, weight = LossAccumulator(), new_weight()
+        if loaded[rank] is not None:
+            acc.load_state_dict(acc.state_dict() | {"previous_count": loaded[rank]})
+        found.append(ranks.timed(stream, acc, [3, 1], weight))
+    return found
+
+
+def on_a_device(rank):
+    """With a test double: CPU tensors that may not be looked at, as on a GPU."""
+    readable, _faults.readable = _faults.readable, lambda device: False
+    try:
+        acc = LossAccumulator()
+        train(acc, [2 + rank], [2])
+        counted = ranks.error_of(acc.metrics)
+        acc.metrics(reset=True)
+        acc = LossAccumulator()
+        with acc.window([2] * (rank + 1)):
+            for _ in range(rank + 1):
+                acc.backward(a_loss(2))
+        differ = ranks.error_of(acc.metrics)
+        acc = LossAccumulator()
+        counts = [2.5] if rank else [2]
+        left = ranks.error_of(train, acc, counts, [2])
+        if not rank:
+            left = left or ranks.error_of(acc.metrics)
+    finally:
+        _faults.readable = readable
+    return counted, differ, left
+
+
+RAISES = {
+    bad_counts: "ValueError: counts[1] must be >= 0, got -1 (on rank 1 of 2)",
+    bad_counts_everywhere: "ValueError: counts[1] must be >= 0, got -1 (on 2 of 2 ranks)",
+    no_counts: "ValueError: counts must hold one number per micro-batch, got none at all (on rank",
+    micro_batches_declared: "ranks have different numbers of micro-batches in this window: 3 on 2",
+    micro_batches_streamed: "ranks have different numbers of micro-batches in this window: 3 on 2",
+    reads_metrics: "at different places, 1 to open a window, 1 to read metrics",
+    finishes: "at different places, 1 to start streaming, 1 to finish a window",
+    metrics_in_a_window: "cannot read metrics inside a window: 1 of 2 declared",
+    metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
+    other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
+    other_faults: "2 ranks found errors in their losses, different ones",
+    fewer_than_declared: "2 micro-batches were declared, 1 were seen",
+    bad_label: "ValueError: labels must hold class indices in 0 <= label < V, or ignore_index: "
+    "got 99 at flattened position 5",
+    bad_label_in_evaluation: "got 99 at flattened position 5",
+    backward_raised_on_one: "this window can only be dropped: a backward has raised",
+    finish_without_parameters: "parameters: no parameter given has a .grad",
+}
+# Rank 1 raises its own error, the other one hears of it.
+TOLD = {
+    raises_in_a_window: "ZeroDivisionError: a bug in the loop",
+    raises_before_the_first: "ZeroDivisionError: a bug in the loop",
+    more_than_declared: "2 micro-batches were declared, this is number 3",
+}
+CASES = {f.__name__: f for f in (warm_up, *RAISES, *TOLD, other_bad_counts, settings, estimates)}
+CASES["on_a_device"] = on_a_device
+
+
+@functools.cache
+def results():
+    return ranks.run(CASES)
+
+
+@pytest.mark.parametrize("f", RAISES, ids=lambda f: f.__name__)
+def test_all_ranks_raise_the_same(f):
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(), f.__name__)
+    assert a == b
+    assert RAISES[f] in a
+    assert max(fast, fast_too) < SOON
+    assert after > 0
+
+
+@pytest.mark.parametrize("f", TOLD, ids=lambda f: f.__name__)
+def test_the_other_rank_is_told(f):
+    (told, fast, after), (own, fast_too, _) = ranks.of(results(), f.__name__)
+    assert TOLD[f] in own
+    assert told.removeprefix("RuntimeError: ") == f"{own.removeprefix('RuntimeError: ')} " + (
+        "(on rank 1 of 2)"
+    )
+    assert max(fast, fast_too) < SOON
+    assert after > 0
+
+
+def test_two_ranks_with_different_errors_raise_the_same_too():
+    (a, *_), (b, *_) = ranks.of(results(), "other_bad_counts")
+    assert a == b
+    assert "2 of 2 ranks failed, with different errors" in a
+
+
+def test_settings_that_differ():
+    words = {
+        "grad_reduction": "grad_reduction must be the same on all ranks: it is 'sum' on 1",
+        "on_empty": "on_empty must be the same on all ranks: it is 'skip' on 1",
+        "losses": "the ranks' windows hold different losses",
+        "weights": "the ranks' windows hold different losses",
+    }
+    a, b = ranks.of(results(), "settings")
+    for name in a:
+        assert a[name][0] == b[name][0]
+        assert words[name.removesuffix(", streaming")] in a[name][0]
+        assert max(a[name][1], b[name][1]) < SOON
+
+
+def test_estimates_of_other_states():
+    a, b = ranks.of(results(), "estimates")
+    for (one, fast), (two, _) in zip(a[:2], b[:2], strict=True):
+        assert one == two
+        assert "start streaming from different estimates" in one
+        assert fast < SOON
+    assert a[2][0] is None
+
+
+def test_on_a_device_it_is_raised_where_metrics_are_read():
+    a, b = ranks.of(results(), "on_a_device")
+    assert a[:2] == b[:2]
+    assert "micro-batch 0 was declared with 3 valid tokens, its loss counts 2" in a[0]
+    assert "different numbers of micro-batches in this window: 3 on 2" in a[1]
+    for left in (a[2], b[2]):
+        assert "TypeError: counts[0] must be an integer" in left
+
+
+# ---- random schedules ---------------------------------------------------------------------------
+
+
+def random_schedule(seed, rank):
+    """Windows of two ranks, one of which may fail somewhere: what each of them saw.
+
+    Gradients are added by hand after each window, as an engine without collectives inside it does.
+    """
+    rng = random.Random(seed)
+    acc = LossAccumulator(grad_reduction="sum")
+    found = []
+    for window in range(rng.randint(1, 4)):
+        streaming, M = rng.random() < 0.5, rng.randint(1, 3)
+        sizes = [[rng.choice([0, 1, 4, 9]) for _ in range(M)] for _ in range(2)]
+        failing, where = rng.choice([None, 0, 1]), rng.randrange(M)
+        kind = rng.choice(["before", "backward", "count", "more", "fewer", "elsewhere"])
+        weight = new_weight()
+        micro = batches(sizes[rank], 1000 * seed + 10 * window + rank)
+        fails = failing == rank
+        error, seconds = ranks.timed(
+            one_window, acc, weight, micro, streaming, fails and kind, where
+        )
+        if error is None:
+            dist.all_reduce(weight.grad)
+            both = [x for r in (0, 1) for x in batches(sizes[r], 1000 * seed + 10 * window + r)]
+            _, exact, _ = weight_and_grad(both)
+            found.append((None, distance(weight.grad, exact), seconds))
+        else:
+            acc.discard_window()
+            found.append((error, failing, seconds))
+    return found, acc.state_dict()
+
+
+def one_window(acc, weight, micro, streaming, failure, where):
+    counts = [int((y != -100).sum()) for _, y in micro]
+    if failure == "count":
+        counts[where] += 1
+    if failure == "more":
+        micro = [*micro, micro[0]]
+    if failure == "fewer":
+        micro = micro[:-1]
+    if failure == "elsewhere":
+        acc.metrics() if not acc.state_dict()["n_windows"] else acc.finish([weight])
+    if streaming:
+        try:
+            run(acc, weight, micro, failure, where)
+        except (ZeroDivisionError, ValueError):
+            if not acc._steps.window:  # before the first micro-batch of all: nothing is open
+                acc.scale(a_loss(0))
+        acc.finish([weight])
+    else:
+        with acc.window(counts):
+            run(acc, weight, micro, failure, where)
+
+
+def run(acc, weight, micro, failure, where):
+    for i, (hidden, labels) in enumerate(micro):
+        out = fused_ce(hidden, weight, labels)
+        if failure == "before" and i == where:
+            raise ValueError("a bug in the loop")
+        acc.backward(raising(out) if failure == "backward" and i == where else out)
+
+
+def schedules(first, last, rank):
+    return [random_schedule(seed, rank) for seed in range(first, last)]
+
+
+def check_schedules(results):
+    """How many windows were right, and how many were refused."""
+    right, refused = 0, 0
+    for (a, state_a), (b, state_b) in zip(*results, strict=True):
+        assert state_a == state_b
+        for (error, how, fast), (other, _, fast_too) in zip(a, b, strict=True):
+            assert max(fast, fast_too) < SOON
+            if error is None and other is None:
+                assert how < 1e-6
+                right += 1
+                continue
+            assert error is not None
+            assert other is not None
+            # The one that raised in its own code has raised that, the other one names it.
+            own, told = (error, other) if how == 0 else (other, error)
+            words = own.removeprefix("RuntimeError: ")
+            assert told == own or words in told
+            refused += 1
+    return right, refused
+
+
+def test_random_schedules_with_errors_on_one_rank():
+    found = ranks.of(ranks.run({"schedules": functools.partial(schedules, 0, 40)}), "schedules")
+    right, refused = check_schedules(found)
+    assert right > 20
+    assert refused > 20
+
+
+def test_run_window_is_right_after_all_that():
+    weight, exact, _ = weight_and_grad(batches([3, 5]))
+    run_window(LossAccumulator(), weight, batches([3, 5]))
+    assert distance(weight.grad, exact) < 1e-6

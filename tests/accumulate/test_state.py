@@ -1,0 +1,175 @@
+"""One state for all ranks: whoever saves it, whoever loads it, however many they are."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support import ranks
+from support.engines import accelerator
+from support.loops import batches, new_weight, run_streaming, run_window
+
+from fusedce import LossAccumulator
+
+
+def trained(rank, world):
+    """Two windows; ranks hold different tokens and losses."""
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([3 + rank, 2], rank))
+    run_streaming(acc, weight, batches([5, 1 + rank], 10 + rank))
+    return acc
+
+
+def saves(folder, rank):
+    """Every way to save; returns what each rank holds, and what it reads back."""
+    world = dist.get_world_size()
+    acc = trained(rank, world)
+    state = acc.state_dict()
+    dcp.save({"acc": acc}, checkpoint_id=f"{folder}/dcp")
+    dcp.async_save({"acc": acc}, checkpoint_id=f"{folder}/async").result()
+    if rank == 0:
+        torch.save(acc.state_dict(), f"{folder}/zero")
+    engine = accelerator(rank)
+    engine.register_for_checkpointing(acc)
+    engine.save_state(f"{folder}/accelerate")
+    dist.barrier()
+    return state, loads(folder, rank)
+
+
+def loads(folder, rank):
+    found = {}
+    for kind in ("dcp", "async"):
+        acc = LossAccumulator()
+        dcp.load({"acc": acc}, checkpoint_id=f"{folder}/{kind}")
+        found[kind] = acc.state_dict()
+    acc = LossAccumulator()
+    acc.load_state_dict(torch.load(f"{folder}/zero"))  # plain numbers: nothing to unpickle
+    found["zero"] = acc.state_dict()
+    acc = LossAccumulator()
+    engine = accelerator(rank)
+    engine.register_for_checkpointing(acc)
+    engine.load_state(f"{folder}/accelerate")
+    found["accelerate"] = acc.state_dict()
+    run_streaming(acc, new_weight(), batches([2]))
+    return found, acc.metrics()["n_windows"]
+
+
+def alone(rank):
+    """Rank 0 reads and saves by itself, after windows of each kind; nobody else takes part."""
+    acc = trained(rank, 2)
+    found = (acc.metrics(reset=True), acc.state_dict()) if rank == 0 else None
+    dist.barrier()
+    return found
+
+
+def evaluated(rank):
+    acc = LossAccumulator()
+    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
+    before = ranks.error_of(acc.state_dict)
+    acc.metrics()
+    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
+    return before, acc.metrics(), acc.metrics(), acc.state_dict()
+
+
+def resumed(state, rank):
+    """What three more windows give after loading: parameters are left out, estimates count."""
+    acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
+    acc.load_state_dict(state)
+    for i in range(3):
+        run_streaming(acc, weight, batches([4, 2], 20 + i))
+    return acc.metrics()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    cases = {"alone": alone, "evaluated": evaluated, "saves": functools.partial(saves, folder)}
+    return folder, ranks.run(cases)
+
+
+def test_every_way_to_save_gives_every_rank_the_same(saved):
+    (a, (loaded, windows)), (b, (loaded_too, _)) = ranks.of(saved[1], "saves")
+    assert a == b
+    assert a["n_valid"] == (3 + 2) + (4 + 2) + (5 + 1) + (5 + 2)
+    for kind, state in loaded.items():
+        assert state == a, kind
+        assert loaded_too[kind] == a, kind
+    assert windows == 3
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_another_number_of_ranks_loads_it(saved, world):
+    folder, results = saved
+    state, _ = ranks.of(results, "saves")[0]
+    cases = {"loads": functools.partial(loads, folder), "go on": functools.partial(resumed, state)}
+    found = ranks.run(cases, world)
+    for loaded, _ in ranks.of(found, "loads"):
+        assert all(other == state for other in loaded.values())
+    for m in ranks.of(found, "go on"):
+        assert m["n_tokens"] == state["n_valid"] + world * 3 * 6
+        assert m["n_windows"] == 5
+
+
+def test_one_rank_reads_and_saves_alone(saved):
+    (metrics, state), other = ranks.of(saved[1], "alone")
+    assert other is None
+    assert (metrics["n_tokens"], metrics["n_windows"]) == (24, 2)
+    assert state["n_valid"] == 0
+    assert state["previous_count"] == 13
+
+
+def test_evaluation_is_summed_before_it_is_saved(saved):
+    for before, once, twice, state in ranks.of(saved[1], "evaluated"):
+        assert "batches were added on this rank that are not summed over ranks yet" in before
+        assert once == twice
+        assert (once["n_tokens"], state["n_valid"]) == (6, 6)
+
+
+def test_several_losses_are_in_the_state():
+    acc, weight = LossAccumulator(), new_weight()
+    with acc.window({"a": [2], "b": [3]}, weights={"b": 0.5}):
+        acc.backward({"a": (weight.sum(), torch.tensor(2)), "b": (weight.sum(), torch.tensor(3))})
+    new = LossAccumulator()
+    new.load_state_dict(acc.state_dict())
+    assert new.metrics() == acc.metrics()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_by_itself(copied):
+    acc = LossAccumulator(on_empty="skip", grad_reduction="sum", backward_divisor=3)
+    run_streaming(acc, new_weight(), batches([3, 1]))
+    other = copied(acc)
+    assert other.state_dict() == acc.state_dict()
+    assert repr(other) == repr(acc)
+    weight, same = new_weight(), new_weight()
+    run_streaming(other, weight, batches([2]))
+    assert acc.metrics()["n_windows"] == 1
+    run_streaming(acc, same, batches([2]))
+    torch.testing.assert_close(weight.grad, same.grad, rtol=0, atol=0)
+    acc.backward((new_weight().sum(), torch.tensor(1)))
+    with pytest.raises(RuntimeError, match="cannot copy it"):
+        copied(acc)
+
+
+def test_a_process_group_is_not_pickled():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        acc = LossAccumulator(dist.group.WORLD)
+        assert copy.deepcopy(acc).state_dict() == acc.state_dict()
+        with pytest.raises(TypeError, match="process group cannot be pickled"):
+            pickle.dumps(acc)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_it_says_what_it_is():
+    acc = LossAccumulator(grad_reduction="sum")
+    assert repr(acc) == (
+        "LossAccumulator(1 rank, grad_reduction='sum', on_empty='zero', 0 windows since the reset)"
+    )
+    acc.backward((new_weight().sum(), torch.tensor(1)))
+    assert "1 micro-batches since the last finish() are still open" in repr(acc)

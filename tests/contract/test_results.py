@@ -1,0 +1,71 @@
+"""A LossSum behaves as a sum, and says so to whoever takes it for a loss."""
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from fusedce import LossSum, fused_ce
+
+
+def a_sum(value, n):
+    return LossSum(torch.tensor(float(value), requires_grad=True), torch.tensor(n))
+
+
+def numbers(out):
+    assert isinstance(out, LossSum)
+    return out.loss_sum.item(), int(out.n_valid)
+
+
+def test_losses_and_counts_are_added():
+    a, b = a_sum(2, 3), a_sum(1, 4)
+    assert numbers(a + b) == (3, 7)
+    assert numbers(sum([a, b, a])) == (5, 10)
+    hidden, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+    labels = torch.tensor([0, 1, -100, 3, 4, -100])
+    parts = sum(fused_ce(hidden[i::2], weight, labels[i::2]) for i in range(2))
+    whole = fused_ce(hidden, weight, labels)
+    torch.testing.assert_close(parts.mean(), whole.mean())
+    grads = [torch.autograd.grad(out.mean(), weight)[0] for out in (parts, whole)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("x", [2, 0.5, torch.tensor(4.0)])
+def test_a_factor_scales_the_loss_and_keeps_the_count(x):
+    a = a_sum(2, 3)
+    assert numbers(a * x) == numbers(x * a) == (2 * float(x), 3)
+    assert numbers(a / x) == (2 / float(x), 3)
+    assert numbers(-a) == (-2, 3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda a: a.backward(),
+        lambda a: a.item(),
+        lambda a: float(a),
+        lambda a: a < 1.0,
+        lambda a: a >= 1.0,
+        lambda a: a > 1.0,
+        lambda a: a <= 1.0,
+        lambda a: min(a, a_sum(1, 1)),
+        lambda a: a + 1.0,
+        lambda a: a + torch.tensor(1.0),
+    ],
+)
+def test_what_asks_for_a_loss_is_told_how_to_get_one(use):
+    with pytest.raises(TypeError, match=r"LossSum: .*\.mean\(\).*LossAccumulator"):
+        use(a_sum(2, 3))
+
+
+@pytest.mark.parametrize("use", [lambda a: a * a, lambda a: 1 / a, lambda a: a * True])
+def test_what_has_no_meaning_is_refused(use):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        use(a_sum(2, 3))
+
+
+def test_it_is_still_a_tuple_of_two():
+    a = a_sum(2, 3)
+    assert LossSum._fields == ("loss_sum", "n_valid")
+    assert len(a) == 2
+    leaves, spec = _pytree.tree_flatten(a)
+    assert isinstance(_pytree.tree_unflatten(leaves, spec), LossSum)

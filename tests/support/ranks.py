@@ -1,0 +1,77 @@
+"""Real gloo processes for tests: one start, many cases."""
+
+import contextlib
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(cases, ranks=2):
+    """``{name: [result of rank 0, 1, ...]}`` of ``cases``: ``{name: function(rank)}``, in order.
+
+    A case that raises on a rank gives its traceback as :class:`Failed`; later cases, whose
+    collectives may be out of step by then, are not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_worker, (folder, ranks, cases), nprocs=ranks, start_method="fork")
+        per_rank = [torch.load(Path(folder) / str(r), weights_only=False) for r in range(ranks)]
+    missing = Failed("not run: a case before this one failed")
+    return {name: [results.get(name, missing) for results in per_rank] for name in cases}
+
+
+def of(results, name):
+    """The results of a case on all ranks; fails the test with the traceback if one raised."""
+    for rank, result in enumerate(results[name]):
+        assert not isinstance(result, Failed), f"rank {rank}:\n{result}"
+    return results[name]
+
+
+class Failed(str):
+    """A traceback."""
+
+
+def error_of(f, *args, **kwargs):
+    """``"ErrorType: message"`` of a call that must raise; ``None`` if it does not."""
+    try:
+        f(*args, **kwargs)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def timed(f, *args, **kwargs):
+    """``(error_of(f), seconds)``."""
+    begin = time.perf_counter()
+    error = error_of(f, *args, **kwargs)
+    return error, time.perf_counter() - begin
+
+
+def _worker(rank, folder, ranks, cases):
+    # A forked process has none of its parent's threads, and would wait for them. Accelerate asks
+    # for more where the variable is not set.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    results = {}
+    try:
+        for name, case in cases.items():
+            results[name] = case(rank)
+    except Exception:
+        results[name] = Failed(traceback.format_exc())
+    torch.save(results, Path(folder) / str(rank))
+    with contextlib.suppress(RuntimeError):  # a rank that has failed is gone already
+        dist.barrier()  # one that leaves while another one talks to it aborts that one
+    dist.destroy_process_group()

@@ -1,0 +1,290 @@
+"""The audit sees in anyone's loop how much each token weighs."""
+
+import contextlib
+import doctest
+import functools
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import ranks
+from support.engines import accelerator
+from support.loops import H, V, batches
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedce
+from fusedce import LossAccumulator, fused_ce
+from fusedce.audit import Step
+
+SIZES = [2, 14]  # tokens of the micro-batches of each step
+AVERAGED = "your micro-batches are averaged: tokens of short ones weigh up to 7.0 x more"
+RIGHT = "every token weighs the same, and the gradient is that of the mean over all tokens"
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = torch.nn.Linear(H, H), torch.nn.Linear(H, V, bias=False)
+
+    def forward(self, hidden, labels=None):
+        hidden = torch.tanh(self.body(hidden))
+        return self.head(hidden) if labels is None else fused_ce(hidden, self.head.weight, labels)
+
+
+def cross_entropy(model, one, reduction="mean"):
+    return F.cross_entropy(model(one[0]), one[1], reduction=reduction)
+
+
+def naive(model, micro, optimizer, report=None, backward=torch.Tensor.backward):
+    logged = 0.0
+    for one in micro:
+        loss = cross_entropy(model, one) / len(micro)
+        logged += loss.item()
+        backward(loss)
+    if report is not None:
+        report.log(logged)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def summed(model, micro, optimizer):
+    n = sum(int((y != -100).sum()) for _, y in micro)
+    for one in micro:
+        (cross_entropy(model, one, "sum") / n).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def undivided(model, micro, optimizer):
+    for one in micro:
+        (cross_entropy(model, one, "sum") / 16 * 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def declared(model, micro, optimizer, acc=None):
+    acc = acc or LossAccumulator()
+    with acc.window([(y != -100).sum() for _, y in micro]):
+        for one in micro:
+            acc.backward(model(*one))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def streaming(model, micro, optimizer, acc=None):
+    acc = acc or LossAccumulator()
+    for one in micro:
+        acc.backward(model(*one))
+    acc.finish(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def watched(loop, steps=2, model=None, **kwargs):
+    model = model or Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model, **kwargs) as report:
+        for i in range(steps):
+            loop(model, batches(SIZES, i), optimizer)
+    return report
+
+
+def true_loss(step):
+    model = Model()
+    micro = batches(SIZES, step)
+    return float(F.cross_entropy(model(torch.cat([h for h, _ in micro])),
+                                 torch.cat([y for _, y in micro])))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loop", "verdict"),
+    [
+        (naive, AVERAGED),
+        (summed, RIGHT),
+        (undivided, "gradients are 2 x those of the mean over the step's tokens"),
+        (declared, RIGHT),
+        (streaming, RIGHT),
+    ],
+)
+def test_a_plain_loop(loop, verdict):
+    report = watched(loop)
+    assert report.verdict() == verdict
+    assert [step.n_tokens for step in report.steps] == [16, 16]
+    assert report.steps[0].loss == pytest.approx(true_loss(0), rel=1e-5)
+
+
+def test_what_is_logged_is_compared():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        naive(model, batches(SIZES), optimizer, report)
+        report.log(9.0)  # after the step: still that step's
+    (step,) = report.steps
+    assert step.logged == 9.0
+    assert "the loss that is logged is not that of the tokens (9.0000 for" in report.verdict()
+
+
+def test_the_descended_loss_is_the_mean_of_means():
+    (step, _) = watched(naive).steps
+    model = Model()
+    means = [float(cross_entropy(model, one).detach()) for one in batches(SIZES)]
+    assert step.descended == pytest.approx(sum(means) / 2, rel=1e-5)
+    assert step.averaged
+    assert step.scale == pytest.approx(1, rel=1e-5)
+    assert isinstance(step, Step)
+
+
+def test_a_scaled_loss():
+    def loop(model, micro, optimizer):
+        naive(model, micro, optimizer, backward=lambda loss: (loss * 1024).backward())
+
+    assert "gradients are 1.02e+03 x" in watched(loop).verdict()
+    assert watched(loop, loss_scale=lambda: 1024.0).verdict() == AVERAGED
+
+
+def test_the_table_is_logged(caplog):
+    with caplog.at_level(logging.WARNING, logger="fusedce.audit"):
+        report = watched(naive)
+    assert str(report) in caplog.text
+    assert "| 1 | 16 |" in str(report)
+    assert str(report).endswith(AVERAGED)
+
+
+def test_other_optimizers_and_evaluation_are_left_out():
+    model, other = Model(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        with torch.no_grad():
+            model(batches([3])[0][0])
+        optimizer.step()
+        cross_entropy(model, batches([3])[0]).backward()
+        optimizer.step()
+    assert report.steps == []
+    assert "no optimizer step was seen" in report.verdict()
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        fusedce.audit(3)
+    with pytest.raises(ValueError, match="audit needs a model that returns logits"):
+        with fusedce.audit(torch.nn.LSTM(2, 2)) as report:
+            report._model(torch.randn(3, 2))
+
+
+def test_the_example():
+    names = vars(fusedce) | {"fusedce": fusedce, "torch": torch, "F": F}
+    (found,) = doctest.DocTestFinder(recurse=False).find(fusedce.audit, "audit", globs=names)
+    assert doctest.DocTestRunner().run(found).failed == 0
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+def ddp(loop, rank):
+    """Two micro-batches of 2 and 14 tokens on one rank, of 6 and 6 on the other."""
+    model = DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        for i in range(2):
+            loop(model, batches((SIZES, [6, 6])[rank], 10 * rank + i), optimizer)
+    return report.verdict(), report.steps[0].n_tokens
+
+
+def with_accelerate(rank):
+    engine = accelerator(rank, gradient_accumulation_steps=2)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = engine.prepare(model, optimizer)
+    with fusedce.audit(model) as report:
+        for i in range(2):
+            for one in batches(SIZES, 10 * rank + i):
+                with engine.accumulate(model):
+                    engine.backward(cross_entropy(model, one))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return report.verdict(), report.steps[0].n_tokens
+
+
+def shared(rank):
+    """The loop of `ddp`, with one accumulator over both ranks."""
+    acc = LossAccumulator()
+    return ddp(functools.partial(streaming, acc=acc), rank)
+
+
+CASES = {
+    "naive": functools.partial(ddp, naive),
+    "ours": shared,
+    "accelerate": with_accelerate,
+}
+
+
+@functools.cache
+def results():
+    return ranks.run(CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "tokens"),
+    [("naive", AVERAGED, 28), ("ours", RIGHT, 28), ("accelerate", AVERAGED, 32)],
+)
+def test_two_ranks(name, verdict, tokens):
+    assert ranks.of(results(), name) == [(verdict, tokens)] * 2
+
+
+def trainer_report(tmp_path, replaced=False, **kwargs):
+    transformers = pytest.importorskip("transformers")
+    from tiny_trainer import arguments, llama, train
+
+    model = llama()
+    if replaced:
+        fusedce.replace_loss_head(model)
+    if kwargs.pop("naive", False):
+        model.accepts_loss_kwargs = False  # as transformers was before it counted tokens
+    report = fusedce.audit(model)
+    train(
+        transformers.Trainer,
+        model,
+        arguments(tmp_path, size=1, steps=4),
+        **kwargs,
+        callbacks=[report.callback()],
+    )
+    return report
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_stock_trainer(tmp_path, replaced):
+    assert trainer_report(tmp_path, replaced).verdict() == RIGHT
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_trainer_that_averages(tmp_path, replaced):
+    report = trainer_report(tmp_path, replaced, naive=True)
+    assert report.verdict().startswith("your micro-batches are averaged: tokens of short ones")
+    assert len(report.steps) == 3
+    assert all(step.logged is not None for step in report.steps)
+
+
+def test_lightning():
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, one, index):
+            return cross_entropy(self.model, one)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    data = [x for i in range(2) for x in batches(SIZES, i)]
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=2, logger=False, accelerator="cpu", devices=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    with fusedce.audit(module.model) as report, contextlib.suppress(UserWarning):
+        trainer.fit(module, loader)
+    assert report.verdict() == AVERAGED
+    assert [step.n_tokens for step in report.steps] == [16, 16]
