@@ -68,14 +68,16 @@ def peak_extra_bytes(
 ) -> int:
     """Peak memory of one call above the level right before it, in bytes, in a fresh process.
 
-    ``target`` names a function that builds its inputs, warms up on something small, and returns
-    the zero-argument callable to measure. What the callable returns stays alive until the peak is
-    read. :func:`memory_method` says in words how the number is obtained.
+    ``target`` names a function that builds its inputs, warms up on something small that takes the
+    same code paths, and returns the zero-argument callable to measure. What the callable returns
+    stays alive until the peak is read. On the CPU anonymous memory is counted, as tensors are; the
+    pages of libraries and files that the call touches for the first time are not.
+    :func:`memory_method` says in words how the number is obtained.
 
     Args:
         target: ``"module:function"``, importable with this process's ``sys.path``.
         kwargs: its keyword arguments; they travel as JSON.
-        device: ``"cpu"`` for resident memory, otherwise the accelerator whose allocator to read.
+        device: ``"cpu"`` for anonymous memory, otherwise the accelerator whose allocator to read.
 
     Raises:
         ValueError: ``target`` is not of that form, or names ``__main__``.
@@ -113,7 +115,7 @@ def memory_method(device: str = "cpu") -> str:
     if torch.device(device).type != "cpu":
         return "peak of torch's device allocator above the level before the call"
     if _reset_peak():
-        return "peak resident memory (VmHWM) above the level before the call"
+        return "peak anonymous memory (VmHWM less RssFile) above the level before the call"
     return (
         "growth of the process's lifetime peak (ru_maxrss): the peak cannot be reset here, so a "
         "higher one while loading hides a part, and the number is a lower bound"
@@ -140,10 +142,15 @@ def _host_peak(call: Callable[[], object]) -> int:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)
-    read = _high_water_mark if _reset_peak() else _lifetime_peak
-    before = read()
+    if not _reset_peak():
+        before = _lifetime_peak()
+        result = call()
+        return _lifetime_peak() - before
+    before = _resident("VmRSS") - _resident("RssFile")
     result = call()
-    peak = read()
+    # Pages of files come and stay: what the peak held of them is what is there now, unless some
+    # came after it, which a warm-up prevents.
+    peak = _resident("VmHWM") - _resident("RssFile")
     del result
     return peak - before
 
@@ -164,14 +171,15 @@ def _reset_peak() -> bool:
     """Set VmHWM to the present resident size; False where the system does not offer it."""
     try:
         _CLEAR_REFS.write_text("5")
-        return _high_water_mark() > 0
+        return _resident("VmHWM") > 0
     except OSError:
         return False
 
 
-def _high_water_mark() -> int:
+def _resident(field: str) -> int:
+    """Bytes of a field of this process's status on Linux; 0 where there is none."""
     for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
 

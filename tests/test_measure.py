@@ -1,38 +1,28 @@
-"""Peak memory on the CPU, each measurement in a process of its own."""
-
-from pathlib import Path
+"""Time and peak memory: against known allocations, and what the loss needs."""
 
 import pytest
-import torch
 
-from fusedce import fused_ce
-from fusedce.measure import peak_extra_bytes
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
-N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
-
-
-def prepare(dtype: str, grad: bool):
-    rng = torch.Generator().manual_seed(0)
-    kind = getattr(torch, dtype)
-    hidden = torch.randn(N, H, generator=rng).to(kind).requires_grad_(grad)
-    weight = (0.1 * torch.randn(V, H, generator=rng)).to(kind).requires_grad_(grad)
-    labels = torch.randint(0, V, (N,), generator=rng)
-
-    def step(n=N, chunk_tokens=64):
-        out = fused_ce(hidden[:n], weight, labels[:n], chunk_tokens=chunk_tokens)
-        if grad:
-            out.loss_sum.backward()
-        return out
-
-    with torch.no_grad():
-        fused_ce(hidden[:4], weight[:16], labels[:4] % 16)
-    return step
+KNOWN = "support.memory:known"
+pytestmark = pytest.mark.skipif(
+    "anonymous" not in memory_method(), reason="this system does not tell anonymous memory"
+)
 
 
-def eager_forward():
-    hidden, weight = torch.randn(N, H), torch.randn(V, H)
-    torch.nn.functional.linear(hidden[:4], weight[:16])
-    return lambda: torch.nn.functional.linear(hidden, weight)
+def mib(target, **kwargs):
+    return peak_extra_bytes(target, kwargs) / 2**20
+
+
+@pytest.mark.parametrize(("kept", "freed"), [(8, 0), (0, 24), (5, 40), (40, 5)])
+def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
+    assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)
+
+
+def test_pages_of_files_do_not_count(tmp_path):
+    file = tmp_path / "library"
+    file.write_bytes(bytes(48 << 20))
+    assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +34,31 @@ def eager_forward():
         ("bfloat16", True, 2.2 + 4 + 2 + 14),  # and the float32 accumulator
     ],
 )
-def test_no_logits(dtype, grad, most_mib, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)  # the measuring process imports this file
-    extra = peak_extra_bytes("test_memory:prepare", {"dtype": dtype, "grad": grad}) / 2**20
-    assert 0 < extra < most_mib
+def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
+    assert 0 < mib("support.memory:step", dtype=dtype, grad=grad) < most_mib
 
 
-def test_the_measurement_sees_logits(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    assert peak_extra_bytes("test_memory:eager_forward") / 2**20 > 60
+def test_eager_logits_are_seen():
+    assert 64 <= mib("support.memory:eager_forward") < 72  # BLAS packs operands beside them
+
+
+@pytest.mark.parametrize(
+    ("target", "message"), [("torch", "'module:function'"), ("__main__:f", "importable")]
+)
+def test_a_target_that_cannot_be_imported_is_refused(target, message):
+    with pytest.raises(ValueError, match=message):
+        peak_extra_bytes(target)
+
+
+def test_a_call_that_fails_says_how():
+    with pytest.raises(RuntimeError, match="no_such_function"):
+        peak_extra_bytes("support.memory:no_such_function")
+
+
+def test_times_are_taken_in_rounds_that_start_anywhere():
+    calls = []
+    times = median_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert calls == ["a", "b", "b", "a", "a", "b"]  # the first round warms up
+    assert all(len(x) == 2 and x == sorted(x) for x in times.values())
+    with pytest.raises(ValueError, match="repeats must be >= 1, got 0"):
+        median_seconds({}, 0)

@@ -40,6 +40,10 @@ def test_a_name_belongs_to_one_mutant():
         (mutants.Mutant("vague", "import torch\n", "pass\n", "test_labels.py"), "must stand once"),
         (mutants.Mutant("untested", "def shift_labels(", "def x(", "no_test.py"), "0 such"),
         (
+            mutants.Mutant("unseen", "def shift_labels(", "def x(", "test_labels.py -k nobody"),
+            "selects 'nobody'",
+        ),
+        (
             mutants.Mutant("same", "def shift_labels(", "def  shift_labels(", "test_labels.py"),
             "changes nothing",
         ),

@@ -37,6 +37,7 @@ def source() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda or torch.version.hip or "not installed"
     for package in ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels"):
         try:
             found[package] = importlib.metadata.version(package)

@@ -54,6 +54,7 @@ def test_the_limit_interrupts_and_what_was_written_stays(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute and a half of work, on a machine that may have other work
 def test_a_dry_run_of_everything(tmp_path):
     done = run("--dry", out=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

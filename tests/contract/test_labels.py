@@ -7,7 +7,7 @@ from fusedce import count_valid, shift_labels
 from fusedce.contract.labels import bad_label_code, bad_label_message
 
 
-def test_shift_and_offset():
+def test_labels_shift_by_the_offset():
     labels = torch.arange(1, 9).view(2, 4)
     assert shift_labels(labels).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
     assert shift_labels(labels, offset=2).tolist() == [[3, 4, -100, -100], [7, 8, -100, -100]]
@@ -16,7 +16,7 @@ def test_shift_and_offset():
     assert shift_labels(labels.int(), ignore_index=-1).dtype == torch.int32
 
 
-def test_packed_documents():
+def test_packed_documents_predict_nothing_across_borders():
     labels = torch.arange(10, 18)[None]
     wanted = {
         1: [[11, 12, -100, 14, -100, 16, 17, -100]],
@@ -61,14 +61,14 @@ def test_count_is_after_the_shift():
         ),
     ],
 )
-def test_bad_input(kwargs, error, message):
+def test_bad_input_is_named(kwargs, error, message):
     with pytest.raises(error, match=message):
         shift_labels(**({"labels": torch.arange(3)} | kwargs))
 
 
 @pytest.mark.parametrize("position", [0, 17, 2**31 - 1])
 @pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, 50257])
-def test_bad_label_code_round_trip(position, value):
+def test_a_bad_label_survives_its_code(position, value):
     code = bad_label_code(position, value)
     assert -(2**63) <= code < 0
     assert f"got {value} at flattened position {position}" in bad_label_message(code)

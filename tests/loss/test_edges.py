@@ -7,12 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
-from torch.autograd import forward_ad
 
 from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
-from fusedce.backends import plan
-from fusedce.backends.triton import archs as configs
-from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 6, 8, 13
@@ -88,28 +84,8 @@ def test_nothing_is_computed_where_nothing_is_valid(backend, monkeypatch):
 # ---- what cannot be done is said ------------------------------------------------------------
 
 
-def test_derivatives_that_do_not_exist():
-    hidden, weight, labels = (x.detach() for x in inputs())
-
-    def loss(x):
-        return fused_ce(x, weight, labels).loss_sum
-
-    for run in (
-        lambda: torch.func.jvp(loss, (hidden,), (hidden,)),
-        lambda: torch.func.grad(loss)(hidden),
-        lambda: torch.func.vmap(loss)(hidden[None]),
-    ):
-        with pytest.raises(RuntimeError, match="not inside transforms of"):
-            run()
-    for function in (loss, lambda x: fused_logprobs(x, weight, labels).logprob):
-        with forward_ad.dual_level():
-            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-                function(forward_ad.make_dual(hidden, hidden))
-            function(hidden)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_beyond_float32(backend):
+def test_numbers_beyond_float32_are_refused(backend):
     arguments = {**dict(zip(("hidden", "weight", "labels"), inputs(), strict=True))}
     arguments["backend"] = backend
     for name, value in (("softcap", 1e39), ("softcap", 1e-46), ("logit_scale", -1e39)):
@@ -121,7 +97,7 @@ def test_numbers_beyond_float32(backend):
         assert all(torch.isfinite(x).all() for x in (loss, *grads))
 
 
-def test_ignore_index_of_another_dtype():
+def test_an_ignore_index_must_fit_the_labels():
     hidden, weight, labels = inputs()
     with pytest.raises(
         ValueError, match=r"ignore_index must fit the dtype of labels, torch\.int32"
@@ -131,7 +107,7 @@ def test_ignore_index_of_another_dtype():
         fused_ce(hidden, weight, labels, ignore_index=2**63)
 
 
-def test_denominators():
+def test_denominators_are_numbers_and_never_0():
     out = fused_ce(*inputs())
     own, whole = out.mean(), out.loss_sum
     assert own == whole / 5
@@ -147,24 +123,7 @@ def test_denominators():
         out.mean("a")
 
 
-def test_the_reference_is_fp64_throughout():
-    hidden, weight, labels = inputs(torch.float64)
-    expected = F.cross_entropy(F.linear(hidden, weight), labels, label_smoothing=0.1)
-    exact = reference_ce(hidden, weight, labels, label_smoothing=0.1).mean()
-    torch.testing.assert_close(exact, expected, rtol=1e-14, atol=0)
-
-
 # ---- memory -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocabulary", [512, 2048, 8192, 50257, 256000])
-def test_a_chunk_and_its_products_are_bounded(vocabulary):
-    """On a GPU; with a small vocabulary, tokens must not make up for it."""
-    C = plan.chunk_size(
-        10**7, vocabulary, 4096, logit_bytes=2, accumulator=True, on_cpu=False, chunk_tokens=None
-    )
-    assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
-    assert C * min(vocabulary, configs.EXP_BLOCK_V) * 4 <= 64 * 2**20
 
 
 # ---- the accumulator ------------------------------------------------------------------------
@@ -266,19 +225,3 @@ def test_a_sharded_vocabulary_checks_what_a_whole_one_does(two_ranks):
         assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
         for name in ("fused_cross_entropy", "fused_logprobs"):
             assert "TypeError: weight must be a plain tensor here, got a DTensor" in found[name]
-
-
-def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
-    from fusedce.backends.triton import forward as launch_forward
-
-    hidden, weight, labels = inputs(torch.float16)
-    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(launch_forward.tuning, "enabled", lambda: True)
-    monkeypatch.setattr(
-        launch_forward.tuning, "choose", lambda key, all_, f: f(all_[0]) and all_[0]
-    )
-    monkeypatch.setattr(launch_forward.triton.testing, "do_bench", lambda call: 1.0)
-    monkeypatch.setattr(launch_forward.tuning, "key_of", lambda *_: "key")
-    before = torch.get_rng_state()
-    launch_forward._forward_config(Problem(hidden, weight, labels))
-    assert torch.equal(torch.get_rng_state(), before)

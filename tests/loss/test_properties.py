@@ -25,7 +25,7 @@ def bf16_units(request, monkeypatch):
 @pytest.mark.hypothesis
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("tile", [64, 2**20])
-def test_torch_backend(tile, monkeypatch):
+def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
     for module in (training, per_token):
         monkeypatch.setattr(module, "tiles", _tiles_of(tile))
@@ -35,7 +35,7 @@ def test_torch_backend(tile, monkeypatch):
 @pytest.mark.usefixtures("bf16_units")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
-def test_torch_backend_chunked(case, chunk_tokens):
+def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):
     check(partial(fusedce.fused_ce, backend="torch", chunk_tokens=chunk_tokens), case)
 
 
@@ -44,7 +44,7 @@ def test_torch_backend_chunked(case, chunk_tokens):
     case=cases(dtypes=SMALL_FLOATS, max_tokens=20, max_vocabulary=150),
     chunk_tokens=st.none() | st.integers(1, 9),
 )
-def test_triton_backend(case, chunk_tokens):
+def test_triton_backend_matches_the_reference(case, chunk_tokens):
     check(partial(fusedce.fused_ce, backend="triton", chunk_tokens=chunk_tokens), case)
 
 

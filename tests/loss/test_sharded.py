@@ -350,6 +350,6 @@ def test_errors_are_raised_on_all_ranks(world):
         assert "RuntimeError: backend='triton' cannot run" in found["triton"]
 
 
-def test_needs_torch_distributed():
+def test_torch_distributed_must_be_initialised():
     with pytest.raises(ValueError, match=r"process_group: torch.distributed must be initialised"):
         sharded_ce(torch.randn(2, H), torch.randn(3, H), torch.tensor([0, 1]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,10 +54,15 @@ def place(mutant: Mutant, files: dict[Path, str]) -> Path:
 
 
 def suite(mutant: Mutant) -> Path:
-    """Its test file; ``ValueError`` unless exactly one matches."""
+    """Its test file; ``ValueError`` unless one matches, and holds the word that -k selects."""
     wanted = Path(mutant.tests.split()[0]).parts
     tests = (ROOT / "tests").rglob(wanted[-1])
     found = [path for path in tests if path.parts[-len(wanted) :] == wanted]
     if len(found) != 1:
         raise ValueError(f"{mutant.name!r} names {'/'.join(wanted)}: {len(found)} such test files")
+    selected = re.search(r"-k (\w+)$", mutant.tests)
+    if selected and selected[1] not in found[0].read_text():  # a test's name or a parameter
+        raise ValueError(
+            f"{mutant.name!r} selects {selected[1]!r}: no such test in {found[0].name}"
+        )
     return found[0]

@@ -4,7 +4,6 @@ from mutants import Mutant
 
 CONTRACT = "test_fused_ce.py"
 OPTIONS = "test_options.py"
-EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant(
@@ -26,12 +25,15 @@ MUTANTS = [
         f"{OPTIONS} -k fp16_factors",
     ),
     Mutant(
-        "edge: chunks of any number of tokens", "most = min(most, _DEVICE_TOKENS)", "pass", EDGES
+        "edge: chunks of any number of tokens",
+        "most = min(most, _DEVICE_TOKENS)",
+        "pass",
+        "test_plan.py",
     ),
     Mutant(
         "edge: tuning draws from the user's generator",
         "H, device=device, generator=rng)",
         "H, device=device)",
-        EDGES,
+        "test_tuning.py",
     ),
 ]

@@ -2,8 +2,6 @@
 
 from mutants import Mutant
 
-EDGES = "test_edges.py"
-
 MUTANTS = [
     Mutant(
         "tokens: temperature does not reach the cap",
@@ -21,6 +19,6 @@ MUTANTS = [
         "edge: reference smooths in float32",
         "F.one_hot(labels, V).double()",
         "F.one_hot(labels, V)",
-        EDGES,
+        "test_reference.py",
     ),
 ]

@@ -1,7 +1,8 @@
 """Inputs of a loss whose vocabulary is spread over ranks, and the whole truth about them."""
 
 import torch
-import torch.nn.functional as F
+
+from fusedce import reference_ce
 
 N, H = 29, 6
 UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank
@@ -47,29 +48,14 @@ def inputs(V, dtype=torch.float64, n=N, seed=0, **options):
 
 
 def truth(x, upstream=0.37, real=None):
-    """Loss and gradients by autograd over all logits, in float64."""
+    """Loss and gradients of the reference over all logits, or the first ``real`` ones."""
     leaf = {
         k: x[k].double().detach().requires_grad_() for k in ("hidden", "weight", "bias") if k in x
     }
-    counted = valid = x["labels"] != x.get("ignore_index", -100)
-    if "token_weight" in x:
-        valid = counted & (x["token_weight"] != 0)
-    logits = F.linear(leaf["hidden"][valid], leaf["weight"], leaf.get("bias"))[:, :real]
-    logits = logits * x.get("logit_scale", 1.0)
-    if "softcap" in x:
-        logits = x["softcap"] * torch.tanh(logits / x["softcap"])
-    losses = F.cross_entropy(
-        logits,
-        x["labels"][valid],
-        reduction="none",
-        label_smoothing=x.get("label_smoothing", 0.0),
-    )
-    losses = losses + x.get("z_loss", 0.0) * logits.logsumexp(-1).square()
-    if "token_weight" in x:
-        losses = losses * x["token_weight"][valid]
-    loss = losses.sum()
+    classes = {k: leaf[k][:real] for k in ("weight", "bias") if k in leaf}
+    loss, n_valid = reference_ce(**x | leaf | classes)
     (loss * upstream).backward()
-    return loss.detach(), int(counted.sum()), {k: v.grad for k, v in leaf.items()}
+    return loss.detach(), int(n_valid), {k: v.grad for k, v in leaf.items()}
 
 
 def own_rows(x, sizes, rank):

@@ -39,7 +39,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_run_to_run(place, dtype):
+def test_run_to_run_nothing_changes(place, dtype):
     inputs = make(place, dtype, 0.3)
     first = one_pass(*inputs)
     for _ in range(3 if place[0].type == "cpu" else 100):
@@ -116,7 +116,7 @@ def test_memory_is_per_row():
     assert extra <= 16 * 2**20
 
 
-def test_memory_plan():
+def test_memory_stays_in_its_plan():
     """What the launch allocates at N=8192, V=256000, from its own formula, on every device."""
     from fusedce.backends.triton import archs as configs
 
@@ -178,7 +178,7 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_in_a_cuda_graph(dtype):
+def test_training_replays_in_a_cuda_graph(dtype):
     device = torch.accelerator.current_accelerator()
     hidden, weight, labels = make((device, 256, 256, 5000), dtype, ignored=0.2)
     hidden = hidden.nan_to_num().requires_grad_()
@@ -207,7 +207,7 @@ def test_training_in_a_cuda_graph(dtype):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+def test_the_host_is_not_synchronised():
     hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
     one_pass(hidden, weight, labels)
     torch.cuda.set_sync_debug_mode("error")
@@ -218,7 +218,7 @@ def test_no_host_synchronisation():
 
 
 @pytest.mark.gpu
-def test_on_another_stream():
+def test_another_stream_gives_the_same():
     hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
     first = one_pass(hidden, weight, labels)
     torch.cuda.synchronize()
@@ -230,7 +230,7 @@ def test_on_another_stream():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("N", "H", "V"), [(64, 9000, 250_000), (70_000, 64, 40_000)])
-def test_offsets_past_2_to_31(N, H, V):
+def test_offsets_past_2_to_31_are_right(N, H, V):
     """V * H in the first, N * V in the second."""
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_offsets_past_2_to_31(N, H, V):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_tokens", [None, 60])
-def test_values_on_a_gpu(dtype, chunk_tokens):
+def test_values_on_a_gpu_match_the_reference(dtype, chunk_tokens):
     from fusedce.testing import check
 
     device = torch.accelerator.current_accelerator()

@@ -1,0 +1,54 @@
+"""What the measuring process of `fusedce.measure.peak_extra_bytes` builds and runs."""
+
+import mmap
+
+import torch
+
+from fusedce import fused_ce
+
+N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
+
+
+def step(dtype: str, grad: bool):
+    def inputs(n, v):
+        rng = torch.Generator().manual_seed(0)
+        kind = getattr(torch, dtype)
+        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_(grad)
+        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_(grad)
+        return hidden, weight, torch.randint(0, v, (n,), generator=rng)
+
+    def run(hidden, weight, labels):
+        out = fused_ce(hidden, weight, labels, chunk_tokens=64)
+        if grad:
+            out.loss_sum.backward()
+        return out
+
+    run(*inputs(130, 2048))  # several chunks and tiles
+    given = inputs(N, V)
+    return lambda: run(*given)
+
+
+def eager_forward():
+    hidden, weight = torch.ones(N, H), torch.ones(V, H)
+    torch.nn.functional.linear(hidden[:64], weight[:2048])
+    return lambda: torch.nn.functional.linear(hidden, weight)
+
+
+def known(kept: int, freed: int, read: str | None = None):
+    """Holds ``freed`` MiB for a while, then ``kept`` MiB; reads a file through pages of its own."""
+
+    def allocate(mib):
+        return torch.ones(mib << 20, dtype=torch.uint8)
+
+    def call():
+        pages = None
+        if read is not None:
+            with open(read, "rb") as file:
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            assert sum(pages[:: mmap.PAGESIZE]) == 0
+        held = allocate(freed)
+        del held
+        return allocate(kept), pages
+
+    allocate(1)
+    return call
