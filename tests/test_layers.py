@@ -14,10 +14,10 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing"},
-    {"trainer", "audit"},
+    {"trainer", "auditing"},
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
-    {"demo", "audit"},
+    {"demo"},
     {"cli", "__main__"},
 )
 

@@ -332,3 +332,29 @@ def test_a_shape_is_measured(tmp_path):
         assert len(rows[name]["seconds"]) == 2
         assert rows[name]["extra_bytes"] >= 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- audit and demo ----------------------------------------------------------------------------
+
+
+def test_the_audit_tells_a_wrong_loop_from_a_right_one():
+    found = answer("audit", "--steps", "1")
+    wrong, right = found.values()
+    assert "micro-batches are averaged" in wrong["verdict"]
+    assert wrong["steps"][0]["spread"] > 2
+    assert right["steps"][0]["spread"] == pytest.approx(1, abs=1e-3)
+    assert right["steps"][0]["scale"] == pytest.approx(1, abs=1e-3)
+    assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
+    """In small: few and short sequences; what it must show stays the same."""
+    from fusedce.demo import run
+
+    monkeypatch.setattr(run, "SEQUENCES", 8)
+    found = answer("demo", "--quick", "--steps", "2", "--out", str(tmp_path))
+    assert found["problem"] is None
+    assert (tmp_path / "demo.png").exists()
+    done = call("demo", "--quick", "--steps", "1", "--out", str(tmp_path))
+    assert "s in all, from one step timed here" in done.output

@@ -2,7 +2,6 @@
 
 from mutants import Mutant
 
-
 MUTANTS = [
     Mutant(
         "check: gradients are not compared",
