@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.head.clock import Tick
+from fusedce.head.clock import CLOCK, Tick
 from fusedce.head.recipe import Operands, Recipe, merged_into, recipe_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class HeadCall:
         """Whether an optimizer has stepped that may have changed a parameter of this head."""
         if self.tick.next is None:
             return False
-        params = [x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made]
+        params = [
+            x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made
+        ]
         ours = {id(x) for x in params}
         known = {id(p) for p in self.module.parameters()}
         if not ours <= known or any(hasattr(x, "ds_id") for x in params):

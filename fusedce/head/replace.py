@@ -228,9 +228,7 @@ class _Watch:
             attach(model)
         except (TypeError, ValueError) as e:
             module.__dict__.pop(_WATCH).remove()
-            warnings.warn(
-                f"the model has another head now, which is not replaced: {e}", stacklevel=2
-            )
+            warnings.warn(f"the model has another head now, which is not replaced: {e}", stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
         model = self.model()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both
-from support.heads import V, ce
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from support.attacks import both
+from support.heads import V, ce
 
 
 class Squares(torch.autograd.Function):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.heads import V, ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
+from support.heads import V, ce, compiled, plain_model, tokens
 
 
 def test_a_report_names_each_place_that_made_logits():

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from support.heads import V, ce, compiled, plain_model, tokens
 from torch import nn
 
 from fusedce import replace_loss_head
+from support.heads import V, ce, compiled, plain_model, tokens
 
 
 def stepped(make, fused_loss=False, model=None, run=None):
@@ -35,9 +35,7 @@ OPTIMIZERS = {
                                   lambda z: z[:, -1].float().sum(), lambda z: z.numpy()])  # fmt: skip
 def test_logits_read_after_a_step_are_refused(name, look):
     z, *_ = stepped(OPTIMIZERS[name])
-    with pytest.raises(
-        RuntimeError, match=r"changed \(by an optimizer step\?\) since the head ran"
-    ):
+    with pytest.raises(RuntimeError, match=r"changed \(by an optimizer step\?\) since the head ran"):
         look(z.detach())
 
 

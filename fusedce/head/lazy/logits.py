@@ -136,8 +136,8 @@ class LazyLogits(torch.Tensor):
         return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (
-            self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(
+            protocol
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

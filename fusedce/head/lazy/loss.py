@@ -208,11 +208,9 @@ class FusedLoss(torch.autograd.Function):
         memory, like = ctx.logits, ctx.like
         inputs = plan.inputs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = (
-            torch.autograd.grad(ctx.loss, inputs, grad, retain_graph=keep, allow_unused=True)
-            if inputs
-            else ()
-        )
+        found = torch.autograd.grad(
+            ctx.loss, inputs, grad, retain_graph=keep, allow_unused=True
+        ) if inputs else ()
         by_id = {id(x): g for x, g in zip(inputs, found, strict=True)}
         comes_to = tuple(by_id.get(id(x)) for x in (plan.hidden, *plan.tensors))
         left = tuple(s for s in reversed(plan.steps) if s.undone)

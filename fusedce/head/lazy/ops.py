@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ class Effects(NamedTuple):
     symmetric: bool
 
 
-@cache
+@lru_cache(maxsize=None)
 def effects_of(func: Any) -> Effects:
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [
