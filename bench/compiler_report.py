@@ -44,7 +44,7 @@ def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         ):
             row = compiled.compile_kernel(
                 variant.kernel, arch, variants.types_of(variant), variant.constants,
-                variants.ALIGNED,
+                variants.ALIGNED - variant.unaligned,
             )  # fmt: skip
             rows.append({"kernel": variant.label, "arch": arch} | row)
             if args.out is not None:

@@ -16,17 +16,16 @@ def compact_kernel(
     count,  # () int32 out: how many
     n_valid,  # () int64 out: the same, or a negative code if a label is out of range
     loss_sum,  # () fp32 out: 0
-    tickets,  # (n_tickets,) int32 out: 0
-    token_weight,  # (N,) fp32, if HAS_TOKEN_WEIGHT: rows of weight 0 count but go with the ignored
+    tickets,  # (n_tickets,) int32 out: 0, or None
+    token_weight,  # (N,) fp32 or None: rows of weight 0 count but go with the ignored
     N,
     V,
     ignore_index,
     n_tickets,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     found = tl.zeros((), dtype=tl.int32)
-    if HAS_TOKEN_WEIGHT:
+    if token_weight is not None:
         counted = tl.zeros((), dtype=tl.int32)
     # A bad label is reported as position * 2^32 + (value + 2^31); the minimum is the first one.
     none_bad = tl.full((), 0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
@@ -38,7 +37,7 @@ def compact_kernel(
         valid = mask_n & (y != ignore_index)
         left = mask_n & (y == ignore_index)
         used = valid
-        if HAS_TOKEN_WEIGHT:
+        if token_weight is not None:
             w = tl.load(token_weight + offs_n, mask=mask_n, other=0.0)
             used = valid & ((w != 0.0) | (y < 0) | (y >= V))
             left = mask_n & (used == 0)
@@ -55,10 +54,11 @@ def compact_kernel(
         first_bad = tl.minimum(first_bad, tl.min(tl.where(bad, code, none_bad), axis=0))
 
     tl.store(count, found)
-    if HAS_TOKEN_WEIGHT:
+    if token_weight is not None:
         found = counted
     tl.store(n_valid, tl.where(first_bad == none_bad, found.to(tl.int64), -1 - first_bad))
     tl.store(loss_sum, 0.0)
-    for start in range(0, n_tickets, BLOCK_N):
-        offs = start + tl.arange(0, BLOCK_N)
-        tl.store(tickets + offs, tl.zeros((BLOCK_N,), dtype=tl.int32), mask=offs < n_tickets)
+    if tickets is not None:
+        for start in range(0, n_tickets, BLOCK_N):
+            offs = start + tl.arange(0, BLOCK_N)
+            tl.store(tickets + offs, tl.zeros((BLOCK_N,), dtype=tl.int32), mask=offs < n_tickets)

@@ -15,15 +15,25 @@ batch around it.
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, exp, finish_logits, finite_max, label_products, logits_tile, token_loss
+from .tile import (
+    LOG2E,
+    exp,
+    finite_max,
+    label_logits,
+    logits_tile,
+    others_of_tile,
+    packed_rows,
+    program_of_grid,
+    token_loss,
+)
 
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
     hidden,  # (N, H)
     weight,  # (V, H)
-    weight_tiles,  # tensor descriptor of weight, if DESCRIPTOR
-    bias,  # (V,)
+    weight_tiles,  # tensor descriptor of weight, or None
+    bias,  # (V,) or None
     labels,  # (N,) int
     rows,  # (N,) int32: valid rows, from compact_kernel
     count,  # () int32: how many
@@ -31,46 +41,32 @@ def forward_kernel(
     block_losses,  # (blocks,) fp64 scratch
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
     loss_sum,  # () fp32 out
-    lse,  # (N,) fp32 out at valid rows, if HAS_LSE
+    lse,  # (N,) fp32 out at valid rows, or None
     N,
-    H,
+    H,  # in units of UNIT elements, as the strides
     V,
     stride_hn,
     stride_wv,
-    scale,
-    softcap,
+    scale,  # None for 1
+    softcap,  # or None
     tiles_per_split,
     splits,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
+    UNIT: tl.constexpr,  # what rows are aligned to: the compiler then reads so many at once
     EVEN_H: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
-    # Row blocks of a group run next to each other on the same split: its weights come from L2.
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(N, BLOCK_N)
-    first_block = (pid // (GROUP_N * splits)) * GROUP_N
-    group = tl.minimum(blocks - first_block, GROUP_N)
-    block = first_block + (pid % (GROUP_N * splits)) % group
-    split = (pid % (GROUP_N * splits)) // group
-
+    H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
+    block, split = program_of_grid(N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)
     if block * BLOCK_N >= n_valid:
         return
-
-    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < n_valid
-    row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)
-    label = tl.load(labels + row, mask=mask_n, other=-1).to(tl.int64)
+    offs_n, mask_n, row, label = packed_rows(block, rows, labels, n_valid, V, BLOCK_N)
     hidden_rows = hidden + row * stride_hn
 
     # Phase 1: online softmax over the tiles of this split. m is in powers of two.
@@ -80,29 +76,10 @@ def forward_kernel(
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
     for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
         z = logits_tile(
-            hidden_rows,
-            weight,
-            weight_tiles,
-            start_v,
-            H,
-            V,
-            stride_wv,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
-            EVEN_H,
-            DESCRIPTOR,
-            INPUT_PRECISION,
-            UPCAST,
-        )
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        if HAS_BIAS:
-            b = tl.load(bias + offs_v, mask=mask_v, other=0.0).to(tl.float32)[None, :]
-        else:
-            b = 0.0
-        z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        z = tl.where(mask_v[None, :] & (offs_v[None, :] != label[:, None]), z, float("-inf"))
+            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
+            BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
+        )  # fmt: skip
+        z = others_of_tile(z, label, start_v, V, BLOCK_V)
         m_new = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
         m_safe = finite_max(m_new)
         s = s * tl.exp2(m - m_safe) + tl.sum(exp(z, m_safe[:, None]), axis=1)
@@ -110,16 +87,14 @@ def forward_kernel(
 
     N64 = tl.cast(N, tl.int64)
     plane = splits * N64
-    place = partials + split * N64 + offs_n
-    tl.store(place, m, mask=mask_n)
-    tl.store(place + plane, s, mask=mask_n)
-    known = (label >= 0) & (label < V)  # a bad label must not read out of bounds
+    at = partials + split * N64 + offs_n
+    tl.store(at, m, mask=mask_n)
+    tl.store(at + plane, s, mask=mask_n)
     if split == 0:
-        at = tl.where(known, label, 0)
-        z_label = label_products(hidden_rows, weight + at * stride_wv, H, BLOCK_N, BLOCK_H)
-        b = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0
-        z_label = finish_logits(z_label, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        tl.store(place + 2 * plane, z_label, mask=mask_n)
+        z_label = label_logits(
+            hidden_rows, weight, bias, label, H, stride_wv, scale, softcap, BLOCK_N, BLOCK_H
+        )
+        tl.store(at + 2 * plane, z_label, mask=mask_n)
 
     # Phase 2: the last split of this row block to arrive merges all of them. The barrier orders
     # the whole program's stores before the one thread that takes the ticket; .cg loads below
@@ -131,19 +106,19 @@ def forward_kernel(
     tl.debug_barrier()
     m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
     for i in range(0, splits):
-        place = partials + i * N64 + offs_n
-        m = tl.maximum(m, tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg"))
+        at = partials + i * N64 + offs_n
+        m = tl.maximum(m, tl.load(at, mask=mask_n, other=0.0, cache_modifier=".cg"))
     m_safe = finite_max(m)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for i in range(0, splits):
-        place = partials + i * N64 + offs_n
-        m_i = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
-        s_i = tl.load(place + plane, mask=mask_n, other=1.0, cache_modifier=".cg")
+        at = partials + i * N64 + offs_n
+        m_i = tl.load(at, mask=mask_n, other=0.0, cache_modifier=".cg")
+        s_i = tl.load(at + plane, mask=mask_n, other=1.0, cache_modifier=".cg")
         s += s_i * tl.exp2(m_i - m_safe)
-    place = partials + 2 * plane + offs_n
-    z_label = tl.load(place, mask=mask_n, other=0.0, cache_modifier=".cg")
-    loss = token_loss(m_safe, s, tl.where(known, z_label, float("nan")))
-    if HAS_LSE:
+    at = partials + 2 * plane + offs_n
+    z_label = tl.load(at, mask=mask_n, other=0.0, cache_modifier=".cg")
+    loss = token_loss(m_safe, s, z_label)
+    if lse is not None:
         tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
     block_loss = tl.sum(tl.where(mask_n, loss, 0.0), axis=0)
     tl.store(block_losses + block, block_loss)
@@ -158,6 +133,6 @@ def forward_kernel(
     for start in range(0, tl.cdiv(n_valid, BLOCK_N), 128):
         offs = start + tl.arange(0, 128)
         mask = offs < tl.cdiv(n_valid, BLOCK_N)
-        part = tl.load(block_losses + offs, mask=mask, other=0.0, cache_modifier=".cg")
-        total += tl.sum(part, axis=0)
+        some = tl.load(block_losses + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        total += tl.sum(some, axis=0)
     tl.store(loss_sum, total.to(tl.float32))

@@ -12,35 +12,79 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)
 
 
 @triton.jit
+def program_of_grid(N, splits, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
+    """``(row block, split of the vocabulary)`` of this program.
+
+    Row blocks of a group run next to each other on the same split: its weights come from L2.
+    """
+    pid = tl.program_id(0)
+    first_block = (pid // (GROUP_N * splits)) * GROUP_N
+    group = tl.minimum(tl.cdiv(N, BLOCK_N) - first_block, GROUP_N)
+    block = first_block + (pid % (GROUP_N * splits)) % group
+    return block, (pid % (GROUP_N * splits)) // group
+
+
+@triton.jit
+def packed_rows(
+    block,
+    rows,  # (N,) int32: valid rows, from compact_kernel
+    labels,  # (N,) int
+    n_valid,
+    V,
+    BLOCK_N: tl.constexpr,
+):
+    """``offs_n, mask_n, row, label`` of a row block, (BLOCK_N,); labels int32, -1 for bad ones.
+
+    A bad label must not read out of bounds. In 32 bits comparing it to a tile's columns costs half
+    the registers.
+    """
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < n_valid
+    row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)
+    label = tl.load(labels + row, mask=mask_n, other=-1)
+    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+    return offs_n, mask_n, row, label
+
+
+@triton.jit
 def logits_tile(
     hidden_rows,  # (BLOCK_N,) pointers to the rows of hidden, all readable
     weight,  # (V, H)
-    weight_tiles,  # tensor descriptor of weight with blocks (BLOCK_V, BLOCK_H), if DESCRIPTOR
+    weight_tiles,  # tensor descriptor of weight with blocks (BLOCK_V, BLOCK_H): TMA, which pads
+    # with zeros past V and H; or None
+    bias,  # (V,) or None
     start_v,
     H,
     V,
     stride_wv,
+    scale,
+    softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     EVEN_H: tl.constexpr,  # H is a multiple of BLOCK_H
-    DESCRIPTOR: tl.constexpr,  # read weight by TMA, which pads with zeros past V and H
     INPUT_PRECISION: tl.constexpr,  # "ieee" or "tf32": how fp32 inputs are multiplied
     UPCAST: tl.constexpr,  # multiply in fp32: the interpreter's tl.dot gets bf16 wrong
 ):
-    """``hidden_rows @ weight[start_v : start_v + BLOCK_V].T`` in fp32, (BLOCK_N, BLOCK_V)."""
+    """Logits of ``weight[start_v : start_v + BLOCK_V]`` in fp32, (BLOCK_N, BLOCK_V).
+
+    Addresses come from the loop variable, not from pointers carried along: those would end the
+    software pipeline wherever the compiler fuses this loop with the one around it. Columns past V
+    hold anything.
+    """
     offs_h = tl.arange(0, BLOCK_H)
-    h_ptrs = hidden_rows[:, None] + offs_h[None, :]
     offs_v = tl.minimum(start_v + tl.arange(0, BLOCK_V), V - 1)  # reads stay in the matrix
-    w_ptrs = weight + offs_v.to(tl.int64)[None, :] * stride_wv + offs_h[:, None]
+    weight_rows = weight + offs_v.to(tl.int64) * stride_wv
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start_h in range(0, H, BLOCK_H):
-        mask_h = offs_h < H - start_h
+        mask_h = start_h + offs_h < H
+        h_ptrs = hidden_rows[:, None] + (start_h + offs_h)[None, :]
+        w_ptrs = weight_rows[None, :] + (start_h + offs_h)[:, None]
         if EVEN_H:
             h = tl.load(h_ptrs)
         else:
             h = tl.load(h_ptrs, mask=mask_h[None, :], other=0.0)
-        if DESCRIPTOR:
+        if weight_tiles is not None:
             w = weight_tiles.load([start_v, start_h]).T
         elif EVEN_H:
             w = tl.load(w_ptrs)
@@ -50,35 +94,57 @@ def logits_tile(
             h = h.to(tl.float32)
             w = w.to(tl.float32)
         acc = tl.dot(h, w, acc, input_precision=INPUT_PRECISION)
-        h_ptrs += BLOCK_H
-        w_ptrs += BLOCK_H
-    return acc
+    b = None
+    if bias is not None:
+        b = tl.load(bias + offs_v).to(tl.float32)[None, :]
+    return finish_logits(acc, b, scale, softcap)
 
 
 @triton.jit
-def label_products(
+def others_of_tile(z, label, start_v, V, BLOCK_V: tl.constexpr):
+    """A tile of logits with -inf at the labels and past V."""
+    offs = tl.arange(0, BLOCK_V)
+    if start_v + BLOCK_V > V:  # only the last tile pays for it
+        z = tl.where((start_v + offs < V)[None, :], z, float("-inf"))
+    return tl.where(offs[None, :] == (label - start_v)[:, None], float("-inf"), z)
+
+
+@triton.jit
+def label_logits(
     hidden_rows,  # (BLOCK_N,) pointers
-    weight_rows,  # (BLOCK_N,) pointers to the rows of weight that belong to the labels
+    weight,  # (V, H)
+    bias,  # (V,) or None
+    label,  # (BLOCK_N,) int32, -1 for bad ones
     H,
+    stride_wv,
+    scale,
+    softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """``sum(hidden_rows * weight_rows, axis=1)`` in fp32, (BLOCK_N,)."""
+    """The labels' logits in fp32, (BLOCK_N,): a dot product a row; NaN for bad labels."""
+    known = tl.maximum(label, 0).to(tl.int64)
+    weight_rows = weight + known * stride_wv
     offs_h = tl.arange(0, BLOCK_H)
-    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    z = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start_h in range(0, H, BLOCK_H):
-        mask_h = (offs_h < H - start_h)[None, :]
+        mask_h = (start_h + offs_h < H)[None, :]
         h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
         w = tl.load(weight_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
-        acc += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)
-    return acc
+        z += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + known).to(tl.float32)
+    return tl.where(label < 0, float("nan"), finish_logits(z, b, scale, softcap))
 
 
 @triton.jit
 def tanh(x):
     """tanh to a few units of fp32's last place: odd Taylor terms near 0, exponentials elsewhere.
 
-    ``1 - 2 / (1 + exp(2|x|))`` alone would cancel near 0, where most soft-capped logits are.
+    ``1 - 2 / (1 + exp(2|x|))`` alone would cancel near 0, where most soft-capped logits are. Not
+    libdevice's: that is one name for each of CUDA, HIP and XPU and none for the interpreter, and
+    two branches that a warp walks both, where this is straight arithmetic.
     """
     a = tl.abs(x)
     x2 = x * x
@@ -96,33 +162,25 @@ def tanh(x):
 
 
 @triton.jit
-def finish_logits(
-    z,
-    bias,
-    scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Scale and cap raw products ``z``; ``bias`` is already broadcastable to them."""
-    if HAS_BIAS:
+def finish_logits(z, bias, scale, softcap):
+    """Scale and cap raw products ``z``; ``bias`` is broadcastable to them. None: not asked for."""
+    if bias is not None:
         z += bias
-    if HAS_SCALE:
+    if scale is not None:
         z *= scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         z = softcap * tanh(z / softcap)
     return z
 
 
 @triton.jit
-def logits_slope(z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Derivative of a finished logit ``z`` by the raw product it was made from."""
+def logits_slope(z, scale, softcap):
+    """Derivative of finished logits ``z`` by the raw products they were made from."""
     slope = tl.full(z.shape, 1.0, dtype=tl.float32)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         ratio = z / softcap
         slope = 1.0 - ratio * ratio
-    if HAS_SCALE:
+    if scale is not None:
         slope *= scale
     return slope
 

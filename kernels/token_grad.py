@@ -3,69 +3,73 @@
 import triton
 import triton.language as tl
 
+from .softmax_grad import finished_label, label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
 
 
-@triton.jit(do_not_specialize=["first", "begin"])
+@triton.jit(
+    do_not_specialize=[
+        "labels", "lse", "alpha", "beta", "gamma", "at_label", "residuals", "first", "begin", "T"
+    ]
+)  # fmt: skip
 def token_grad_kernel(
     products,  # (C, T) fp32: hidden @ weight[begin : begin + T].T
     grads,  # (C, V) out, from column `begin`: AMPLIFY times the derivative by the products
-    bias,  # (V,), from `begin`
-    class_weight,  # (V,) fp32, from `begin`
+    bias,  # (V,) from `begin`, or None
+    class_weight,  # (V,) fp32 from `begin`, or None
     labels,  # (C,) int
     lse,  # (C,) fp32
     alpha,  # (C,) fp32, as all below: g = p * (alpha - beta * log p) + gamma * class_weight
-    beta,
-    gamma,
+    beta,  # or None
+    gamma,  # or None
     at_label,  # (C,) fp32: g at the label
     residuals,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     first,
     begin,
     T,
+    width,  # T rounded up to a multiple of 16
     stride_pc,
     stride_gc,
-    scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    scale,  # None for 1
+    softcap,  # or None
     AMPLIFY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
-    offs_t = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_t = offs_t < T
-    place = grads + c * stride_gc + offs_t
+    start = tl.program_id(1) * BLOCK_V
+    offs_t = start + tl.arange(0, BLOCK_V)
+    mask_t = offs_t < width
+    out = grads + c * stride_gc + offs_t
     if first + c >= tl.load(count):
-        tl.store(place, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_t)
+        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_t)
         return
-    z = tl.load(products + c * stride_pc + offs_t, mask=mask_t, other=0.0)
-    b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    z = finish_logits(z, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    slope = logits_slope(z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    products += c * stride_pc
+    z = tl.load(products + offs_t, mask=mask_t, other=0.0)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32)
+    z = finish_logits(z, b, scale, softcap)
 
     log_p = z - tl.load(lse + c)
     p = tl.exp2(log_p * LOG2E)
     factor = tl.load(alpha + c)
-    if HAS_BETA:
+    if beta is not None:
         g = p * (factor - tl.load(beta + c) * tl.maximum(log_p, -1e30))  # 0 * inf is 0 here
     else:
         g = p * factor
-    if HAS_GAMMA:
-        if HAS_CLASS_WEIGHT:
+    if gamma is not None:
+        if class_weight is not None:
             g += tl.load(gamma + c) * tl.load(class_weight + offs_t, mask=mask_t, other=0.0)
         else:
             g += tl.load(gamma + c)
-    g *= slope * AMPLIFY
+    g *= logits_slope(z, scale, softcap) * AMPLIFY
 
-    is_label = mask_t & (begin + offs_t == tl.load(labels + c))
-    exact = tl.load(at_label + c) * slope
-    rounded = (exact * AMPLIFY).to(grads.dtype.element_ty)
-    lost = tl.where(is_label, exact - rounded.to(tl.float32) / AMPLIFY, 0.0)
-    found = tl.max(is_label.to(tl.int32), axis=0) > 0
-    tl.store(residuals + c, tl.sum(lost, axis=0), mask=found)
-    tl.store(place, tl.where(is_label, rounded, g.to(grads.dtype.element_ty)), mask=mask_t)
+    at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
+    z_label = finished_label(products, bias, at, scale, softcap)
+    exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
+    rounded = (exact * AMPLIFY).to(grads.dtype.element_ty).to(tl.float32)
+    if at >= 0:
+        tl.store(residuals + c, exact - rounded * (1.0 / AMPLIFY))
+    g = tl.where(offs_t == at, rounded, g)
+    tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

@@ -10,6 +10,7 @@ import collections
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KiB = 1024
+from fusedce.backends.triton.archs import ARCHITECTURES, Architecture
+
 _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -27,16 +29,18 @@ class Target(NamedTuple):
 
     gpu: GPUTarget
     shared_limit: int  # bytes a block may use
-    ptxas: str = ""  # name of the architecture there; none for AMD
+    ptxas: str  # name of the architecture there; none for AMD
 
 
-TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * KiB, "sm_80"),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * KiB, "sm_90a"),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * KiB, "sm_100a"),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * KiB, "sm_120a"),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * KiB),
-}
+def _target(row: Architecture) -> Iterator[Target]:
+    if row.compiler is not None:
+        backend, arch, _ = row.compiler
+        own = "a" if isinstance(arch, int) and arch >= 90 else ""  # its own instructions, too
+        ptxas = f"sm_{arch}{own}" if backend == "cuda" else ""
+        yield Target(GPUTarget(*row.compiler), row.shared_limit, ptxas)
+
+
+TARGETS = {row.name: target for row in ARCHITECTURES for target in _target(row)}
 _MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma"
 _ASYNC = r"cp\.async\.c[ga]\.|cp\.async\.bulk\.tensor|global_load_lds|buffer_load.* lds"
 _BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes of a SASS access

@@ -21,24 +21,26 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 KERNELS = ("forward", "stats", "softmax_grad", "scale", "compact")  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
-    ("N", "H", "V", "C", "T", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
+    ("N", "H", "V", "T", "width", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
      "ignore_index", "n_tickets"),
     "i32",
 ) | {
     "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
-    "block_losses": "*fp64", "places": "*i32", "argmax": "*i64",
-    "factor": "fp32", "amplify": "fp32", "scale": "fp32", "softcap": "fp32",
+    "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
+    "factor": "fp32", "scale": "fp32", "softcap": "fp32",
 } | dict.fromkeys(
-    ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "z_label",
-     "residuals", "terms", "row_factors", "token_weight",
-     "class_weight", "nll", "entropy", "zmean", "z_labels", "alpha", "beta", "gamma", "at_label"),
+    ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
+     "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
+     "class_weight", "alpha", "beta", "gamma", "at_label", "nll", "entropy", "zmean"),
     "*fp32",
 )  # fmt: skip
-# What Triton finds to be multiples of 16 at launch, for an aligned head.
+# Arguments that are multiples of 16 where the sizes are what models have.
 ALIGNED = frozenset((
-    "hidden", "weight", "bias", "H", "V", "stride_hn", "stride_wv", "partials", "products",
-    "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "T", "x", "labels", "rows",
+    "hidden", "weight", "weight_tiles", "bias", "partials", "N", "H", "V", "stride_hn", "stride_wv",
+    "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
+    "products", "class_weight",
 ))  # fmt: skip
+OPTIONS = ("bias", "scale", "softcap")
 
 
 class Variant(NamedTuple):
@@ -48,19 +50,20 @@ class Variant(NamedTuple):
     kernel: Any
     dtype: str  # of the inputs
     constants: dict[str, Any]
+    unaligned: frozenset[str] = frozenset()  # arguments that are no multiples of 16 here
 
 
 def types_of(variant: Variant) -> dict[str, str]:
     """Triton's types of the arguments that are no constants."""
     types = {}
     for name in variant.kernel.arg_names:
-        if name == "weight_tiles" and variant.constants["DESCRIPTOR"]:
+        if name == "weight_tiles":
             block = f"[{variant.constants['BLOCK_V']}, {variant.constants['BLOCK_H']}]"
             types[name] = f"tensordesc<{variant.dtype}{block}>"
         elif name.startswith("stride_"):
             types[name] = "i32"
-        elif name == "exps" and variant.constants.get("HAS_SHIFT"):
-            types[name] = "*fp32"
+        elif name == "exps" and variant.constants.get("shifts", "") is not None:
+            types[name] = "*fp32" if "shifts" in variant.kernel.arg_names else f"*{variant.dtype}"
         else:
             types[name] = _TYPES.get(name, f"*{variant.dtype}")
     return types
@@ -73,91 +76,112 @@ def variants(
 
     ``candidates`` adds the configurations that tuning would try, for bf16 without options.
     """
-    family = arch if (arch, 2) in archs.FORWARD else "other"
+    row = archs.BY_NAME[arch]
     for dtype, size in BYTES.items():
+        walks = row.walks(size)
         for option, precision in ((False, "ieee"), (True, "ieee"), (False, "tf32")):
             if precision == "tf32" and (dtype != "fp32" or arch == "gfx942"):
                 continue
-            flags = {"HAS_BIAS": option, "HAS_SCALE": option, "HAS_SOFTCAP": option}
+            none = {} if option else dict.fromkeys(OPTIONS)
             suffix = " bias+scale+cap" if option else " tf32" if precision == "tf32" else ""
             name = f"{dtype}{suffix}"
-            common = flags | {"EVEN_H": True, "INPUT_PRECISION": precision, "UPCAST": False}
+            common = {"INPUT_PRECISION": precision, "UPCAST": False}
             if group in ("all", "forward"):
-                blocks = archs.forward(family, size, options=option)
+                blocks = walks.forward_with_options if option else walks.forward
                 if config is not None:
                     numbers = [int(x) for x in config.split(",")]
-                    blocks = archs.ForwardConfig(*numbers, DESCRIPTOR=blocks.DESCRIPTOR)
-                yield from _forward(f"forward {name}", dtype, blocks, common)
+                    blocks = archs.Blocks(*numbers, DESCRIPTOR=blocks.DESCRIPTOR)
+                yield from _forward(f"forward {name}", dtype, blocks, none | common)
                 if candidates and name == "bf16":
-                    for blocks in archs.CANDIDATES[family]:
-                        yield from _forward(
-                            f"forward {name} {_named(blocks)}", dtype, blocks, common
-                        )
+                    for blocks in walks.candidates:
+                        label = f"forward {name} {_named(blocks)}"
+                        yield from _forward(label, dtype, blocks, none | common)
+                if not option and precision == "ieee":
+                    constants = _walk(walks.unaligned, size) | none | common | {"lse": None}
+                    constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
+                    narrow = frozenset(("H", "stride_hn", "stride_wv"))
+                    label = f"forward {name} unaligned"
+                    yield Variant(label, forward_kernel, dtype, constants, narrow)
             if group in ("all", "softmax_grad") and precision == "ieee":
-                yield from _softmax_grad(name, dtype, option, flags)
+                yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
-                blocks = archs.stats(family, size, options=option)
-                constants = _without(blocks._asdict(), "MAX_SPLITS", "FLATTEN") | common | {
-                    "HAS_ENTROPY": True, "HAS_ARGMAX": True, "HAS_ZSUM": option,
-                    "HAS_CLASS_WEIGHT": option,
-                }  # fmt: skip
+                blocks = walks.stats_with_options if option else walks.stats
+                constants = _walk(blocks, size) | none | common
+                if not blocks.DESCRIPTOR:
+                    constants["weight_tiles"] = None
+                if not option:
+                    constants |= {"zsums": None, "class_weight": None}
                 yield Variant(f"stats {name}", stats_kernel, dtype, constants)
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
-                constants = {"BLOCK_H": 1024, "num_warps": archs.EXP_WARPS}
-                constants |= {"HAS_FACTORS": extra}
+                constants = {
+                    "BLOCK_H": 1024,
+                    "num_warps": row.exp_warps,
+                    "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
+                }
+                if not extra:
+                    constants["row_factors"] = None
                 label = f"hidden_grad {dtype}{' terms' if extra else ''}"
                 yield Variant(label, hidden_grad_kernel, dtype, constants)
         if group in ("all", "scale"):
-            constants = {"BLOCK": archs.SCALE_BLOCK, "num_warps": 8}
+            constants = {"BLOCK": row.scale_block, "num_warps": 8}
             yield Variant(f"scale {dtype}", scale_kernel, dtype, constants)
     if group in ("all", "compact"):
         for extra in (False, True):
-            constants = {"BLOCK_N": archs.COMPACT_BLOCK_N, "HAS_TOKEN_WEIGHT": extra}
+            constants = {"BLOCK_N": row.compact_block_n}
+            if not extra:
+                constants["token_weight"] = None
             yield Variant(f"compact{' terms' if extra else ''}", compact_kernel, "i64", constants)
     if group in ("all", "stats"):
-        constants = {"BLOCK_N": archs.MERGE_BLOCK_N, "HAS_ENTROPY": True, "HAS_ARGMAX": True,
-                     "HAS_ZSUM": True, "HAS_LSE": True}  # fmt: skip
+        constants = {"BLOCK_N": row.merge_block_n}
         yield Variant("merge_stats", merge_stats_kernel, "i64", constants)
 
 
+def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
+    more = {"EVEN_H": True, "UNIT": 16 // size}
+    return _without(blocks._asdict(), "MAX_SPLITS", "DESCRIPTOR") | more
+
+
 def _forward(
-    label: str, dtype: str, blocks: archs.ForwardConfig, common: dict[str, Any]
+    label: str, dtype: str, blocks: archs.Blocks, common: dict[str, Any]
 ) -> Iterator[Variant]:
     """With TMA where the row asks for it, and as it runs where the addresses forbid it."""
-    constants = _without(blocks._asdict(), "MAX_SPLITS") | common | {"HAS_LSE": False}
-    for descriptor in sorted({False, blocks.DESCRIPTOR}, reverse=True):
-        tma = " TMA" if descriptor else ""
-        yield Variant(
-            label + tma, forward_kernel, dtype, constants | {"DESCRIPTOR": descriptor}
-        )  # fmt: skip
+    constants = _walk(blocks, BYTES[dtype]) | common | {"lse": None}
+    if blocks.DESCRIPTOR:
+        yield Variant(f"{label} TMA", forward_kernel, dtype, constants)
+    yield Variant(label, forward_kernel, dtype, constants | {"weight_tiles": None})
 
 
 def _softmax_grad(
-    name: str, dtype: str, option: bool, flags: dict[str, Any]
-) -> Iterator[Variant]:  # fmt: skip
-    constants = flags | {
+    row: archs.Architecture, name: str, dtype: str, option: bool, none: dict[str, Any]
+) -> Iterator[Variant]:
+    constants = none | {
         "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
-        "BLOCK_V": archs.EXP_BLOCK_V,
-        "num_warps": archs.EXP_WARPS,
+        "BLOCK_V": row.exp_block_v,
+        "num_warps": row.exp_warps,
     }
     # "terms": label smoothing, z-loss, token and class weights, argmax beside the loss
     for extra in (False, True) if option else (False,):
         label = f"{name}{' terms' if extra else ''}"
-        more = {"HAS_ARGMAX": extra}
+        more = {} if extra else {"best": None}
         yield Variant(f"exp_tile {label}", exp_tile_kernel, dtype, constants | more)
-        without = _without(constants, "HAS_BIAS")
+        without = _without(constants, "bias") | {"BLOCKS": 64}
+        if not extra:
+            more |= dict.fromkeys(("argmax", "terms", "lse", "row_factors"))
         # label smoothing is a shift, with no soft-cap beside it
         for shift in (False, True) if extra else (False,):
-            more = {"HAS_ARGMAX": extra, "HAS_TERMS": extra, "BLOCKS": 64, "HAS_SHIFT": shift,
-                    "HAS_CLASS_WEIGHT": shift, "HAS_SOFTCAP": option and not shift}  # fmt: skip
-            smoothed = f"{label}{' smoothing' if shift else ''}"
-            yield Variant(f"softmax_grad {smoothed}", softmax_grad_kernel, dtype, without | more)
-        more = {"HAS_BETA": extra, "HAS_GAMMA": extra, "HAS_CLASS_WEIGHT": extra}
-        yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | more)
+            unused = {"softcap": None} if shift else {"shifts": None, "class_weight": None}
+            label_ = f"softmax_grad {label}{' smoothing' if shift else ''}"
+            yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused)
+            if not option:
+                odd = frozenset(("V",))
+                label_ = f"{label_} V=50257"
+                yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)
+        unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight"))
+        yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 
-def _named(blocks: archs.ForwardConfig) -> str:
+def _named(blocks: archs.Blocks) -> str:
     x = blocks
     more = f" G{x.GROUP_N}" + (" flat" if x.FLATTEN else "")
     return f"{x.BLOCK_N}x{x.BLOCK_V}x{x.BLOCK_H} w{x.num_warps} s{x.num_stages}{more}"

@@ -20,7 +20,7 @@ def wanted_gradients(problem: Problem) -> Wanted:
 
 def detached(problem: Problem) -> Problem:
     """For operators that have no derivative of their own."""
-    return problem._replace(
+    return problem.but(
         hidden=problem.hidden.detach(),
         weight=problem.weight.detach(),
         bias=None if problem.bias is None else problem.bias.detach(),

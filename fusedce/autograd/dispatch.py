@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedce.autograd import per_token, summed
 from fusedce.autograd.derivatives import refuse_transforms, wanted_gradients
 from fusedce.backends.choose import resolve_backend
+from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.objective import Stats, folded
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -26,11 +27,11 @@ def loss_sum(problem: Problem, argmax: Tensor | None = None) -> LossSum:
     problem = _prepared(problem)
     wanted = wanted_gradients(problem)
     capped_smoothing = problem.softcap is not None and problem.label_smoothing > 0
-    one_pass = problem.plain and argmax is None
+    one_pass = problem.plain() and argmax is None
     if capped_smoothing or not (any(wanted) or one_pass):
         losses, n_valid = per_token.losses(problem, argmax)
         return LossSum(losses.sum(dtype=torch.float64).to(losses.dtype), n_valid)
-    return LossSum(*summed.loss_sum(problem, wanted, argmax))
+    return LossSum(*summed.loss_sum(with_expected_upstream(problem), wanted, argmax))
 
 
 def token_losses(problem: Problem) -> Tensor:
@@ -45,4 +46,4 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None = None) 
 
 def _prepared(problem: Problem) -> Problem:
     refuse_transforms(problem)
-    return folded(problem)._replace(backend=resolve_backend(problem.backend, problem.hidden))
+    return folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))

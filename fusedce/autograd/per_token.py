@@ -39,7 +39,7 @@ def token_stats(
     with torch.no_grad():
         stats = Stats(
             *torch.ops.fusedce.token_stats(
-                *detached(problem), *wanted._replace(lse=wanted.lse or train), argmax
+                *detached(problem), *wanted.but(lse=wanted.lse or train), argmax
             )
         )
     if not train:
@@ -119,7 +119,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
-    ctx.options = problem._replace(**dict.fromkeys(tensors))
+    ctx.options = problem.but(**dict.fromkeys(tensors))
     ctx.save_for_backward(*tensors.values(), *output)
 
 
@@ -132,12 +132,12 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         return (*nothing, *values)
     refuse_second_derivatives()
     saved = iter(ctx.saved_tensors)
-    problem = ctx.options._replace(**{name: next(saved) for name in ctx.names})
+    problem = ctx.options.but(**{name: next(saved) for name in ctx.names})
     names = ("hidden", "weight", "bias")
     made = torch.ops.fusedce.token_grads(*problem, *wanted, *Values(*saved), *Upstreams(*upstream))
     grads: dict[str, Any] = dict(zip(names, made, strict=True))
     unwanted = {name: None for name in names if not getattr(wanted, name)}
-    return (*Problem(*nothing)._replace(**{**grads, **unwanted}), *values)
+    return (*Problem(*nothing).but(**{**grads, **unwanted}), *values)
 
 
 _token_values.register_autograd(_backward, setup_context=_setup_context)
@@ -163,7 +163,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     inputs = (problem.hidden, problem.weight, problem.bias)
     return tuple(
         problem.hidden.new_empty(x.shape if want and x is not None else (0,))
-        for x, want in zip(inputs, wanted.gradients, strict=True)
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
 
 

@@ -17,6 +17,6 @@ def loss_sum(problem: Problem, shard: Shard) -> LossSum:
     device = problem.hidden.device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         total, n_valid, factor, *grads = loss_and_grads(detached(problem), shard, wanted)
-    if not any(wanted.gradients):
+    if not any(wanted.gradients()):
         return LossSum(total, n_valid)
     return LossSum(with_gradients(total, factor, problem, grads), n_valid)

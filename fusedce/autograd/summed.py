@@ -32,7 +32,7 @@ def loss_sum(
         total, n_valid, factor, *grads = torch.ops.fusedce.summed(
             *detached(problem), *wanted, argmax
         )
-    if not any(wanted.gradients):
+    if not any(wanted.gradients()):
         return total, n_valid
     return with_gradients(total, factor, problem, grads), n_valid
 
@@ -70,7 +70,7 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
     backend = get_backend(problem.backend)
     # Autocast would reach the products inside, which are in the dtype they must be in already.
     with torch.autocast(problem.hidden.device.type, enabled=False):
-        if any(wanted.gradients):
+        if any(wanted.gradients()):
             return tuple(backend.loss_and_grads(problem, wanted, argmax))
         total, n_valid = backend.loss(problem)
         return total, n_valid, *(total.new_empty(0) for _ in range(4))
@@ -82,13 +82,13 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
     total = problem.hidden.new_empty((), dtype=dtype)
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
-    if not any(wanted.gradients):
+    if not any(wanted.gradients()):
         return total, n_valid, *(total.new_empty(0) for _ in range(4))
     inputs = (problem.hidden, problem.weight, problem.bias)
     waiting = waiting_dtype(problem.hidden.dtype)
     grads = (
         total.new_empty(x.shape if want and x is not None else (0,), dtype=waiting)
-        for x, want in zip(inputs, wanted.gradients, strict=True)
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
     return total, n_valid, torch.empty_like(total), *grads
 

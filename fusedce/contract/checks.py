@@ -43,7 +43,7 @@ def check_options(problem: Problem) -> None:
 def flattened(problem: Problem) -> Problem:
     """Tokens in one dimension, numbers as floats."""
     hidden, token_weight, softcap = problem.hidden, problem.token_weight, problem.softcap
-    return problem._replace(
+    return problem.but(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         labels=problem.labels.reshape(-1),
         token_weight=None if token_weight is None else token_weight.reshape(-1),
@@ -71,7 +71,7 @@ def autocast(problem: Problem) -> Problem:
     def cast(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
 
-    return problem._replace(
+    return problem.but(
         hidden=cast(problem.hidden),
         weight=cast(problem.weight),
         bias=None if problem.bias is None else cast(problem.bias),

@@ -66,7 +66,7 @@ def folded(problem: Problem) -> Problem:
     w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
     if problem.token_weight is not None:
         w = problem.token_weight * w
-    return problem._replace(token_weight=w, class_weight=None)
+    return problem.but(token_weight=w, class_weight=None)
 
 
 def token_losses(
@@ -114,12 +114,13 @@ def _mean_class(problem: Problem) -> Tensor | float:
     return 1.0 if c is None else c.mean(dtype=torch.float64)
 
 
-def expected_upstream(problem: Problem) -> Tensor:
+def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     """``()`` fp32 or fp64: the factor in which gradients are taken before they are rounded.
 
-    Backward multiplies by what comes from upstream over this, nothing at all where that is 1.
+    Backward multiplies by what comes from upstream over this, nothing at all where that is 1. Where
+    nobody has said what will come, that of :meth:`LossSum.mean`.
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    return torch.ones((), dtype=dtype, device=problem.hidden.device)
+    return n_valid.clamp(min=1).to(dtype).reciprocal()

@@ -17,6 +17,7 @@ class Problem(NamedTuple):
 
     Public functions fill it with what they were given; :func:`fusedce.contract.checks.checked`
     turns that into a problem every other layer can rely on: flattened, cast, in range.
+    (torch.compile before 2.9 traces neither properties of a NamedTuple nor ``_replace``.)
     """
 
     hidden: Tensor  # (N, H) fp32, bf16, fp16 or fp64
@@ -34,12 +35,14 @@ class Problem(NamedTuple):
     chunk_tokens: int | None = None
     backend: str | None = None
 
-    @property
+    def but(self, **changes: Any) -> Problem:
+        """The same with other values in some fields."""
+        return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
+
     def plain(self) -> bool:
         """Whether the loss is cross-entropy and nothing else."""
-        return not (self.label_smoothing or self.z_loss) and self.unweighted
+        return not (self.label_smoothing or self.z_loss) and self.unweighted()
 
-    @property
     def unweighted(self) -> bool:
         return self.token_weight is None and self.class_weight is None
 
@@ -47,7 +50,7 @@ class Problem(NamedTuple):
         """The problem of the tokens at ``chosen``, as far as the objective looks at tokens."""
         if self.token_weight is None:
             return self
-        return self._replace(token_weight=self.token_weight[chosen])
+        return self.but(token_weight=self.token_weight[chosen])
 
 
 class Wanted(NamedTuple):
@@ -60,7 +63,9 @@ class Wanted(NamedTuple):
     entropy: bool = False
     zmean: bool = False
 
-    @property
+    def but(self, **changes: bool) -> Wanted:
+        return Wanted(**{**dict(zip(Wanted._fields, self, strict=True)), **changes})
+
     def gradients(self) -> tuple[bool, bool, bool]:
         return self.hidden, self.weight, self.bias
 

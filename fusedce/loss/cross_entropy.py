@@ -95,7 +95,7 @@ def fused_cross_entropy(
     if reduction == "sum":
         return dispatch.loss_sum(problem).loss_sum
     denominator = _denominator(problem)
-    problem = problem._replace(expected_upstream=1 / denominator)
+    problem = problem.but(expected_upstream=1 / denominator)
     return dispatch.loss_sum(problem).loss_sum / denominator
 
 

@@ -78,7 +78,7 @@ def fused_logprobs(
         )
     )
     # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
-    problem = problem._replace(
+    problem = problem.but(
         softcap=None if problem.softcap is None else problem.softcap / temperature,
         logit_scale=problem.logit_scale / temperature,
     )

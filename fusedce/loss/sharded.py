@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from fusedce.autograd import sharded
-from fusedce.backends.sharded.layout import agree, is_dtensor, layout_of
+from fusedce.backends.sharded.layout import (
+    agree,
+    check_vocab_size,
+    group_of,
+    is_dtensor,
+    layout_of,
+    on_the_way,
+)
 from fusedce.contract.checks import (
     autocast,
     check_options,
@@ -64,7 +71,9 @@ def sharded_ce(
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 5 int64: do all ranks hold the same tokens, and how many rows each;
+    * one all-gather of 54 int64: do all ranks hold the same tokens and options, how many rows has
+      each, and has one found an error; for a weight that is replicated over other dimensions of its
+      mesh one of a checksum of the labels on each of those;
     * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
       exponentials, the label's logit, the sum of logits;
     * where ``hidden`` requires grad, one all-reduce of ``(N_valid, H)`` in float32;
@@ -123,14 +132,16 @@ def sharded_ce(
         chunk_tokens=chunk_tokens,
         backend="torch",
     )
-    check_tensor_types(problem)
-    layout = layout_of(problem, process_group, tokens_sharded)
-    problem = autocast(layout.problem)
-    if len(problem.weight):
-        check_tensors(problem)
-    else:  # a rank without rows
-        row = problem.weight.new_empty(1, problem.weight.shape[-1])
-        check_tensors(problem._replace(weight=row, bias=None))
-    check_options(problem)
+    with on_the_way(group_of(weight, process_group), getattr(labels, "device", None)):
+        check_tensor_types(problem)
+        layout = layout_of(problem, process_group, tokens_sharded)
+        problem = autocast(layout.problem)
+        if len(problem.weight):
+            check_tensors(problem)
+        else:  # a rank without rows
+            row = problem.weight.new_empty(1, problem.weight.shape[-1])
+            check_tensors(problem.but(weight=row, bias=None))
+        check_options(problem)
+        check_vocab_size(vocab_size)
     shard = agree(layout, vocab_size)
     return sharded.loss_sum(flattened(problem), shard)

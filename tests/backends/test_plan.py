@@ -3,7 +3,7 @@
 import pytest
 
 from fusedce.backends import plan
-from fusedce.backends.triton import archs as configs
+from fusedce.backends.triton import archs
 
 
 def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
@@ -23,4 +23,7 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
         10**7, vocabulary, 4096, logit_bytes=2, accumulator=True, on_cpu=False, chunk_tokens=None
     )
     assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
-    assert C * min(vocabulary, configs.EXP_BLOCK_V) * 4 <= 64 * 2**20
+    arch = archs.BY_NAME["sm_90"]
+    for H in (64, 1024, 4096, 16384):
+        rows, T = arch.tile_shape(C, vocabulary, H, min(vocabulary, arch.exp_block_v))
+        assert rows * T * 4 <= (32 if H >= 4096 else 128) * 2**20

@@ -201,6 +201,7 @@ def test_compile_and_opcheck_pass():
     opcheck_tokens(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torchs_own_samples_agree(backend):
     """Those of torch's test suite for F.linear_cross_entropy: every one with class indices."""

@@ -183,6 +183,7 @@ class TestContract:
         opcheck_sum(Problem(hidden, weight, labels, chunk_tokens=4, backend=backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 @pytest.mark.parametrize("backend", BACKENDS)

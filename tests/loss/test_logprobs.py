@@ -65,6 +65,7 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None):
 OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     case=cases(options=OPTIONS),
@@ -77,6 +78,7 @@ def test_any_case_torch_agrees_with_eager(case, temperature, chunk_tokens):
     compare(case, "torch", temperature, chunk_tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     case=cases(dtypes=(torch.float32, torch.bfloat16), options=OPTIONS, max_tokens=20,
@@ -88,6 +90,7 @@ def test_any_case_triton_agrees_with_eager(case, temperature, chunk_tokens):
     compare(case, "triton", temperature, chunk_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logits", ["flat", "peaked"])

@@ -34,6 +34,7 @@ def summed_by_token(hidden, weight, labels, **options):
     return loss.sum(), n_valid
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(case=cases(options=EVERY), chunk_tokens=st.none() | st.integers(1, 17))
 @pytest.mark.parametrize("fn", [summed, summed_by_token])
@@ -41,6 +42,7 @@ def test_any_subset_torch_matches_the_reference(fn, case, chunk_tokens):
     check(partial(fn, backend="torch", chunk_tokens=chunk_tokens), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     case=cases(dtypes=SMALL_FLOATS, options=EVERY, max_tokens=20, max_vocabulary=150),
@@ -56,6 +58,7 @@ VALUES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", list(combinations(EVERY, 2)), ids="+".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_pair_matches_the_reference(backend, pair):

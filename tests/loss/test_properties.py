@@ -22,6 +22,7 @@ def bf16_units(request, monkeypatch):
         monkeypatch.setattr(module, "fast_bf16", lambda device: request.param == "fast_bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("tile", [64, 2**20])
@@ -32,6 +33,7 @@ def test_torch_backend_matches_the_reference(tile, monkeypatch):
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bf16_units")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
@@ -39,6 +41,7 @@ def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):
     check(partial(fusedce.fused_ce, backend="torch", chunk_tokens=chunk_tokens), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     case=cases(dtypes=SMALL_FLOATS, max_tokens=20, max_vocabulary=150),
@@ -48,6 +51,7 @@ def test_triton_backend_matches_the_reference(case, chunk_tokens):
     check(partial(fusedce.fused_ce, backend="triton", chunk_tokens=chunk_tokens), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(case=cases(max_tokens=30), cut=st.floats(0, 1), backend=st.sampled_from(["torch", "triton"]))
 def test_parts_add_up_to_the_whole(case, cut, backend):

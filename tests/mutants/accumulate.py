@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "metrics: evaluation of this rank only",
         "        self.totals.add(names, sent.wait())\n        self._keep(faults)",
-        "        sent.wait()\n        self.totals.add(names, stacked(sums, names))\n        self._keep(faults)",
+        "        self.totals.add(names, sent.wait() / 2)\n        self._keep(faults)",
         "test_state.py -k evaluation",
     ),
     Mutant(

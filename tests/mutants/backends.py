@@ -36,4 +36,28 @@ MUTANTS = [
         "H, device=device)",
         "test_tuning.py",
     ),
+    Mutant(
+        "tuning: an assembler's error ends the run",
+        "    triton.runtime.errors.PTXASError,\n",
+        "",
+        "test_tuning.py -k cannot_run",
+    ),
+    Mutant(
+        "tuning: a choice outlives its kernel",
+        " source={source_hash()}",
+        "",
+        "test_tuning.py -k one_source",
+    ),
+    Mutant(
+        "tuning: the mean decides",
+        'return_mode="median"',
+        'return_mode="mean"',
+        "test_tuning.py -k median",
+    ),
+    Mutant(
+        "operands: TF32 is asked for by the older interface first",
+        "return bool(matmul.allow_tf32) if precision is None",
+        "return bool(matmul.allow_tf32) if matmul.allow_tf32",
+        "test_operands.py -k float32",
+    ),
 ]

@@ -71,12 +71,12 @@ MUTANTS = [
         "head: FSDP unit not entered",
         "if is_fsdp_unit(self.module):",
         "if False:",
-        "test_head_distributed.py -k fsdp",
+        "head/test_ranks.py -k fsdp",
     ),
     Mutant(
         "head: nothing for DDP to follow",
         "if not (torch.is_grad_enabled() and new.wants_graph()):",
         "if True:",
-        "test_head_distributed.py -k ddp",
+        "head/test_ranks.py -k ddp",
     ),
 ]

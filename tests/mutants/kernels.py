@@ -9,14 +9,14 @@ TRITON = "test_kernels.py -k odd_shapes"
 MUTANTS = [
     Mutant(
         "forward: columns past V count",
-        'mask_v[None, :] & (offs_v[None, :] != label[:, None]), z, float("-inf"))\n        m_new',
-        '(offs_v[None, :] != label[:, None]), z, float("-inf"))\n        m_new',
+        "if start_v + BLOCK_V > V:",
+        "if start_v > V:",
         TRITON,
     ),
     Mutant(
         "forward: the label's logit counts twice",
-        'mask_v[None, :] & (offs_v[None, :] != label[:, None]), z, float("-inf"))\n        m_new',
-        'mask_v[None, :], z, float("-inf"))\n        m_new',
+        "(label - start_v)[:, None]",
+        "(label - V)[:, None]",
         TRITON,
     ),
     Mutant(
@@ -34,14 +34,14 @@ MUTANTS = [
     Mutant("forward: the first ticket merges", "ticket != splits - 1", "ticket != 0", TRITON),
     Mutant(
         "forward: label logit without its bias",
-        "b = tl.load(bias + at).to(tl.float32) if HAS_BIAS else 0.0",
-        "b = 0.0",
+        "b = tl.load(bias + known).to(tl.float32)",
+        "b = 0.0 * tl.load(bias + known).to(tl.float32)",
         TRITON,
     ),
     Mutant(
         "forward: the tail of H is dropped",
-        "range(0, H, BLOCK_H):\n        mask_h = offs_h < H - start_h\n        if",
-        "range(0, H - BLOCK_H + 1, BLOCK_H):\n        mask_h = offs_h < H - start_h\n        if",
+        "0, H, BLOCK_H):\n        mask_h = start_h + offs_h < H\n        h_ptrs",
+        "0, H - BLOCK_H + 1, BLOCK_H):\n        mask_h = start_h + offs_h < H\n        h_ptrs",
         TRITON,
     ),
     Mutant(
@@ -70,14 +70,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows: block factor without its maximum",
-        "tl.exp2(tl.load(maxima + block * C + c) - top) * inverse",
+        "tl.exp2(tl.load(maxima + block * stride_block + c) - top) * inverse",
         "inverse",
         TRITON,
     ),
     Mutant(
-        "rows: padding of a graph is trained",
-        "if first + c >= tl.load(count):\n        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads",
-        "if first + c < 0:\n        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads",
+        "rows: padding of a graph counts",
+        "tl.store(losses + c, 0.0)",
+        "tl.store(losses + c, 1.0)",
         "test_forward.py -k inside_a_graph",
     ),
     Mutant(
@@ -109,8 +109,8 @@ MUTANTS = [
     ),
     Mutant(
         "options: argmax of the first block",
-        "tl.argmax(m, axis=0) * C",
-        "0 * C",
+        "tl.argmax(m, axis=0) * stride_block",
+        "0 * stride_block",
         f"{OPTIONS} -k argmax",
     ),
     Mutant(
@@ -130,5 +130,17 @@ MUTANTS = [
         "            else:\n                g += shift * AMPLIFY",
         "            else:\n                g += 0 * shift",
         "test_smoothing.py",
+    ),
+    Mutant(
+        "graph: a size that differs inside is specialised on",
+        'do_not_specialize=["labels", "residuals", "row_factors", "first"]',
+        'do_not_specialize=["labels", "residuals", "row_factors"]',
+        "test_specialization.py -k training",
+    ),
+    Mutant(
+        "rows: the padding of a tile counts",
+        "(offs_t < T) & (offs_t != at)",
+        "offs_t != at",
+        TRITON,
     ),
 ]

@@ -24,7 +24,7 @@ MUTANTS = [
         "lazy: detached of DDP trains",
         "bias=bias, detached=True, gate=None",
         "bias=bias",
-        "test_head_distributed.py -k ddp",
+        "head/test_ranks.py -k ddp",
     ),
     Mutant(
         "lazy: added bias lost",
@@ -58,7 +58,7 @@ MUTANTS = [
         "lazy: DDP's node not visited by the loss",
         "if gate is not None and loss.requires_grad:",
         "if False:",
-        "test_head_distributed.py -k ddp",
+        "head/test_ranks.py -k ddp",
     ),
     Mutant("lazy: traced copies made late", "parent._traced_views.append(self)", "pass", WRITES),
     Mutant(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fusedce.backends.sharded.tiles import Shard, all_gather
 from fusedce.contract.groups import Ranks
@@ -18,6 +22,7 @@ class Layout(NamedTuple):
     problem: Problem  # of local tensors
     group: dist.ProcessGroup
     tokens_sharded: bool
+    replicas: tuple[dist.ProcessGroup, ...] = ()  # must hold the same tokens, by the placements
 
 
 def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Layout:
@@ -48,7 +53,17 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
                     f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
                 )
             local[name] = x.to_local()
-    return Layout(problem._replace(**local), mesh.get_group(dim), tokens_sharded)
+    others = () if is_dtensor(problem.hidden) else set(range(mesh.ndim)) - {dim}
+    replicas = tuple(mesh.get_group(i) for i in sorted(others) if mesh.size(i) > 1)
+    return Layout(problem.but(**local), mesh.get_group(dim), tokens_sharded, replicas)
+
+
+def group_of(weight: Any, process_group: Any) -> dist.ProcessGroup | None:
+    """The ranks that share the vocabulary, as far as they are known before anything is checked."""
+    if not is_dtensor(weight):
+        return Ranks(process_group).group()
+    sharded = [i for i, p in enumerate(weight.placements) if p.is_shard()]
+    return weight.device_mesh.get_group(sharded[0]) if len(sharded) == 1 else None
 
 
 def is_dtensor(x: object) -> bool:
@@ -81,20 +96,101 @@ def _tokens_sharded(hidden: Any, dim: int) -> bool:
     return not hidden.placements[dim].is_replicate()
 
 
-def agree(layout: Layout, vocab_size: int | None) -> Shard:
-    """What ranks must know of each other; raises on all of them where they do not fit."""
+# What ranks must share besides sizes: numbers of the loss, and what decides which collectives run.
+_SETTINGS = (
+    "ignore_index",
+    "softcap",
+    "logit_scale",
+    "label_smoothing",
+    "z_loss",
+    "chunk_tokens",
+    "bias",
+    "token_weight",
+    "hidden.requires_grad",
+)
+_WHOLE = ("ignore_index", "chunk_tokens")
+_NONE = -(2**63) + 1
+_WORDS = 40  # int64, 8 bytes of an error each
+
+
+def _settings(problem: Problem) -> list[int]:
+    """The settings as int64: floats by their bits, tensors by whether they are there."""
+    values = [_bits(getattr(problem, name), name in _WHOLE) for name in _SETTINGS[:6]]
+    grad = torch.is_grad_enabled() and problem.hidden.requires_grad
+    present = [problem.bias is not None, problem.token_weight is not None, grad]
+    return [*values, *map(int, present)]
+
+
+def _bits(x: float | None, whole: bool) -> int:
+    if x is None:
+        return _NONE
+    return int(x) if whole else struct.unpack("q", struct.pack("d", x))[0]
+
+
+def _shown(name: str, values: list[int]) -> list[Any]:
+    if name in _WHOLE:
+        return [None if x == _NONE else x for x in values]
+    if name in _SETTINGS[:6]:
+        return [None if x == _NONE else struct.unpack("d", struct.pack("q", x))[0] for x in values]
+    return [bool(x) for x in values]
+
+
+@contextlib.contextmanager
+def on_the_way(group: dist.ProcessGroup | None, device: torch.device | None) -> Iterator[None]:
+    """Tell the ranks that share the vocabulary of an error before they meet to :func:`agree`."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if group is None:
+            raise
+        words = f"{type(error).__name__}: {error}".encode()[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
+        empty = [0] * (4 + len(_SETTINGS))
+        told = torch.tensor([*empty, *struct.unpack(f"{_WORDS}q", words), 0], device=device)
+        _exchange(told, group)  # raises what the first rank with an error has told all
+
+
+def _exchange(mine: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """Every rank's row; raises the same error on all of them if one has told of one."""
+    told = all_gather(mine, group).view(-1, len(mine)).tolist()
+    for rank, row in enumerate(told):
+        words = struct.pack(f"{_WORDS}q", *row[-1 - _WORDS : -1]).rstrip(b"\0")
+        if words:
+            name, _, text = words.decode(errors="ignore").partition(": ")
+            kind = TypeError if name == "TypeError" else ValueError
+            raise kind(f"{text} (on rank {rank} of {len(told)})")
+    return told
+
+
+def check_vocab_size(vocab_size: object) -> None:
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
+
+
+def agree(layout: Layout, vocab_size: int | None) -> Shard:
+    """What ranks must know of each other; raises on all of them where they do not fit."""
     problem = layout.problem
     labels = problem.labels.reshape(-1).long()
     order = torch.arange(1, len(labels) + 1, device=labels.device)
     checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
-    mine = torch.tensor(
-        [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0],
-        device=labels.device,
-    )
-    told = all_gather(torch.cat([mine, checksum[None]]), layout.group).view(-1, 5)
-    rows, tokens, H, V, checksums = (list(x) for x in zip(*told.tolist(), strict=True))
+    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0]
+    mine = torch.tensor([*sizes, *_settings(problem), *[0] * _WORDS], device=labels.device)
+    told = _exchange(torch.cat([mine, checksum[None]]), layout.group)
+    for group in layout.replicas:
+        if len(set(all_gather(checksum[None], group).tolist())) > 1:
+            raise ValueError(
+                "weight is replicated over a dimension of its mesh over which the labels differ: "
+                "its gradient would claim to be the same there, and differ. Put the weight on the "
+                'vocabulary\'s dimension alone (mesh["tp"]) and let DDP or FSDP reduce over the '
+                "other one"
+            )
+    rows, tokens, H, V = (list(x) for x in zip(*(row[:4] for row in told), strict=True))
+    checksums = [row[-1] for row in told]
+    for i, name in enumerate(_SETTINGS, start=4):
+        if len({row[i] for row in told}) > 1:
+            raise ValueError(
+                f"{name} must be the same on all ranks that share the vocabulary, here it is "
+                f"{_shown(name, [row[i] for row in told])}"
+            )
     if len(set(H)) > 1 or len(set(V)) > 1:
         raise ValueError(f"ranks must agree on H and vocab_size, got H={H}, vocab_size={V}")
     if not layout.tokens_sharded and (len(set(tokens)) > 1 or len(set(checksums)) > 1):

@@ -69,14 +69,14 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_rows = hidden.new_empty(len(rows), H, dtype=acc) if wanted.hidden else None
     d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
-    factor = expected_upstream(problem)
+    factor = expected_upstream(problem, n_valid)
     begin = 0
     for chunk in chunks_of(rows, size):
         h = hidden[chunk]
         scale = None if token_weight is None else token_weight[chunk].double()
         tile = _Tile(local, h, labels[chunk].long(), scale)
         total += tile.losses.sum()
-        if any(wanted.gradients):
+        if any(wanted.gradients()):
             g = tile.gradient(factor)  # (C, real)
             if d_bias is not None:
                 d_bias[: local.real] += g.sum(0)
@@ -209,7 +209,7 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
     """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
     token_weight = problem.token_weight
-    return problem._replace(
+    return problem.but(
         hidden=_gather_tokens(problem.hidden, most, 0, group),
         labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
         token_weight=(

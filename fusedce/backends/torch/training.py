@@ -71,7 +71,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     )
     chunks = chunks_of(rows, size)
     grads = Gradients(problem, wanted, dtype=waiting_dtype(dtype), chunks=len(chunks))
-    factor = expected_upstream(problem)
+    factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
     buffer = torch.empty(V * min(size, len(rows)), dtype=stored, device=device)

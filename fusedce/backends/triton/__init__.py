@@ -19,5 +19,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``; nothing is written where it is 1, which only the GPU needs to know."""
     if x.numel():
         with on(x.device):
-            grid = (triton.cdiv(x.numel(), archs.SCALE_BLOCK),)
-            scale_kernel[grid](x, factor, x.numel(), BLOCK=archs.SCALE_BLOCK, num_warps=8)
+            block = archs.architecture(x.device).scale_block
+            grid = (triton.cdiv(x.numel(), block),)
+            scale_kernel[grid](x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)

@@ -1,20 +1,26 @@
-"""Block sizes of the kernels: frozen data, one row per architecture, no tuning at run time.
+"""Block sizes of the kernels: frozen data, one row an architecture, no tuning at run time.
 
-A configuration depends on the device, the dtype and the options alone, never on N: a row's loss
-must have the same bits in every batch. Chosen from what the compiler makes of them
-(`bench/compiler_report.py`), not yet measured: see `bench/LOG.md`. `fusedce.backends.triton.tuning`
-measures the candidates, on demand.
+To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
+compile every kernel for every row. What a device runs with depends on the device, the dtype, the
+options and the alignment of the inputs, never on N: a row's loss must have the same bits in every
+batch. Chosen from what the compiler makes of them, not yet measured: see `bench/LOG.md`.
+``fusedce.backends.triton.tuning`` measures the candidates, on demand. Not ``triton.autotune``: it
+chooses anew in every process, by timing, inside the first call that a user makes, and its choice
+would change the last bits of a loss from run to run.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
+KiB = 1024
 
-class ForwardConfig(NamedTuple):
-    """Blocks of ``forward_kernel``."""
+
+class Blocks(NamedTuple):
+    """Blocks of a kernel that walks over the vocabulary."""
 
     BLOCK_N: int
     BLOCK_V: int
@@ -27,101 +33,179 @@ class ForwardConfig(NamedTuple):
     MAX_SPLITS: int = 128  # of the vocabulary: enough programs for one row block
 
 
-_HOPPER = ForwardConfig(128, 256, 64, 8, 3, DESCRIPTOR=True)
-_HOPPER_SMALL = ForwardConfig(128, 128, 64, 8, 4, DESCRIPTOR=True)
+class Walks(NamedTuple):
+    """Blocks for inputs of one size."""
 
-# Keyed by (architecture family, bytes of an input element).
-FORWARD = {
-    ("sm_80", 2): ForwardConfig(128, 128, 64, 8, 3),
-    ("sm_80", 4): ForwardConfig(128, 64, 32, 8, 3),
-    ("sm_90", 2): _HOPPER,
-    ("sm_90", 4): ForwardConfig(128, 64, 32, 8, 3),
-    ("sm_100", 2): _HOPPER,
-    ("sm_100", 4): ForwardConfig(128, 64, 32, 8, 3),
-    # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
-    ("other", 2): ForwardConfig(64, 64, 64, 4, 2),
-    ("other", 4): ForwardConfig(64, 64, 32, 4, 2),
-    # Small blocks, so that small test shapes have several, of odd sizes.
-    ("interpreter", 2): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2, DESCRIPTOR=True, MAX_SPLITS=5),
-    ("interpreter", 4): ForwardConfig(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5),
-}
-# Where bias, scale or soft-cap would spill the registers of the one above.
-FORWARD_WITH_OPTIONS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
+    forward: Blocks
+    forward_with_options: Blocks  # bias, scale, soft-cap
+    stats: Blocks  # entropy and argmax need registers as well
+    stats_with_options: Blocks  # and the mean of the logits, class weights
+    unaligned: Blocks  # rows that do not start at multiples of 16 bytes: narrow loads
+    candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
 
-# Entropy, argmax and the mean of the logits need registers as well.
-STATS = {("sm_90", 2): _HOPPER_SMALL, ("sm_100", 2): _HOPPER_SMALL}
-_HOPPER_NARROW = ForwardConfig(128, 64, 64, 8, 4, DESCRIPTOR=True)
-STATS_WITH_OPTIONS = {
-    ("sm_80", 2): ForwardConfig(128, 64, 64, 8, 3),
-    ("sm_90", 2): _HOPPER_NARROW,
-    ("sm_100", 2): _HOPPER_NARROW,
-}
 
-# What tuning tries besides the default, by family; two-byte inputs.
-CANDIDATES = {
-    "sm_80": (
-        ForwardConfig(128, 128, 32, 8, 4),
-        ForwardConfig(128, 128, 64, 8, 3, GROUP_N=8),
-        ForwardConfig(64, 128, 64, 4, 3),
+class Architecture(NamedTuple):
+    """Everything the backend knows of a family of devices."""
+
+    name: str
+    two_bytes: Walks  # bf16, fp16
+    four_bytes: Walks
+    compiler: tuple[str, int | str, int] | None = None  # Triton's (backend, arch, warp size)
+    shared_limit: int = 0  # bytes a program may use
+    capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
+    gcn: tuple[str, ...] = ()  # of ROCm devices
+    exp_block_v: int = 2048  # vocabulary entries of a row that share one maximum in training
+    exp_warps: int = 4
+    # Float32 products at a time. At least: what stays in L2 until they are read. At most: memory.
+    # Between them: so many FLOPs that the host has the next launches ready before they are done.
+    tile_elements: tuple[int, int] = (2**23, 2**25)
+    tile_flops: int = 2**36
+    compact_block_n: int = 1024
+    merge_block_n: int = 128
+    scale_block: int = 8192
+
+    def walks(self, element_size: int) -> Walks:
+        return self.two_bytes if element_size == 2 else self.four_bytes
+
+    def tile_shape(self, C: int, V: int, H: int, block: int) -> tuple[int, int]:
+        """Rows and columns of the products of ``C`` tokens that are held at a time."""
+        least, most = self.tile_elements
+        elements = min(max(self.tile_flops // (2 * H), least), most)
+        rows = min(C, max(elements // block, 128))
+        return rows, min(max(elements // rows // block, 1) * block, V)
+
+
+def _same(blocks: Blocks) -> Walks:
+    return Walks(blocks, blocks, blocks, blocks, blocks)
+
+
+_AMPERE = Blocks(128, 128, 64, 8, 3)
+_AMPERE_FP32 = Blocks(128, 64, 32, 8, 3)
+_HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
+_HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
+_HOPPER_NARROW = Blocks(128, 64, 64, 8, 4, DESCRIPTOR=True)
+_UNALIGNED = Blocks(64, 64, 32, 4, 2)
+_SMALL = Blocks(64, 64, 64, 4, 2)
+_SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
+# Small blocks, so that small test shapes have several, of odd sizes.
+_TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
+
+_FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED)
+# Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
+_OTHER_TWO = _same(_SMALL)._replace(
+    unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
+)
+_OTHER_FOUR = _same(_SMALL_FP32)
+
+ARCHITECTURES = (
+    Architecture(
+        "sm_80",
+        Walks(
+            forward=_AMPERE,
+            forward_with_options=_AMPERE,
+            stats=_AMPERE,
+            stats_with_options=Blocks(128, 64, 64, 8, 3),
+            unaligned=_UNALIGNED,
+            candidates=(
+                Blocks(128, 128, 32, 8, 4),
+                _AMPERE._replace(GROUP_N=8),
+                Blocks(64, 128, 64, 4, 3),
+            ),
+        ),
+        _FOUR_BYTES,
+        compiler=("cuda", 80, 32),
+        shared_limit=163 * KiB,
+        capabilities=((8, 0),),
     ),
-    "sm_90": (
-        _HOPPER._replace(GROUP_N=8),
-        _HOPPER._replace(num_stages=4),
-        _HOPPER._replace(DESCRIPTOR=False),
-        ForwardConfig(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
-        _HOPPER_SMALL,
-        _HOPPER_SMALL._replace(FLATTEN=True),
-        # Two programs fit on a multiprocessor: one's epilogue beside the other's products.
-        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True),
-        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True, FLATTEN=True),
+    Architecture(
+        "sm_90",
+        Walks(
+            forward=_HOPPER,
+            forward_with_options=_HOPPER,
+            stats=_HOPPER_SMALL,
+            stats_with_options=_HOPPER_NARROW,
+            unaligned=_UNALIGNED,
+            candidates=(
+                _HOPPER._replace(FLATTEN=True),
+                _HOPPER._replace(GROUP_N=8),
+                _HOPPER._replace(num_stages=4),
+                _HOPPER._replace(DESCRIPTOR=False),
+                Blocks(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
+                _HOPPER_SMALL,
+                _HOPPER_SMALL._replace(FLATTEN=True),
+                # Two programs fit on a multiprocessor: one's epilogue beside the other's products.
+                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
+                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True, FLATTEN=True),
+            ),
+        ),
+        _FOUR_BYTES,
+        compiler=("cuda", 90, 32),
+        shared_limit=227 * KiB,
+        capabilities=((9, 0),),
     ),
-    "sm_100": (
-        _HOPPER._replace(num_stages=4),
-        ForwardConfig(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
-        _HOPPER_SMALL,
-        ForwardConfig(128, 128, 64, 4, 3, DESCRIPTOR=True),
+    Architecture(
+        "sm_100",
+        Walks(
+            forward=_HOPPER,
+            forward_with_options=_HOPPER_SMALL,
+            stats=_HOPPER_SMALL,
+            stats_with_options=_HOPPER_NARROW,
+            unaligned=_UNALIGNED,
+            candidates=(
+                _HOPPER._replace(num_stages=4),
+                Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
+                _HOPPER_SMALL,
+                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
+            ),
+        ),
+        _FOUR_BYTES,
+        compiler=("cuda", 100, 32),
+        shared_limit=227 * KiB,
+        capabilities=((10, 0), (10, 3)),
     ),
-    "other": (ForwardConfig(64, 128, 32, 4, 2), ForwardConfig(128, 64, 32, 4, 2)),
-}
+    Architecture(
+        "sm_120",
+        _OTHER_TWO,
+        _OTHER_FOUR,
+        compiler=("cuda", 120, 32),
+        shared_limit=99 * KiB,
+        capabilities=((12, 0),),
+    ),
+    Architecture(
+        "gfx942",
+        _OTHER_TWO,
+        _OTHER_FOUR,
+        compiler=("hip", "gfx942", 64),
+        shared_limit=64 * KiB,
+        gcn=("gfx942",),
+    ),
+    Architecture("other", _OTHER_TWO, _OTHER_FOUR),
+    Architecture(
+        "interpreter",
+        _same(_TINY._replace(DESCRIPTOR=True))._replace(unaligned=_TINY),
+        _same(_TINY),
+        exp_block_v=256,
+    ),
+)
+BY_NAME = {row.name: row for row in ARCHITECTURES}
 
-TILE_ELEMENTS = 2**24  # float32 logits at a time: 64 MiB (more where a chunk exceeds 8192 tokens)
-EXP_BLOCK_V = 2048
-EXP_WARPS = 4
-COMPACT_BLOCK_N = 1024
-SCALE_BLOCK = 8192
-MERGE_BLOCK_N = 128
 
-
-def architecture(device: torch.device) -> str:
-    """Family of ``device`` in :data:`FORWARD`."""
+@functools.cache
+def architecture(device: torch.device) -> Architecture:
+    """The row of ``device``."""
     if device.type == "cpu":
-        return "interpreter"
+        return BY_NAME["interpreter"]
+    capability, gcn = None, None
     if device.type == "cuda" and torch.version.hip is None:
-        return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
-            torch.cuda.get_device_capability(device), "other"
-        )
-    return "other"
+        capability = torch.cuda.get_device_capability(device)
+    elif device.type == "cuda":
+        gcn = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    fitting = (row for row in ARCHITECTURES if capability in row.capabilities or gcn in row.gcn)
+    return next(fitting, BY_NAME["other"])
 
 
-def forward(family: str, element_size: int, *, options: bool) -> ForwardConfig:
-    """The default; ``options``: whether bias, scale or soft-cap are in use."""
-    default = FORWARD[family, element_size]
-    return FORWARD_WITH_OPTIONS.get((family, element_size), default) if options else default
-
-
-def stats(family: str, element_size: int, *, options: bool) -> ForwardConfig:
-    """Blocks of ``stats_kernel``; ``options`` as in :func:`forward`, or class weights."""
-    table = STATS_WITH_OPTIONS if options else STATS
-    return table.get((family, element_size), FORWARD[family, element_size])
-
-
-def exp_block(device: torch.device) -> int:
-    """Vocabulary entries of a row that share one maximum in the training pass."""
-    return 256 if device.type == "cpu" else EXP_BLOCK_V
-
-
-def vocabulary_splits(V: int, config: ForwardConfig) -> tuple[int, int]:
+def vocabulary_splits(V: int, blocks: Blocks) -> tuple[int, int]:
     """``(tiles_per_split, splits)``, from V alone."""
-    tiles = -(-V // config.BLOCK_V)
-    tiles_per_split = -(-tiles // config.MAX_SPLITS)
+    tiles = -(-V // blocks.BLOCK_V)
+    tiles_per_split = -(-tiles // blocks.MAX_SPLITS)
     return tiles_per_split, -(-tiles // tiles_per_split)

@@ -1,9 +1,14 @@
-"""A chunk of logits of the training pass: cuBLAS makes it, kernels turn it into its gradient."""
+"""A chunk of logits of the training pass, turned into its gradient, and the two products after it.
+
+The seam is :meth:`Chunks.tiles`: whatever makes products of a tile of the vocabulary, the kernels
+that follow know nothing of it.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,12 +16,23 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
+from fusedce.backends.triton.operands import multiple, padded, pointwise
+from fusedce.backends.triton.products import add_product, mm
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
-_PART = 16384  # vocabulary rows whose chunk gradient is held before it is added
+_COLUMNS = 16384  # of a chunk's gradient that are widened at a time
+
+
+class Tile(NamedTuple):
+    """Float32 products of some rows of a chunk with some rows of weight."""
+
+    rows: slice
+    begin: int  # its first vocabulary entry
+    products: Tensor  # (rows, T), rows padded
+    options: dict[str, Any]  # bias, scale and soft-cap of these entries
 
 
 class Chunks:
@@ -24,25 +40,39 @@ class Chunks:
 
     def __init__(self, problem: Problem, C: int) -> None:
         weight, bias = problem.weight, problem.bias
-        V = weight.shape[0]
+        V, H = weight.shape
         device = weight.device
+        self.arch = archs.architecture(device)
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.softcap, self.scale = problem.softcap, problem.logit_scale
-        self.bias = None if bias is None else bias.contiguous()
-        self.amplify = amplification(weight.dtype, self.scale)
-        self.block = min(triton.next_power_of_2(V), archs.exp_block(device))
+        self.pointwise = pointwise(problem) | {"bias": None if bias is None else padded(bias)}
+        self.amplify = amplification(weight.dtype, problem.logit_scale)
+        self.block = min(triton.next_power_of_2(V), self.arch.exp_block_v)
         self.blocks = triton.cdiv(V, self.block)
-        self.T = min(max(archs.TILE_ELEMENTS // C // self.block, 1) * self.block, V)
-        self.products = torch.empty(C * self.T, dtype=torch.float32, device=device)
-        # Rows start at multiples of 16 bytes, which the products that read them want.
-        self.grads = torch.empty(C, -(-V // 8) * 8, dtype=weight.dtype, device=device)[:, :V]
+        self.tile = self.arch.tile_shape(C, V, H, self.block)
+        rows, T = self.tile
+        self.products = torch.empty(rows * multiple(T), dtype=torch.float32, device=device)
+        # Rows start at multiples of what the kernels and the products that read them move at once.
+        self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
         self.exps = self.grads
         if problem.label_smoothing and problem.softcap is None:
             # What smoothing leaves of a probability is rounded, not the probability itself.
-            self.exps = torch.empty(C, V, dtype=torch.float32, device=device)
-        self.stats = torch.empty(2, self.blocks * C, dtype=torch.float32, device=device)
+            self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
+        self.maxima, self.sums = torch.empty(2, self.blocks, C, device=device).unbind()
         self.z_label = torch.empty(C, dtype=torch.float32, device=device)
         self.residuals = torch.empty(C, dtype=torch.float32, device=device)
+
+    def tiles(self, h: Tensor) -> Iterator[Tile]:
+        """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
+        V, (most_rows, most) = self.weight.shape[0], self.tile
+        for begin in range(0, V, most):
+            T = min(most, V - begin)
+            bias = self.pointwise["bias"]
+            options = self.pointwise | {"bias": None if bias is None else bias[begin:]}
+            for first in range(0, len(h), most_rows):
+                some = h[first : first + most_rows]
+                products = self.products[: len(some) * multiple(T)].view(len(some), -1)
+                mm(some, self.weight[begin : begin + T].t(), products[:, :T])
+                yield Tile(slice(first, first + len(some)), begin, products[:, :T], options)
 
     def gradient(
         self,
@@ -51,82 +81,69 @@ class Chunks:
         losses: Tensor,  # (C,) fp32 to fill
         count: Tensor,  # () int32: valid rows
         first: int,  # number of the chunk's first row
-        part: ChunkFactors | None,
+        factors: ChunkFactors | None,
         argmax: Tensor | None,  # (C,) int64 to fill
     ) -> Tensor:
         """``(C, V)``: ``amplify`` times the derivative of the losses by ``h @ weight.T``.
 
-        With ``part``, each row still waits for its factor ``part.rows``.
+        With ``factors``, each row still waits for its factor ``factors.rows``.
         """
         V, C = self.weight.shape[0], len(h)
-        exps, grads, (maxima, sums) = self.exps[:C], self.grads[:C], self.stats
-        places = sums  # unused without argmax
-        if argmax is not None:
-            places = torch.empty(self.blocks * C, dtype=torch.int32, device=h.device)
-        options = {
-            "HAS_SCALE": self.scale != 1.0,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "HAS_ARGMAX": argmax is not None,
-            "AMPLIFY": self.amplify,
-            "BLOCK_V": self.block,
-            "num_warps": archs.EXP_WARPS,
-        }
-        softcap = 1.0 if self.softcap is None else self.softcap
-        for begin in range(0, V, self.T):
-            T = min(self.T, V - begin)
-            products = self.products[: C * T].view(C, T)
-            mm(h, self.weight[begin : begin + T].t(), products)
-            exp_tile_kernel[(C, triton.cdiv(T, self.block))](
-                products,
-                exps[:, begin:],
-                self.weight if self.bias is None else self.bias[begin:],
-                y,
-                maxima,
-                sums,
-                self.z_label,
-                places,
-                begin,
-                C,
-                T,
-                products.stride(0),
-                exps.stride(0),
-                self.scale,
-                softcap,
-                HAS_BIAS=self.bias is not None,
+        exps, grads = self.exps[:C], self.grads[:C]
+        best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
+        common = {"AMPLIFY": self.amplify, "BLOCK_V": self.block, "num_warps": self.arch.exp_warps}
+        stride_block = self.sums.stride(0)
+        for rows, begin, products, options in self.tiles(h):
+            T = products.shape[1]
+            exp_tile_kernel[(len(products), triton.cdiv(T, self.block))](
+                products=products,
+                exps=exps[rows, begin:],
+                labels=y[rows],
+                maxima=self.maxima[:, rows],
+                sums=self.sums[:, rows],
+                z_label=self.z_label[rows],
+                best=None if best is None else best[:, rows],
+                begin=begin,
+                T=T,
+                width=multiple(T),
+                stride_pc=products.stride(0),
+                stride_ec=exps.stride(0),
+                stride_block=stride_block,
                 **options,
+                **common,
             )
-        class_weight = None if part is None else part.class_weight
+        terms = None if factors is None else factors.terms
         softmax_grad_kernel[(C, self.blocks)](
-            exps,
-            grads,
-            losses if class_weight is None else class_weight,
-            y,
-            maxima,
-            sums,
-            self.z_label,
-            losses,
-            self.residuals,
-            count,
-            losses if part is None else part.terms,
-            losses if part is None else part.lse,
-            losses if part is None else part.rows,
-            places,
-            y if argmax is None else argmax,
-            first,
-            C,
-            V,
-            self.blocks,
-            exps.stride(0),
-            grads.stride(0),
-            self.scale,
-            softcap,
-            HAS_TERMS=part is not None,
-            HAS_SHIFT=exps.data_ptr() != grads.data_ptr(),
-            HAS_CLASS_WEIGHT=class_weight is not None,
+            exps=exps,
+            grads=grads,
+            class_weight=None if factors is None else factors.class_weight,
+            labels=y,
+            maxima=self.maxima,
+            sums=self.sums,
+            z_label=self.z_label,
+            losses=losses,
+            residuals=self.residuals,
+            count=count,
+            terms=terms,
+            shifts=None if terms is None or self.exps is self.grads else terms[3],
+            lse=None if factors is None else factors.lse,
+            row_factors=None if factors is None else factors.rows,
+            best=best,
+            argmax=argmax,
+            first=first,
+            V=V,
+            width=multiple(V),
+            blocks=self.blocks,
+            stride_ec=exps.stride(0),
+            stride_gc=grads.stride(0),
+            stride_block=stride_block,
+            stride_terms=C,
+            scale=self.pointwise["scale"],
+            softcap=self.pointwise["softcap"],
             BLOCKS=triton.next_power_of_2(self.blocks),
-            **options,
+            **common,
         )
-        return grads
+        return grads[:, :V]
 
     def known_gradient(
         self,
@@ -137,7 +154,7 @@ class Chunks:
         beta: Tensor | None,
         gamma: Tensor | None,
         at_label: Tensor,  # g at the label
-        class_weight: Tensor | None,  # (V,) fp32
+        class_weight: Tensor | None,  # (V,) fp32, padded
         count: Tensor,  # () int32: used rows
         first: int,  # number of the chunk's first row
     ) -> Tensor:
@@ -145,41 +162,32 @@ class Chunks:
         V, C = self.weight.shape[0], len(h)
         grads = self.grads[:C]
         self.residuals.zero_()
-        for begin in range(0, V, self.T):
-            T = min(self.T, V - begin)
-            products = self.products[: C * T].view(C, T)
-            mm(h, self.weight[begin : begin + T].t(), products)
-            token_grad_kernel[(C, triton.cdiv(T, self.block))](
-                products,
-                grads[:, begin:],
-                self.weight if self.bias is None else self.bias[begin:],
-                lse if class_weight is None else class_weight[begin:],
-                y,
-                lse,
-                alpha,
-                lse if beta is None else beta,
-                lse if gamma is None else gamma,
-                at_label,
-                self.residuals,
-                count,
-                first,
-                begin,
-                T,
-                products.stride(0),
-                grads.stride(0),
-                self.scale,
-                1.0 if self.softcap is None else self.softcap,
-                HAS_BIAS=self.bias is not None,
-                HAS_SCALE=self.scale != 1.0,
-                HAS_SOFTCAP=self.softcap is not None,
-                HAS_BETA=beta is not None,
-                HAS_GAMMA=gamma is not None,
-                HAS_CLASS_WEIGHT=class_weight is not None,
+        for rows, begin, products, options in self.tiles(h):
+            T = products.shape[1]
+            token_grad_kernel[(len(products), triton.cdiv(T, self.block))](
+                products=products,
+                grads=grads[rows, begin:],
+                class_weight=None if class_weight is None else class_weight[begin:],
+                labels=y[rows],
+                lse=lse[rows],
+                alpha=alpha[rows],
+                beta=None if beta is None else beta[rows],
+                gamma=None if gamma is None else gamma[rows],
+                at_label=at_label[rows],
+                residuals=self.residuals[rows],
+                count=count,
+                first=first + rows.start,
+                begin=begin,
+                T=T,
+                width=multiple(T),
+                stride_pc=products.stride(0),
+                stride_gc=grads.stride(0),
+                **options,
                 AMPLIFY=self.amplify,
                 BLOCK_V=self.block,
-                num_warps=archs.EXP_WARPS,
+                num_warps=self.arch.exp_warps,
             )
-        return grads
+        return grads[:, :V]
 
     def hidden_gradient(
         self,
@@ -192,30 +200,29 @@ class Chunks:
         outer: float,  # of all of them
     ) -> None:
         V, H = self.weight.shape
-        step = max(archs.TILE_ELEMENTS // 2 // H, 128)
+        step = max(self.arch.tile_elements[0] // H // 128 * 128, 128)
         products = torch.empty(min(step, len(g)), H, dtype=torch.float32, device=g.device)
         block = min(triton.next_power_of_2(H), 1024)
         for begin in range(0, len(g), step):
-            part = g[begin : begin + step]
-            mm(part, self.weight, products[: len(part)])
-            hidden_grad_kernel[(len(part), triton.cdiv(H, block))](
-                products,
-                self.weight,
-                y[begin:],
-                self.residuals[begin:],
-                self.residuals if factors is None else factors[begin:],
-                rows,
-                d_hidden,
-                first + begin,
-                H,
-                V,
-                self.weight.stride(0),
-                d_hidden.stride(0),
-                self.amplify,
-                outer,
-                HAS_FACTORS=factors is not None,
+            some = g[begin : begin + step]
+            mm(some, self.weight, products[: len(some)])
+            hidden_grad_kernel[(len(some), triton.cdiv(H, block))](
+                products=products,
+                weight=self.weight,
+                labels=y[begin:],
+                residuals=self.residuals[begin:],
+                row_factors=None if factors is None else factors[begin:],
+                rows=rows,
+                d_hidden=d_hidden,
+                first=first + begin,
+                H=H,
+                V=V,
+                stride_wv=self.weight.stride(0),
+                stride_dn=d_hidden.stride(0),
+                factor=outer,
+                AMPLIFY=self.amplify,
                 BLOCK_H=block,
-                num_warps=archs.EXP_WARPS,
+                num_warps=self.arch.exp_warps,
             )
 
     def add_head_gradients(
@@ -233,9 +240,9 @@ class Chunks:
         if grads.bias is not None and factors is None:
             grads.bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
         elif grads.bias is not None and factors is not None:
-            for i in range(0, len(grads.bias), _PART):
-                sums = torch.mv(g[:, i : i + _PART].float().t(), factors)
-                grads.bias[i : i + _PART].add_(sums, alpha=alpha)
+            for i in range(0, len(grads.bias), _COLUMNS):
+                sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
+                grads.bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
         if grads.weight is None:
             return
         largest = None
@@ -244,32 +251,7 @@ class Chunks:
                 largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
                 factors = factors / largest
             h = (h.float() * factors[:, None]).to(h.dtype)
-        _add_weight_grad(grads.weight, g, h, alpha, largest, first=first)
-
-
-def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a @ b`` in float32, from float32 accumulators."""
-    if a.dtype == torch.float32:
-        torch.mm(a, b, out=out)
-    elif _has_out_dtype(a.device, a.dtype):
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(a.float(), b.float(), out=out)
-
-
-@functools.cache
-def _has_out_dtype(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of another dtype than their operands exist there: CUDA has them."""
-    if device.type != "cuda":
-        return False
-    if torch.version.hip is None:
-        return True
-    x = torch.zeros(16, 16, device=device, dtype=dtype)
-    try:
-        torch.mm(x, x, out_dtype=torch.float32, out=x.new_empty(16, 16, dtype=torch.float32))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+        add_product(grads.weight, g, h, alpha, largest, first=first)
 
 
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:
@@ -281,22 +263,3 @@ def amplification(dtype: torch.dtype, logit_scale: float) -> float:
     if dtype != torch.float16:
         return 1.0
     return 2.0 ** (14 - max(math.ceil(math.log2(max(abs(logit_scale), 1.0))), 0))
-
-
-def _add_weight_grad(
-    d_weight: Tensor, g: Tensor, h: Tensor, factor: float, largest: Tensor | None, *, first: bool
-) -> None:
-    """``d_weight (V, H) (+)= factor * largest * g (C, V).T @ h (C, H)`` in d_weight's dtype."""
-    if d_weight.dtype == h.dtype:
-        torch.addmm(d_weight, g.t(), h, beta=0 if first else 1, alpha=factor, out=d_weight)
-        return
-    for begin in range(0, len(d_weight), _PART):
-        part = d_weight[begin : begin + _PART]
-        product = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-        mm(g[:, begin : begin + _PART].t(), h, product)
-        if largest is not None:
-            product.mul_(largest)
-        if first:
-            part.copy_(product.mul_(factor))
-        else:
-            part.add_(product, alpha=factor)

@@ -30,8 +30,6 @@ def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None
     """
     labels, device = problem.labels, problem.labels.device
     N = len(labels)
-    if tickets is None:
-        tickets = torch.empty(0, dtype=torch.int32, device=device)
     weights = problem.token_weight if used is None else used
     packed = Rows(
         torch.empty(N, dtype=torch.int32, device=device),
@@ -40,19 +38,18 @@ def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None
         torch.empty((), dtype=torch.float32, device=device),
     )
     compact_kernel[(1,)](
-        labels,
-        packed.rows,
-        packed.used,
-        packed.n_valid,
-        packed.loss_sum,
-        tickets,
-        labels if weights is None else weights.contiguous(),
-        N,
-        problem.weight.shape[0],
-        problem.ignore_index,
-        len(tickets),
-        HAS_TOKEN_WEIGHT=weights is not None,
-        BLOCK_N=archs.COMPACT_BLOCK_N,
+        labels=labels,
+        rows=packed.rows,
+        count=packed.used,
+        n_valid=packed.n_valid,
+        loss_sum=packed.loss_sum,
+        tickets=tickets,
+        token_weight=None if weights is None else weights.contiguous(),
+        N=N,
+        V=problem.weight.shape[0],
+        ignore_index=problem.ignore_index,
+        n_tickets=0 if tickets is None else len(tickets),
+        BLOCK_N=archs.architecture(device).compact_block_n,
     )
     return packed
 

@@ -11,10 +11,11 @@ from fusedce.backends.plan import chunk_size
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
-from fusedce.backends.triton.forward import (
-    descriptor,
+from fusedce.backends.triton.operands import (
+    alignment,
     has_options,
-    input_precision,
+    operands,
+    padded,
     with_unit_strides,
 )
 from fusedce.contract.objective import Stats, Upstream
@@ -25,23 +26,17 @@ from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """One pass over the logits, which stay in registers; never waits for the GPU."""
     problem = with_unit_strides(problem)
-    hidden, weight, bias = problem.hidden, problem.weight, problem.bias
-    labels, softcap = problem.labels, problem.softcap
-    class_weight = problem.class_weight if wanted.zmean else None
-    N, H = hidden.shape
-    V = weight.shape[0]
-    device = hidden.device
-    family = archs.architecture(device)
-    options = has_options(problem) or wanted.zmean
-    config = archs.stats(family, hidden.element_size(), options=options)
-    blocks = triton.cdiv(N, config.BLOCK_N)
-    tiles_per_split, splits = archs.vocabulary_splits(V, config)
-    weight_tiles = descriptor(weight, config)
-    flags = {
-        "HAS_ENTROPY": wanted.entropy,
-        "HAS_ARGMAX": argmax is not None,
-        "HAS_ZSUM": wanted.zmean,
-    }
+    N, device = len(problem.hidden), problem.hidden.device
+    arch = archs.architecture(device)
+    walks = arch.walks(problem.hidden.element_size())
+    blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
+    if alignment(problem) == 1:
+        blocks = walks.unaligned
+    shared = operands(problem, blocks)
+    splits = shared["splits"]
+    class_weight = problem.class_weight
+    if class_weight is not None:
+        class_weight = class_weight.float().contiguous() if wanted.zmean else None
 
     def zeros(wanted: bool) -> Tensor:
         return torch.zeros(N if wanted else 0, dtype=torch.float32, device=device)
@@ -49,68 +44,43 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     nll, lse, entropy, zmean = (zeros(x) for x in (True, wanted.lse, wanted.entropy, wanted.zmean))
     if argmax is not None:
         argmax.fill_(-1)
-    partials = torch.empty(4 if wanted.zmean else 3, splits, N, dtype=torch.float32, device=device)
-    places = torch.empty(splits, 0 if argmax is None else N, dtype=torch.int32, device=device)
-    z_labels = torch.empty(N, dtype=torch.float32, device=device)
+    best = None
+    if argmax is not None:
+        best = torch.empty(splits, N, dtype=torch.int32, device=device)
+    planes = iter(torch.empty(2 + wanted.entropy + wanted.zmean, splits, N, device=device).unbind())
+    partials = {
+        "maxima": next(planes),
+        "sums": next(planes),
+        "moments": next(planes) if wanted.entropy else None,
+        "zsums": next(planes) if wanted.zmean else None,
+        "best": best,
+        "z_labels": torch.empty(N, dtype=torch.float32, device=device),
+    }
     with on(device):
         packed = compact(problem)
         if N:
-            stats_kernel[(blocks * splits,)](
-                hidden,
-                weight,
-                weight if weight_tiles is None else weight_tiles,
-                weight if bias is None else bias,
-                nll if class_weight is None else class_weight.float().contiguous(),
-                labels,
-                packed.rows,
-                packed.used,
-                partials,
-                places,
-                z_labels,
-                N,
-                H,
-                V,
-                hidden.stride(0),
-                weight.stride(0),
-                problem.logit_scale,
-                1.0 if softcap is None else softcap,
-                tiles_per_split,
-                splits,
-                HAS_BIAS=bias is not None,
-                HAS_SCALE=problem.logit_scale != 1.0,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_CLASS_WEIGHT=class_weight is not None,
-                BLOCK_N=config.BLOCK_N,
-                BLOCK_V=config.BLOCK_V,
-                BLOCK_H=config.BLOCK_H,
-                GROUP_N=config.GROUP_N,
-                EVEN_H=H % config.BLOCK_H == 0,
-                DESCRIPTOR=weight_tiles is not None,
-                INPUT_PRECISION=input_precision(hidden),
-                UPCAST=device.type == "cpu",
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                **flags,
+            stats_kernel[(triton.cdiv(N, blocks.BLOCK_N) * splits,)](
+                class_weight=class_weight,
+                rows=packed.rows,
+                count=packed.used,
+                **partials,
+                **shared,
             )
-            merge_stats_kernel[(triton.cdiv(N, archs.MERGE_BLOCK_N),)](
-                partials,
-                places,
-                z_labels,
-                labels,
-                packed.rows,
-                packed.used,
-                nll,
-                lse,
-                entropy,
-                zmean,
-                places if argmax is None else argmax,
-                N,
-                V,
-                splits,
-                HAS_LSE=wanted.lse,
-                BLOCK_N=archs.MERGE_BLOCK_N,
+            merge_stats_kernel[(triton.cdiv(N, arch.merge_block_n),)](
+                labels=problem.labels,
+                rows=packed.rows,
+                count=packed.used,
+                nll=nll,
+                lse=lse if wanted.lse else None,
+                entropy=entropy,
+                zmean=zmean,
+                argmax=argmax,
+                N=N,
+                V=shared["V"],
+                splits=splits,
+                BLOCK_N=arch.merge_block_n,
                 num_warps=4,
-                **flags,
+                **partials,
             )
     raise_on_cpu(packed.n_valid, problem)
     return Stats(nll, lse, entropy, zmean, packed.n_valid)
@@ -125,8 +95,8 @@ def token_grads(
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
     V, H = problem.weight.shape
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    problem = problem._replace(labels=problem.labels.contiguous())
-    c = None if problem.class_weight is None else problem.class_weight.float().contiguous()
+    problem = problem.but(labels=problem.labels.contiguous())
+    c = None if problem.class_weight is None else padded(problem.class_weight.float())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
         graph = capturing(device)
@@ -151,7 +121,7 @@ def token_grads(
         )
         if n == 0:
             return grads.written()
-        chunks = Chunks(problem._replace(label_smoothing=0.0), C)
+        chunks = Chunks(problem.but(label_smoothing=0.0), C)
         for begin in range(0, n, C):
             chosen = rows[begin : min(begin + C, n)].long()
             h, y = problem.hidden[chosen], problem.labels[chosen]
@@ -174,7 +144,7 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """``size, alpha, beta, gamma, at_label`` of the rows, fp32; the last four divided by the first.
 
-    So what the kernel stores is at most about 2 times the scale of the logits, whatever comes from
+    So what the kernel stores is at most about 1 times the scale of the logits, whatever comes from
     upstream, as the range of float16 asks for.
     """
     alpha, at_label = upstream.alpha[rows], upstream.at_label[rows]
@@ -185,8 +155,7 @@ def _factors(
         size += beta.abs()
     if gamma is not None:
         size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
-    # A power of two: the products' other operand takes it in without being rounded again.
-    size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
+    size.masked_fill_(size == 0, 1)
     return (
         size.float(),
         (alpha / size).float(),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.mean_logit import MeanLogit
+from fusedce.backends.triton.operands import padded
 from fusedce.contract.objective import slopes, token_losses
 from fusedce.contract.problem import Problem
 
@@ -22,7 +23,7 @@ class ChunkFactors(NamedTuple):
     terms: (
         Tensor  # (4, C) fp32: derivatives by nll and lse, of the latter by lse, by a logit's mean
     )
-    class_weight: Tensor | None  # (V,) fp32, at most 1, with label smoothing
+    class_weight: Tensor | None  # (V,) fp32, at most 1, padded, with label smoothing
     lse: Tensor  # (C,) fp32, for the kernel to fill
     rows: Tensor  # (C,) fp32, for the kernel to fill: factors of the rows of its gradient
 
@@ -42,7 +43,7 @@ class RowFactors:
         if self.mean is not None and problem.class_weight is not None:
             c = problem.class_weight.float()
             self.largest = c.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-            self.class_weight = c / self.largest
+            self.class_weight = padded(c / self.largest)
 
     def chunk(
         self,
@@ -52,14 +53,14 @@ class RowFactors:
         padding: Tensor | None,  # (C,) bool
     ) -> ChunkFactors:
         C, device = len(h), h.device
-        part = self.problem.rows(rows)
+        problem = self.problem.rows(rows)
         y = y.long().clamp(0, self.V - 1)
         zero = torch.zeros(C, dtype=torch.float64, device=device)
-        at_0, at_1 = slopes(part, y, zero), slopes(part, y, zero + 1)
+        at_0, at_1 = slopes(problem, y, zero), slopes(problem, y, zero + 1)
         shift = zero + at_0.zmean * self.largest / self.V
         terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero, shift])
         return ChunkFactors(
-            part,
+            problem,
             y,
             padding,
             None if self.mean is None else self.mean.of(h.float()),

@@ -24,14 +24,14 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     V, H = problem.weight.shape
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    problem = problem._replace(labels=problem.labels.contiguous())
+    problem = problem.but(labels=problem.labels.contiguous())
     labels = problem.labels
     with on(device):
         packed = compact(problem)
         rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
-        factor = expected_upstream(problem).clone()
+        factor = expected_upstream(problem, packed.n_valid).clone()
         if graph:
             n, outer = len(labels), 1.0
             factor.fill_(1)
@@ -62,7 +62,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
         losses = torch.empty(n, dtype=torch.float32, device=device)
         chunks = Chunks(problem, C)
-        options = None if problem.plain else RowFactors(problem)
+        options = None if problem.plain() else RowFactors(problem)
 
         for begin in range(0, n, C):
             end = min(begin + C, n)
@@ -72,15 +72,15 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             if graph:  # ignored rows take part, as zeros
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
-            part = None if options is None else options.chunk(chunk, h, y, padding)
+            factors = None if options is None else options.chunk(chunk, h, y, padding)
             best = None if argmax is None else argmax.new_empty(len(y))
-            g = chunks.gradient(h, y, losses[begin:end], count, begin, part, best)  # (C, V)
+            g = chunks.gradient(h, y, losses[begin:end], count, begin, factors, best)  # (C, V)
             if argmax is not None and best is not None:
                 argmax[chunk] = best if padding is None else best.masked_fill_(padding, -1)
             row_factors = None
-            if part is not None:
-                losses[begin:end] = part.losses(losses[begin:end])
-                row_factors = part.rows
+            if factors is not None:
+                losses[begin:end] = factors.losses(losses[begin:end])
+                row_factors = factors.rows
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, row_factors, outer)
             chunks.add_head_gradients(g, h, grads, row_factors, outer, first=begin == 0)

@@ -1,13 +1,16 @@
 """Measured choice of the forward kernel's blocks: off unless ``FUSEDCE_AUTOTUNE=1``.
 
-The first call for a (device, dtype, H, V, options) times every candidate on random inputs of a
-fixed number of rows, logs which one it takes, and keeps it in ``$FUSEDCE_CACHE_DIR/forward.json``
-(default ``~/.cache/fusedce``). The choice does not depend on the batch, so that a token's loss has
-the same bits in every one; it may differ between machines, in the last bits of fp32.
+The first call for a (device, dtype, H, V, options, versions, source) times every candidate on
+random inputs of a fixed number of rows, logs which one it takes, and keeps it in
+``$FUSEDCE_CACHE_DIR/forward.json`` (default ``~/.cache/fusedce``). The choice does not depend on
+the batch, so that a token's loss has the same bits in every one; it may differ between machines, in
+the last bits of fp32.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -19,11 +22,21 @@ from typing import Any
 import torch
 import triton
 
-from fusedce.backends.triton.archs import ForwardConfig
+from fusedce import kernels
+from fusedce.backends.triton.archs import Blocks
 
 ROWS = 4096  # enough to fill any device
 _log = logging.getLogger("fusedce")
-_chosen: dict[str, ForwardConfig] = {}  # of this process
+_chosen: dict[str, Blocks] = {}  # of this process
+
+
+# The compiler, its assembler, the launch, and torch's allocator.
+_CANNOT_RUN = (
+    triton.CompilationError,
+    triton.runtime.errors.PTXASError,
+    triton.runtime.errors.OutOfResources,
+    torch.OutOfMemoryError,
+)
 
 
 def enabled() -> bool:
@@ -31,9 +44,7 @@ def enabled() -> bool:
     return os.environ.get("FUSEDCE_AUTOTUNE", "0").lower() in ("1", "true", "on", "yes")
 
 
-def choose(
-    key: str, candidates: Sequence[ForwardConfig], measure: Callable[[ForwardConfig], float]
-) -> ForwardConfig:
+def choose(key: str, candidates: Sequence[Blocks], measure: Callable[[Blocks], float]) -> Blocks:
     """The candidate with the least ``measure(config)`` milliseconds; each key is measured once.
 
     ``key`` names everything the choice may depend on. The first candidate is the default, taken for
@@ -47,16 +58,17 @@ def choose(
         return _chosen[key]
     kept = _read().get(key)
     if kept in [list(c) for c in candidates]:
-        _chosen[key] = ForwardConfig(*kept)
+        _chosen[key] = Blocks(*kept)
         return _chosen[key]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return candidates[0]
-    times: dict[ForwardConfig, float] = {}
+    times: dict[Blocks, float] = {}
     for config in candidates:
         try:
             times[config] = measure(config)
-        except (triton.CompilationError, triton.runtime.errors.OutOfResources) as e:
-            _log.warning("fusedce tuning: %s cannot run here: %s", config, str(e).splitlines()[-1])
+        except _CANNOT_RUN as e:
+            why = (str(e) or type(e).__name__).splitlines()[-1]
+            _log.warning("fusedce tuning: %s cannot run here: %s", config, why)
     if not times:
         raise RuntimeError(f"no configuration of the forward kernel runs for {key}")
     best = min(times, key=lambda c: times[c])
@@ -70,9 +82,19 @@ def choose(
 
 
 def key_of(device: torch.device, dtype: torch.dtype, H: int, V: int, options: bool) -> str:
+    """Everything a choice may depend on: device, problem, versions, and the kernel's own source."""
     name = torch.get_device_module(device).get_device_name(device)
     kind = str(dtype).removeprefix("torch.")
-    return f"{name} {kind} H={H} V={V}{' options' if options else ''} triton={triton.__version__}"
+    versions = f"torch={torch.__version__} triton={triton.__version__} source={source_hash()}"
+    return f"{name} {kind} H={H} V={V}{' options' if options else ''} {versions}"
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of the files that the forward kernel is made of."""
+    folder = Path(kernels.__file__).parent
+    code = b"".join((folder / name).read_bytes() for name in ("forward.py", "tile.py"))
+    return hashlib.sha256(code).hexdigest()[:16]
 
 
 def _file() -> Path:
@@ -91,7 +113,7 @@ def _read() -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _write(key: str, config: ForwardConfig) -> None:
+def _write(key: str, config: Blocks) -> None:
     """Replace the file in one step: other processes may be reading or writing it."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)

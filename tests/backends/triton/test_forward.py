@@ -121,10 +121,12 @@ def test_memory_stays_in_its_plan():
     from fusedce.backends.triton import archs as configs
 
     N, V = 8192, 256000
-    for (family, size), default in configs.FORWARD.items():
-        for config in (default, *(configs.CANDIDATES.get(family, ()) if size == 2 else ())):
-            _, splits = configs.vocabulary_splits(V, config)
-            assert 4 * (2 * splits + 1) * N + 4 * 2 * N + 8 * N + 16 <= 16 * 2**20, (family, config)
+    for row in configs.ARCHITECTURES:
+        for walks in (row.two_bytes, row.four_bytes):
+            for blocks in (walks.forward, walks.unaligned, *walks.candidates):
+                _, splits = configs.vocabulary_splits(V, blocks)
+                extra = 4 * (2 * splits + 1) * N + 4 * 2 * N + 8 * N + 16
+                assert extra <= 16 * 2**20, (row.name, blocks)
 
 
 @pytest.mark.gpu
@@ -146,6 +148,7 @@ def test_cuda_graph_replays_with_other_labels():
         torch.testing.assert_close((loss, n_valid, lse), again, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
@@ -176,6 +179,24 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
     torch.testing.assert_close(run(), outside, rtol=1e-6, atol=1e-6)
 
 
+def assert_same_products(these, those):
+    """Up to one rounding: cuBLAS adds in another order where a product has more rows."""
+    for a, b in zip(these, those, strict=True):
+        flip = torch.finfo(a.dtype).eps
+        size = float(b.abs().amax()) if b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=max(2 * flip, 1e-5), atol=1e-6 * size)
+
+
+def test_one_rounding_apart_is_the_same_and_more_is_not():
+    x = torch.tensor([1.0, 256.0, -3.0], dtype=torch.bfloat16)
+    flipped = torch.nextafter(x, 2 * x)
+    assert_same_products([flipped, x.float() * (1 + 4e-6)], [x, x.float()])
+    with pytest.raises(AssertionError):
+        assert_same_products([x * 1.03], [x])
+    with pytest.raises(AssertionError):
+        assert_same_products([x.float() * (1 + 4e-5)], [x.float()])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_replays_in_a_cuda_graph(dtype):
@@ -203,7 +224,7 @@ def test_training_replays_in_a_cuda_graph(dtype):
         labels.copy_(new)
         graph.replay()
         replayed = [x.clone() for x in captured]
-        torch.testing.assert_close(replayed, list(step()), rtol=1e-5, atol=1e-6)
+        assert_same_products(replayed, list(step()))
 
 
 @pytest.mark.gpu
@@ -272,8 +293,8 @@ def test_every_candidate_gives_the_same_loss():
     device = torch.accelerator.current_accelerator()
     hidden, weight, labels = make((device, 1000, 1024, 50257), ignored=0.3)
     exact, _, _ = one_pass(hidden, weight, labels)
-    for config in configs.CANDIDATES[configs.architecture(device)]:
+    for blocks in configs.architecture(device).two_bytes.candidates:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            loss, _, _ = one_pass(hidden, weight, labels, config=config)
+            loss, _, _ = one_pass(hidden, weight, labels, blocks=blocks)
         torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0)

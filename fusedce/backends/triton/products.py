@@ -1,0 +1,73 @@
+"""cuBLAS's products with float32 results, and those that are added to a gradient."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_ROWS = 16384  # of a weight gradient, whose product is held before it is added
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out = a @ b`` in float32, from float32 accumulators."""
+    if a.dtype == torch.float32:
+        torch.mm(a, b, out=out)
+    elif widens(torch.mm, a.device, a.dtype):
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a.float(), b.float(), out=out)
+
+
+@functools.cache
+def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there: CUDA does.
+
+    ``addmm`` beside a float32 addend from torch 2.11 on.
+    """
+    if device.type != "cuda":
+        return False
+    x = torch.zeros(16, 16, device=device, dtype=dtype)
+    out = torch.zeros(16, 16, device=device, dtype=torch.float32)
+    try:
+        if operation is torch.mm:
+            torch.mm(x, x, out_dtype=torch.float32, out=out)
+        else:
+            torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def add_product(
+    total: Tensor,  # (V, H), in a dtype of its own
+    g: Tensor,  # (C, V)
+    h: Tensor,  # (C, H)
+    factor: float,
+    largest: Tensor | None = None,  # () fp32: another factor
+    *,
+    first: bool,  # total is not yet written
+) -> None:
+    """``total (+)= factor * largest * g.T @ h``."""
+    if largest is None:
+        beta = 0 if first else 1
+        if total.dtype == h.dtype:
+            torch.addmm(total, g.t(), h, beta=beta, alpha=factor, out=total)
+            return
+        if total.dtype == torch.float32 and widens(torch.addmm, h.device, h.dtype):
+            # Added in the product's epilogue: half the traffic of a product that is added later.
+            torch.addmm(
+                total, g.t(), h, beta=beta, alpha=factor, out_dtype=torch.float32, out=total
+            )
+            return
+    for begin in range(0, len(total), _ROWS):
+        some = total[begin : begin + _ROWS]
+        product = torch.empty(some.shape, dtype=torch.float32, device=some.device)
+        mm(g[:, begin : begin + _ROWS].t(), h, product)
+        if largest is not None:
+            product.mul_(largest)
+        if first:
+            some.copy_(product.mul_(factor))
+        else:
+            some.add_(product, alpha=factor)

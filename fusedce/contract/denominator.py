@@ -1,0 +1,52 @@
+"""The factor by which backward is expected to multiply a loss, where somebody knows it beforehand.
+
+A gradient is rounded to the inputs' dtype once it is made, and again when backward multiplies it.
+If the factor is known when the gradient is made, it is multiplied in before the first rounding, and
+there is no second. Who expects wrongly loses nothing but that: backward multiplies by what comes
+over what was expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fusedce.contract.problem import Problem
+
+_expected: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
+    "fusedce_expected_upstream", default=None
+)
+
+
+@contextlib.contextmanager
+def expecting(factor: Tensor | float | None) -> Iterator[None]:
+    """Inside, sums of losses expect ``factor`` (``()``, or a number) from upstream.
+
+    ``None`` takes an outer expectation back. Not 0: nothing can be divided by it.
+    """
+    token = _expected.set(factor)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+def with_expected_upstream(problem: Problem) -> Problem:
+    """The problem with what :func:`expecting` says, unless it knows better itself."""
+    if problem.expected_upstream is not None or torch.compiler.is_compiling():
+        return problem
+    factor = _expected.get()
+    if factor is None:
+        return problem
+    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    device = problem.hidden.device
+    if not isinstance(factor, Tensor):  # (as_tensor would copy from the host)
+        return problem.but(
+            expected_upstream=torch.full((), factor, dtype=dtype, device=device)
+        )
+    factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
+    return problem.but(expected_upstream=factor)

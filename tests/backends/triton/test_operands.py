@@ -1,0 +1,63 @@
+"""How inputs are read and multiplied."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedce.backends.triton.operands import alignment, input_precision
+from fusedce.contract.problem import Problem
+
+
+class Older:
+    """Torch's interface up to 2.8."""
+
+    def __init__(self, allow):
+        self.allow_tf32 = allow
+
+
+class Newer:
+    """Torch's interface since 2.9, once it was used."""
+
+    def __init__(self, precision):
+        self.fp32_precision = precision
+
+    @property
+    def allow_tf32(self):
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (Older(True), "tf32"),
+        (Older(False), "ieee"),
+        (Newer("tf32"), "tf32"),
+        (Newer("ieee"), "ieee"),
+        (Newer("none"), "ieee"),
+    ],
+)
+def test_float32_is_multiplied_as_torch_is_told_to(monkeypatch, setting, expected):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", setting)
+    monkeypatch.setattr(torch.version, "hip", None)
+    x = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    assert input_precision(x) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nobody_asks_for_tf32_beside_other_dtypes(monkeypatch, dtype):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", object())  # any question raises
+    assert input_precision(SimpleNamespace(dtype=dtype, device=torch.device("cuda"))) == "ieee"
+    x = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    assert input_precision(x) == "ieee"
+
+
+@pytest.mark.parametrize("H", [64, 72, 123])
+def test_rows_are_read_by_as_much_as_they_are_aligned_to(H):
+    """H = 72 is a multiple of 8, not of 16, which is what Triton looks at."""
+    for dtype, unit in ((torch.bfloat16, 8), (torch.float32, 4)):
+        hidden, weight = torch.zeros(5, H, dtype=dtype), torch.zeros(7, H, dtype=dtype)
+        problem = Problem(hidden, weight, torch.zeros(5, dtype=torch.int64))
+        assert alignment(problem) == (1 if H == 123 else unit)
+    shifted = torch.zeros(7 * 64 + 1)[1:].view(7, 64)
+    assert alignment(Problem(torch.zeros(5, 64), shifted, torch.zeros(5))) == 1

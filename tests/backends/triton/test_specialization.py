@@ -1,0 +1,100 @@
+"""Inside a CUDA graph nothing may be compiled: whatever runs there has run before it."""
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from fusedce.backends import triton as backend
+from fusedce.backends.triton import per_token, training
+from fusedce.contract.objective import Upstream
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.testing import Case
+
+
+def key_of(name, value, special):
+    """What Triton compiles anew for: types, and of what it specialises on, a few properties."""
+    if isinstance(value, torch.Tensor):
+        return name, value.dtype, special and value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return name, "int", special and (value == 1, value % 16 == 0)
+    if isinstance(value, float):
+        return name, "float"
+    return name, str(value)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Specialisation keys of what is launched, in order."""
+    seen = []
+    run = interpreter.InterpretedFunction.run
+
+    def recorded(self, *args, grid, warmup, **kwargs):
+        assert not args, "kernels are launched by keyword"
+        exempt = self.kwargs.get("do_not_specialize") or ()
+        hints = self.fn.__annotations__
+        constants = {"num_warps", "num_stages", *(k for k in hints if "constexpr" in str(hints[k]))}
+        key = tuple(
+            (k, v) if k in constants else key_of(k, v, k not in exempt)
+            for k, v in sorted(kwargs.items())
+        )
+        seen.append((self.fn.__name__, key))
+        if self.fn.__name__ == "compact_kernel":  # the one whose result decides what is launched
+            run(self, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", recorded)
+    return seen
+
+
+OPTIONS = {
+    "plain": {},
+    "pointwise": {"softcap": 5.0, "logit_scale": 0.7},
+    "terms": {"z_loss": 0.1},
+    "smoothing": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk_tokens", [None, 39])
+@pytest.mark.parametrize("V", [320, 333])
+def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options, chunk_tokens, V):
+    hidden, weight, labels, bias = Case(
+        (96,), 32, V, torch.bfloat16, with_bias=options == "pointwise"
+    ).tensors()
+    labels[:31] = -100  # 65 are left, which is no multiple of 16
+    problem = Problem(
+        hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, **OPTIONS[options]
+    )
+    argmax = torch.empty(96, dtype=torch.int64) if options == "terms" else None
+
+    def step():
+        backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), argmax)
+        keys = set(launches)
+        launches.clear()
+        return keys
+
+    warm = step()
+    monkeypatch.setattr(training, "capturing", lambda device: True)
+    assert step() - warm == set()
+    assert {"exp_tile_kernel", "softmax_grad_kernel"} <= {name for name, _ in warm}
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 39])
+def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, chunk_tokens):
+    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
+    labels[:31] = -100
+    used = labels != -100
+    one = used.double()
+    upstream = Upstream(one, one, one / 333, -one / 2, used)
+    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens)
+
+    def step():
+        backend.token_grads(
+            problem, Wanted(hidden=True, weight=True), torch.full((96,), 6.0), upstream
+        )
+        keys = set(launches)
+        launches.clear()
+        return keys
+
+    warm = step()
+    monkeypatch.setattr(per_token, "capturing", lambda device: True)
+    assert step() - warm == set()

@@ -1,0 +1,129 @@
+"""Ranks that share a vocabulary and ask for different things raise the same words, soon."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fusedce.loss.sharded import sharded_ce
+
+SOON = 10  # seconds; the process group gives up after 120
+N, H, V = 7, 4, 6
+
+
+def inputs(seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "hidden": torch.randn(N, H, generator=rng),
+        "weight": torch.randn(V // 2, H, generator=rng, requires_grad=True),
+        "labels": torch.randint(V, (N,), generator=rng),
+    }
+
+
+def differ(change, rank):
+    """Rank 1 asks for something else; afterwards both are in step."""
+    x = inputs()
+    if rank:
+        change(x)
+    error, seconds = ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD)
+    after = sharded_ce(**inputs(), process_group=dist.group.WORLD)
+    return error, seconds, int(after.n_valid)
+
+
+OPTIONS = {
+    "softcap": {"softcap": 3},
+    "logit_scale": {"logit_scale": 2},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-3},
+    "ignore_index": {"ignore_index": 2},
+    "chunk_tokens": {"chunk_tokens": 3},
+    "bias": {"bias": torch.zeros(V // 2)},
+    "token_weight": {"token_weight": torch.ones(N)},
+}
+CASES = {
+    name: functools.partial(differ, lambda x, option=option: x.update(option))
+    for name, option in OPTIONS.items()
+}
+CASES["hidden.requires_grad"] = functools.partial(differ, lambda x: x["hidden"].requires_grad_())
+BAD = {
+    "labels": (lambda x: x.update(labels=x["labels"][:3]), "labels"),
+    "float labels": (lambda x: x.update(labels=x["labels"].float()), "labels must be int64"),
+    "weight": (lambda x: x.update(weight=x["weight"][:, :2]), "weight must be"),
+    "softcap < 0": (lambda x: x.update(softcap=-1.0), "softcap"),
+    "vocab_size": (lambda x: x.update(vocab_size=2.5), "vocab_size must be an int"),
+    "label": (lambda x: x["labels"].fill_(99), "labels must be the same on all ranks"),
+}
+CASES |= {name: functools.partial(differ, change) for name, (change, _) in BAD.items()}
+
+
+def bad_label_of_a_shard(rank):
+    """Each rank has tokens of its own; one of rank 1 is out of range."""
+    x = inputs(rank)
+    if rank:
+        x["labels"][3] = 99
+    return ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD, tokens_sharded=True)
+
+
+CASES["bad label"] = bad_label_of_a_shard
+
+
+def mesh_2d(same, rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = inputs(0 if same else mesh.get_local_rank("dp"))
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.randn(V, H), mesh, [Replicate(), Shard(0)]).requires_grad_()
+    hidden = x["hidden"].requires_grad_()
+
+    def step():
+        sharded_ce(hidden, weight, x["labels"]).mean().backward()
+
+    error = ranks.error_of(step)
+    return error, None if error else (weight.grad.full_tensor(), weight.grad.placements)
+
+
+@functools.cache
+def results():
+    return ranks.run(CASES)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "hidden.requires_grad"])
+def test_options_that_differ(name):
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
+    assert a == b
+    assert f"{name} must be the same on all ranks that share the vocabulary" in a
+    assert max(fast, fast_too) < SOON
+    assert after == N
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_rank_that_raises_before_they_meet(name):
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
+    assert a == b
+    assert BAD[name][1] in a
+    assert max(fast, fast_too) < SOON
+    assert after == N
+
+
+def test_a_bad_label_of_one_shard():
+    (a, fast), (b, fast_too) = ranks.of(results(), "bad label")
+    assert a == b
+    assert "labels must hold class indices" in a
+    assert max(fast, fast_too) < SOON
+
+
+def test_a_weight_replicated_over_other_tokens_is_refused():
+    cases = {"same": functools.partial(mesh_2d, True), "differ": functools.partial(mesh_2d, False)}
+    found = ranks.run(cases, 4)
+    grads = [grad for error, grad in ranks.of(found, "same") if error is None]
+    assert len(grads) == 4
+    for grad, _ in grads:
+        torch.testing.assert_close(grad, grads[0][0], rtol=0, atol=0)
+    errors = {error for error, _ in ranks.of(found, "differ")}
+    assert len(errors) == 1
+    assert "weight is replicated over a dimension of its mesh over which the labels differ" in (
+        errors.pop()
+    )
