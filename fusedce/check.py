@@ -110,7 +110,7 @@ def _with_lora(module: nn.Module) -> nn.Module:
     torch.manual_seed(3)
     # Adapters start at zero by default, which would hide a wrong gradient of theirs.
     lora = LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.0)
-    return get_peft_model(module, lora)  # type: ignore[arg-type, return-value]
+    return get_peft_model(module, lora)
 
 
 def _compare(model: str, module: nn.Module, dtype: str, peft: bool, compiled: bool) -> Check:

@@ -43,7 +43,7 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
         except UserError as mistake:
             raise click.UsageError(str(mistake)) from None
 
-    return main.command()(called)  # type: ignore[return-value]
+    return main.command()(called)
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")

@@ -167,7 +167,7 @@ def _class_config(model: str) -> PretrainedConfig:
             f"{model!r} is no folder, file, class or model type of transformers "
             f"{transformers.__version__}{hint}"
         )
-    return config_class()  # type: ignore[no-any-return]
+    return config_class()
 
 
 def _transformers() -> Any:

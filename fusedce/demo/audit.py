@@ -58,7 +58,7 @@ def train(model: nn.Module, batches: list[list[Tensor]], divide: Divide) -> Any:
             logged = 0.0
             for sequence in step:
                 loss = divide(model, sequence[None], step)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 logged += loss.item()
             optimizer.step()
             optimizer.zero_grad()
