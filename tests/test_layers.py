@@ -14,8 +14,9 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing"},
-    {"trainer", "audit"},
+    {"trainer", "auditing"},
     {"__init__"},
+    {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},
     {"cli", "__main__"},
 )
