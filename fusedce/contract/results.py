@@ -139,3 +139,17 @@ class TokenStats(NamedTuple):
     entropy: Tensor
     lse: Tensor
     argmax: Tensor
+
+
+class TokenStatsAndMean(NamedTuple):
+    """:class:`TokenStats` with one more.
+
+    Attributes:
+        mean_logit: mean of the finished logits over the V classes; dtype of logprob.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    lse: Tensor
+    argmax: Tensor
+    mean_logit: Tensor

@@ -9,7 +9,7 @@ from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_number, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.results import TokenStats
+from fusedce.contract.results import TokenStats, TokenStatsAndMean
 
 
 @explains_names
@@ -23,9 +23,10 @@ def fused_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
+    mean_logit: bool = False,
     chunk_tokens: int | None = None,
     backend: str | None = None,
-) -> TokenStats:
+) -> TokenStats | TokenStatsAndMean:
     """Log-probability of each label, entropy, log-sum-exp and argmax in one pass, no logits.
 
     With the logits ``z`` of :func:`fused_ce` divided by the temperature they were sampled at,
@@ -54,10 +55,12 @@ def fused_logprobs(
         hidden, weight, bias, ignore_index, softcap, logit_scale, backend: as in
             :func:`fused_ce`.
         temperature: positive divisor of the finished (scaled and capped) logits.
+        mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
 
     Returns:
-        :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``.
+        :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``; with ``mean_logit`` a
+        :class:`TokenStatsAndMean` with that as its fifth.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``ValueError`` for a temperature
@@ -91,7 +94,7 @@ def fused_logprobs(
         softcap=None if problem.softcap is None else problem.softcap / temperature,
         logit_scale=problem.logit_scale / temperature,
     )
-    wanted = Wanted(lse=True, entropy=True, argmax=True)
+    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if several:
         logprob, stats = dispatch.class_stats(problem, labels.reshape(-1, labels.shape[-1]), wanted)
     else:
@@ -99,7 +102,11 @@ def fused_logprobs(
         logprob = -stats.nll
     assert stats.argmax is not None
     found = (stats.entropy, stats.lse, stats.argmax)
-    return TokenStats(logprob.view(labels.shape), *(x.view(hidden.shape[:-1]) for x in found))
+    by_token = tuple(x.view(hidden.shape[:-1]) for x in found)
+    if mean_logit:
+        mean = stats.zmean.view(hidden.shape[:-1])
+        return TokenStatsAndMean(logprob.view(labels.shape), *by_token, mean)
+    return TokenStats(logprob.view(labels.shape), *by_token)
 
 
 def _several(hidden: Tensor, labels: Tensor) -> bool:

@@ -139,3 +139,26 @@ def test_compiled_with_any_length():
             torch.autograd.grad(step(hidden, labels), (hidden, weight)),
         )
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_mean_logit_on_request(backend, name):
+    hidden, weight, bias, labels = inputs()
+    stats = fused_logprobs(
+        hidden, weight, labels, bias=bias, mean_logit=True, backend=backend, **OPTIONS[name]
+    )
+    o = {"softcap": None, "logit_scale": 1.0, "temperature": 1.0} | OPTIONS[name]
+    z = F.linear(hidden, weight, bias) * o["logit_scale"]
+    z = z if o["softcap"] is None else o["softcap"] * torch.tanh(z / o["softcap"])
+    mean = (z / o["temperature"]).mean(-1).where((labels != -100).any(-1), 0)
+    torch.testing.assert_close(stats.mean_logit, mean, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(N)
+    torch.testing.assert_close(
+        torch.autograd.grad(stats.mean_logit, (hidden, weight, bias), upstream),
+        torch.autograd.grad(mean, (hidden, weight, bias), upstream),
+        rtol=1e-4, atol=1e-6,
+    )  # fmt: skip
+    plain = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend, **OPTIONS[name])
+    assert plain._fields == stats._fields[:4]
+    torch.testing.assert_close(tuple(plain), stats[:4])

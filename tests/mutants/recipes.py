@@ -1,0 +1,48 @@
+"""Mutants of losses made of log-probabilities, and of what is monitored."""
+
+from mutants import Mutant
+
+RECIPES = "test_recipes.py"
+MONITORS = "test_monitors.py"
+
+MUTANTS = [
+    Mutant(
+        "grpo: clipped on one side",
+        "1 - clip[0], 1 + clip[1]",
+        "0, 1 + clip[1]",
+        f"{RECIPES} -k grpo",
+    ),
+    Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),
+    Mutant(
+        "dpo: smoothing on one side",
+        "- label_smoothing * F.logsigmoid(-margin)",
+        "- 0 * F.logsigmoid(-margin)",
+        f"{RECIPES} -k dpo",
+    ),
+    Mutant(
+        "kto: negative divergence",
+        "divergence.detach().clamp(min=0)",
+        "divergence.detach()",
+        f"{RECIPES} -k kto",
+    ),
+    Mutant(
+        "scaled: the factor trains",
+        "-logprob.detach().exp()",
+        "-logprob.exp()",
+        f"{RECIPES} -k scaled",
+    ),
+    Mutant(
+        "distillation: no tail",
+        "- q_tail * log_tail",
+        "- 0 * log_tail",
+        f"{RECIPES} -k distillation",
+    ),
+    Mutant(
+        "monitors: ignored labels are correct",
+        "(argmax == problem.labels) & problem.valid()",
+        "(argmax == problem.labels)",
+        MONITORS,
+    ),
+    Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
+    Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
+]

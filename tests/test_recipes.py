@@ -1,0 +1,167 @@
+"""Losses made of log-probabilities: values and gradients equal those of eager code on logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedce import fused_logprobs, recipes
+
+BACKENDS = ["torch", "triton"]
+B, T, H, V, K = 4, 5, 8, 23, 6
+
+
+def inputs(seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(B, T, H, generator=rng).requires_grad_()
+    weight = torch.randn(V, H, generator=rng).requires_grad_()
+    labels = torch.randint(V, (B, T), generator=rng)
+    labels[:, 0] = -100  # a prompt
+    labels[2, 3:] = -100  # a shorter answer
+    return hidden, weight, labels
+
+
+def eager_stats(hidden, weight, labels):
+    log_p = F.linear(hidden, weight).log_softmax(-1)
+    used = labels != -100
+    logprob = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(used, 0)
+    return logprob, (-(log_p.exp() * log_p).sum(-1)).where(used, 0)
+
+
+def check(ours, eager, leaves):
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(eager, leaves), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grpo(backend):
+    hidden, weight, labels = inputs()
+    used = labels != -100
+    stats = fused_logprobs(hidden, weight, labels, backend=backend)
+    logprob, entropy = eager_stats(hidden, weight, labels)
+    sampled = logprob.detach() + 0.3 * torch.randn(B, T)
+    reference = logprob.detach() + 0.1 * torch.randn(B, T)
+    advantage = torch.randn(B)
+    ours = recipes.grpo_loss(
+        stats.logprob, sampled, advantage, used, clip=(0.1, 0.2), reference=reference, kl=0.05,
+        entropy=stats.entropy, entropy_bonus=0.01,
+    )  # fmt: skip
+    ratio = (logprob - sampled).exp()
+    a = advantage[:, None]
+    gain = torch.min(ratio * a, torch.clamp(ratio, 0.9, 1.2) * a)
+    penalty = (reference - logprob).exp() - (reference - logprob) - 1
+    eager = -(gain - 0.05 * penalty + 0.01 * entropy)[used].sum() / used.sum()
+    assert (ratio[used] > 1.2).any()
+    assert ours.n_valid == used.sum()
+    check(ours.mean(), eager, (hidden, weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo(backend, smoothing):
+    hidden, weight, labels = inputs()
+    frozen, frozen_weight, _ = inputs(1)
+    policy = fused_logprobs(hidden, weight, labels, backend=backend).logprob.sum(-1)
+    with torch.no_grad():
+        reference = fused_logprobs(frozen, frozen_weight, labels, backend=backend).logprob.sum(-1)
+    ours = recipes.dpo_loss(policy, reference, beta=0.3, label_smoothing=smoothing)
+    ratio = (
+        eager_stats(hidden, weight, labels)[0]
+        - eager_stats(frozen, frozen_weight, labels)[0].detach()
+    ).sum(-1)
+    m = 0.3 * (ratio[:2] - ratio[2:])
+    eager = F.binary_cross_entropy_with_logits(m, torch.full((2,), 1 - smoothing))
+    assert ours.n_valid == 2
+    check(ours.mean(), eager, (hidden, weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kto(backend):
+    hidden, weight, labels = inputs()
+    reference = eager_stats(*inputs(1)[:2], labels)[0].sum(-1).detach()
+    desirable = torch.tensor([True, False, False, True])
+    policy = fused_logprobs(hidden, weight, labels, backend=backend).logprob.sum(-1)
+    for divergence in (torch.tensor(0.7), torch.tensor(-0.7)):
+        ours = recipes.kto_loss(
+            policy, reference, desirable, divergence, beta=0.2, undesirable_weight=1.5
+        )
+        r = eager_stats(hidden, weight, labels)[0].sum(-1) - reference
+        d = max(divergence.item(), 0)
+        good, bad = 1 - torch.sigmoid(0.2 * (r - d)), 1 - torch.sigmoid(0.2 * (d - r))
+        eager = (good[desirable].sum() + 1.5 * bad[~desirable].sum()) / B
+        check_again = torch.autograd.grad(ours.mean(), (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(ours.mean(), eager)
+        torch.testing.assert_close(
+            check_again, torch.autograd.grad(eager, (hidden, weight)), rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_token_scaled(backend):
+    hidden, weight, labels = inputs()
+    used = labels != -100
+    logprob = fused_logprobs(hidden, weight, labels, backend=backend).logprob
+    eager = eager_stats(hidden, weight, labels)[0]
+    eager = -(eager.exp().detach() * eager)[used].sum() / used.sum()
+    check(recipes.token_scaled_loss(logprob, used).mean(), eager, (hidden, weight))
+
+
+def eager_distillation(hidden, weight, classes, teacher, temperature):
+    log_p = (F.linear(hidden, weight) / temperature).log_softmax(-1)
+    total = 0.0
+    for z, chosen, t in zip(
+        log_p.flatten(0, 1), classes.flatten(0, 1), teacher.flatten(0, 1), strict=True
+    ):
+        keep = chosen != -100
+        if not keep.any():
+            continue
+        q, log_q = t[keep].exp(), t[keep]
+        total = total + (q * (log_q - z[chosen[keep]])).sum()
+        rest = torch.ones(V, dtype=torch.bool)
+        rest[chosen[keep]] = False
+        q_tail = 1 - q.sum()
+        if rest.any() and q_tail > 1e-6:
+            total = total + q_tail * (q_tail.log() - z[rest].logsumexp(-1))
+    return total
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("k", [1, K, V])
+def test_distillation_from_the_likeliest_classes(backend, temperature, k):
+    hidden, weight, _ = inputs()
+    of_teacher = torch.randn(B, T, V, generator=torch.Generator().manual_seed(3))
+    teacher, classes = of_teacher.log_softmax(-1).topk(k)
+    classes[0, 1] = -100
+    if k > 1:
+        classes[1, 2, 1:] = -100
+    ours = recipes.distillation_loss(
+        hidden, weight, classes, teacher, temperature=temperature, backend=backend
+    )
+    assert ours.n_valid == B * T - 1
+    eager = eager_distillation(hidden, weight, classes, teacher, temperature)
+    check(ours.loss_sum, eager, (hidden, weight))
+    if k == V:  # all classes: the divergence itself
+        log_p = (F.linear(hidden, weight) / temperature).log_softmax(-1)
+        each = F.kl_div(log_p, of_teacher.log_softmax(-1), log_target=True, reduction="none")
+        keep = torch.ones(B, T, dtype=torch.bool)
+        keep[0, 1] = keep[1, 2] = False
+        whole = recipes.distillation_loss(
+            hidden[keep], weight, classes[keep], teacher[keep], temperature=temperature,
+            backend=backend,
+        )  # fmt: skip
+        torch.testing.assert_close(whole.loss_sum, each[keep].sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_missing_is_said():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="reference must be given with kl"):
+        recipes.grpo_loss(x, x, x[:, 0], x > 0, kl=0.1)
+    with pytest.raises(ValueError, match="entropy must be given with entropy_bonus"):
+        recipes.grpo_loss(x, x, x[:, 0], x > 0, entropy_bonus=0.1)
+    with pytest.raises(ValueError, match=r"policy and reference must be \(2 B,\)"):
+        recipes.dpo_loss(torch.zeros(3), torch.zeros(3))
+    hidden, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):
+        recipes.distillation_loss(hidden, weight, labels, labels.float())
