@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from fusedce.loss.cross_entropy import fused_cross_entropy
     from fusedce.loss.fused_ce import fused_ce
     from fusedce.loss.logprobs import fused_argmax, fused_logprobs
+    from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss, linear_cross_entropy
     from fusedce.loss.reference import reference_ce
     from fusedce.trainer import FusedTrainerMixin
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "FusedLinearCrossEntropyLoss": "fusedce.loss.names_of_peers",
     "FusedTrainerMixin": "fusedce.trainer",
     "LossAccumulator": "fusedce.accumulate.accumulator",
     "LossSum": "fusedce.contract.results",
@@ -40,15 +42,18 @@ _HOME = {
     "fused_ce": "fusedce.loss.fused_ce",
     "fused_cross_entropy": "fusedce.loss.cross_entropy",
     "fused_logprobs": "fusedce.loss.logprobs",
+    "linear_cross_entropy": "fusedce.loss.names_of_peers",
     "reference_ce": "fusedce.loss.reference",
     "head_report": "fusedce.head.replace",
     "replace_loss_head": "fusedce.head.replace",
     "restore_loss_head": "fusedce.head.replace",
     "shift_labels": "fusedce.contract.labels",
 }
-_MODULES = ("sharded", "testing")  # `testing` needs hypothesis, and says so
+# `testing` needs hypothesis, and says so
+_MODULES = ("accumulate", "head", "loss", "sharded", "testing", "trainer")
 
 __all__ = [
+    "FusedLinearCrossEntropyLoss",
     "FusedTrainerMixin",
     "LossAccumulator",
     "LossSum",
@@ -60,6 +65,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_logprobs",
     "head_report",
+    "linear_cross_entropy",
     "reference_ce",
     "replace_loss_head",
     "restore_loss_head",

@@ -27,30 +27,43 @@ def detached(problem: Problem) -> Problem:
     )
 
 
-def refuse_transforms(problem: Problem) -> None:
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def refuse_forward_mode(problem: Problem) -> None:
     """Raise RuntimeError for derivatives that would be missing or wrong without a word."""
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.maybe_current_level() is not None:
-        raise RuntimeError(
-            "fusedce works with autograd (backward, torch.autograd.grad), not inside transforms of "
-            "torch.func (grad, jvp, vmap): use F.cross_entropy(F.linear(...)) there"
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    jvp = any(t.key() == torch._C._functorch.TransformType.Jvp for t in transforms)
+    if jvp or (
+        forward_ad._current_level >= 0
+        and any(
+            x is not None and forward_ad.unpack_dual(x).tangent is not None
+            for x in (problem.hidden, problem.weight, problem.bias)
         )
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None
-        for x in (problem.hidden, problem.weight, problem.bias)
     ):
         raise RuntimeError(
-            "fusedce has no forward-mode derivative (an input is a dual tensor): use "
-            "F.cross_entropy(F.linear(...)) for it"
+            "fusedce has no forward-mode derivative (jvp, jacfwd, hessian, or an input that is a "
+            "dual tensor): use F.cross_entropy(F.linear(...)) for it"
         )
 
 
 def refuse_second_derivatives() -> None:
-    """Raise RuntimeError where a backward pass is itself recorded."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "fused_ce: the gradient of the loss is not differentiable (create_graph=True was "
-            "given): its formula is written by hand. Use F.cross_entropy(F.linear(...)) for "
-            "second derivatives."
-        )
+    """Raise RuntimeError where a backward pass is itself recorded.
+
+    Transforms of ``torch.func`` always record it: there the operator of the gradients refuses to
+    be differentiated.
+    """
+    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or transformed()):
+        raise no_second_derivative()
+
+
+def no_second_derivative() -> RuntimeError:
+    return RuntimeError(
+        "fused_ce: the gradient of the loss is not differentiable (create_graph=True was given, or "
+        "transforms are nested): its formula is written by hand. Use "
+        "F.cross_entropy(F.linear(...)) for second derivatives."
+    )

@@ -4,46 +4,86 @@
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
 options or argmax without gradient    summed up from the statistics of the tokens
+entropy or log-sum-exp monitored      the same
+inside torch.func                     the same: only there a factor per sample is possible
 label smoothing of capped logits      the same: its gradient is no function of the exponentials
 ====================================  ===========================================================
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fusedce.autograd import per_token, summed
-from fusedce.autograd.derivatives import refuse_transforms, wanted_gradients
+from fusedce.autograd import chosen, per_token, summed
+from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.objective import Stats, folded
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 
+NOTHING = Wanted()
 
-def loss_sum(problem: Problem, argmax: Tensor | None = None) -> LossSum:
-    """Sum of the losses and number of valid tokens; ``argmax (N,)`` int64 is filled."""
+
+class Seen(NamedTuple):
+    """What was looked at beside the loss, ``(N,)`` each where asked for; without gradient."""
+
+    argmax: Tensor | None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Seen]:
+    """Sum of the losses and number of valid tokens; and what is monitored."""
     problem = _prepared(problem)
     wanted = wanted_gradients(problem)
     capped_smoothing = problem.softcap is not None and problem.label_smoothing > 0
-    one_pass = problem.plain() and argmax is None
-    if capped_smoothing or not (any(wanted) or one_pass):
-        losses, n_valid = per_token.losses(problem, argmax)
-        return LossSum(losses.sum(dtype=torch.float64).to(losses.dtype), n_valid)
-    return LossSum(*summed.loss_sum(with_expected_upstream(problem), wanted, argmax))
+    one_pass = problem.plain() and not any(monitored)
+    statistics = monitored.lse or monitored.entropy or transformed()
+    if statistics or capped_smoothing or not (any(wanted) or one_pass):
+        losses, stats = per_token.losses(problem, monitored)
+        total = losses.sum(dtype=torch.float64).to(losses.dtype)
+        seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
+        return LossSum(total, stats.n_valid), seen
+    total, n_valid, argmax = summed.loss_sum(
+        with_expected_upstream(problem), wanted.but(argmax=monitored.argmax)
+    )
+    return LossSum(total, n_valid), Seen(argmax)
 
 
 def token_losses(problem: Problem) -> Tensor:
     """``(N,)`` losses, each with an upstream gradient of its own."""
-    return per_token.losses(_prepared(problem))[0]
+    return per_token.losses(_prepared(problem), NOTHING)[0]
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None = None) -> Stats:
-    """Statistics of every token; ``argmax (N,)`` int64 is filled."""
-    return per_token.token_stats(_prepared(problem), wanted, argmax)
+def token_stats(problem: Problem, wanted: Wanted) -> Stats:
+    """Statistics of every token."""
+    return per_token.token_stats(_prepared(problem), wanted)
+
+
+def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tensor, Stats]:
+    """``(N, K)`` log-probabilities of ``classes (N, K)``, 0 at ignored ones; tokens' statistics.
+
+    The likeliest of a token's classes is its label, whose log-probability is exact near 1; those
+    of the others, none beyond 1/2, follow from the differences of their logits to it.
+    """
+    if problem.ignore_index == torch.iinfo(classes.dtype).min:  # no class is ignored
+        classes = classes.clamp(min=problem.ignore_index + 1)
+    problem = _prepared(problem)
+    z = chosen.chosen_logits(problem, classes)
+    valid = problem.but(labels=classes).valid()
+    finite = z.detach().clamp(min=torch.finfo(z.dtype).min)
+    best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
+    stats = per_token.token_stats(problem.but(labels=classes.gather(1, best)[:, 0]), wanted)
+    z_best = z.gather(1, best)
+    apart = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    return (apart - stats.nll[:, None]).masked_fill(~valid, 0), stats
 
 
 def _prepared(problem: Problem) -> Problem:
-    refuse_transforms(problem)
+    refuse_forward_mode(problem)
     return folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))

@@ -22,19 +22,18 @@ from fusedce.backends.gradients import waiting_dtype
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
 
 
-def loss_sum(
-    problem: Problem,
-    wanted: Wanted,
-    argmax: Tensor | None,  # (N,) int64 to fill
-) -> tuple[Tensor, Tensor]:
-    """``loss_sum ()`` and ``n_valid ()``, differentiable in the inputs whose gradient is wanted."""
+def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
+
+    the likeliest classes ``(N,)``, or ``(0,)``.
+    """
     with torch.no_grad():
-        total, n_valid, factor, *grads = torch.ops.fusedce.summed(
-            *detached(problem), *wanted, argmax
+        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(
+            *detached(problem), *wanted
         )
-    if not any(wanted.gradients()):
-        return total, n_valid
-    return with_gradients(total, factor, problem, grads), n_valid
+    if any(wanted.gradients()):
+        total = with_gradients(total, factor, problem, grads)
+    return total, n_valid, argmax
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
@@ -57,23 +56,24 @@ def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[
 
 @torch.library.custom_op(
     "fusedce::summed",
-    mutates_args=("argmax",),
+    mutates_args=(),
     schema=schema_of(
-        Problem,
-        Wanted,
-        more="Tensor(a!)? argmax",
-        returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        Problem, Wanted, returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, (argmax,) = records(flat)
+    problem, wanted, _ = records(flat)
+    labels = problem.labels
+    argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
     backend = get_backend(problem.backend)
     # Autocast would reach the products inside, which are in the dtype they must be in already.
     with torch.autocast(problem.hidden.device.type, enabled=False):
         if any(wanted.gradients()):
-            return tuple(backend.loss_and_grads(problem, wanted, argmax))
+            filled = argmax if wanted.argmax else None
+            total, n_valid, *grads = backend.loss_and_grads(problem, wanted, filled)
+            return total, n_valid, argmax, *grads
         total, n_valid = backend.loss(problem)
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
 
 
 @_summed.register_fake
@@ -81,16 +81,18 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
     total = problem.hidden.new_empty((), dtype=dtype)
-    n_valid = problem.labels.new_empty((), dtype=torch.int64)
+    labels = problem.labels
+    n_valid = labels.new_empty((), dtype=torch.int64)
+    argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if not any(wanted.gradients()):
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
     inputs = (problem.hidden, problem.weight, problem.bias)
     waiting = waiting_dtype(problem.hidden.dtype)
     grads = (
         total.new_empty(x.shape if want and x is not None else (0,), dtype=waiting)
         for x, want in zip(inputs, wanted.gradients(), strict=True)
     )
-    return total, n_valid, torch.empty_like(total), *grads
+    return total, n_valid, argmax, torch.empty_like(total), *grads
 
 
 class Attached(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.labels import check_labels
 from fusedce.contract.problem import Problem
 
@@ -41,12 +42,19 @@ def check_options(problem: Problem) -> None:
 
 
 def flattened(problem: Problem) -> Problem:
-    """Tokens in one dimension, numbers as floats."""
-    hidden, token_weight, softcap = problem.hidden, problem.token_weight, problem.softcap
+    """Tokens in one dimension, numbers as floats, weights in float32 or better."""
+    hidden, softcap = problem.hidden, problem.softcap
+    labels, ignore_index = problem.labels.reshape(-1), problem.ignore_index
+    if ignore_index is None:  # a value that no label has
+        ignore_index = torch.iinfo(labels.dtype).min
+        labels = labels.clamp(min=ignore_index + 1)
+    token_weight, class_weight = wide(problem.token_weight), wide(problem.class_weight)
     return problem.but(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
-        labels=problem.labels.reshape(-1),
+        labels=labels,
+        ignore_index=ignore_index,
         token_weight=None if token_weight is None else token_weight.reshape(-1),
+        class_weight=class_weight,
         softcap=None if softcap is None else float(softcap),
         logit_scale=float(problem.logit_scale),
         label_smoothing=float(problem.label_smoothing),
@@ -54,12 +62,16 @@ def flattened(problem: Problem) -> Problem:
     )
 
 
+def wide(x: Tensor | None) -> Tensor | None:
+    """A mask or weights of any dtype as numbers to count with."""
+    return x if x is None or x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 def check_tensor_types(problem: Problem) -> None:
-    for name in ("hidden", "weight", "bias"):
+    for name in ("hidden", "weight", "labels", "bias"):
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    check_labels(problem.labels)
+            raise not_a_tensor(name, tensor)
 
 
 def autocast(problem: Problem) -> Problem:
@@ -105,15 +117,23 @@ def check_tensors(problem: Problem) -> None:
     if weight.dim() != 2 or weight.shape[1] != H:
         raise ValueError(
             f"weight must be (V, H) with H={H} (from hidden), got {tuple(weight.shape)}"
+            + _explained(problem)
         )
     V = weight.shape[0]
     if V == 0:
         raise ValueError(f"weight must be (V, H) with V >= 1, got {tuple(weight.shape)}")
+    if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], V):
+        raise TypeError(
+            f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}: class probabilities are as large as the logits and not "
+            f"supported. For few classes per token see fusedce.recipes.distillation_loss"
+        )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(labels.shape)}"
+            f"got {tuple(labels.shape)}" + _explained(problem)
         )
+    check_labels(labels)
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"bias must be (V,) with V={V} (from weight), got {tuple(bias.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -128,6 +148,11 @@ def check_tensors(problem: Problem) -> None:
             )
 
 
+def _explained(problem: Problem) -> str:
+    meant = misplaced(problem)
+    return "" if meant is None else f". {meant}"
+
+
 def check_softcap(softcap: float | None) -> None:
     if softcap is None:
         return
@@ -140,9 +165,11 @@ def check_softcap(softcap: float | None) -> None:
         )
 
 
-def check_ignore_index(ignore_index: int, labels: Tensor) -> None:
+def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
+    if ignore_index is None:
+        return
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+        raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
     limits = torch.iinfo(labels.dtype)
     if not limits.min <= ignore_index <= limits.max:
         raise ValueError(
@@ -165,13 +192,8 @@ def _check_weights(
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    allowed = {torch.float32, torch.float64 if hidden.dtype == torch.float64 else torch.float32}
-    if name == "class_weight":  # torch wants it in the dtype of the logits
-        allowed.add(hidden.dtype)
-    if x.dtype not in allowed:
-        raise TypeError(
-            f"{name} must be {' or '.join(sorted(str(d) for d in allowed))}, got {x.dtype}"
-        )
+    if x.is_complex():
+        raise TypeError(f"{name} must be real numbers or a mask, got {x.dtype}")
     if x.shape != shape:
         raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != hidden.device:
@@ -198,7 +220,7 @@ def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
 def check_chunk_tokens(chunk_tokens: int | None) -> None:
     if chunk_tokens is None:
         return
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, (int, torch.SymInt)):
         raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")

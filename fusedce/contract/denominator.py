@@ -45,8 +45,6 @@ def with_expected_upstream(problem: Problem) -> Problem:
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
     device = problem.hidden.device
     if not isinstance(factor, Tensor):  # (as_tensor would copy from the host)
-        return problem.but(
-            expected_upstream=torch.full((), factor, dtype=dtype, device=device)
-        )
+        return problem.but(expected_upstream=torch.full((), factor, dtype=dtype, device=device))
     factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
     return problem.but(expected_upstream=factor)

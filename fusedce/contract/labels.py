@@ -62,24 +62,20 @@ def shift_labels(
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
 
+    # Whole rows throughout: a size of T - offset would be one that torch.export has to ask about.
     T = labels.shape[-1]
-    keep = max(T - offset, 0)
-    shifted = torch.full_like(labels, ignore_index)
-    targets = labels[..., offset:]
+    same = torch.arange(T, device=labels.device) < T - offset
     if position_ids is not None:
         if position_ids.shape != labels.shape:
             raise ValueError(
                 f"position_ids must have the shape of labels {tuple(labels.shape)}, "
                 f"got {tuple(position_ids.shape)}"
             )
-        same = position_ids[..., offset:] == position_ids[..., :keep] + offset
-        targets = targets.masked_fill(~same, ignore_index)
+        same = same & (position_ids.roll(-offset, -1) == position_ids + offset)
     elif cu_seqlens is not None:
         document = _document_index(labels, cu_seqlens)
-        same = document[offset:] == document[:keep]
-        targets = targets.masked_fill(~same, ignore_index)
-    shifted[..., :keep] = targets
-    return shifted
+        same = same & (document.roll(-offset) == document)
+    return labels.roll(-offset, -1).masked_fill(~same, ignore_index)
 
 
 def count_valid(
@@ -129,7 +125,11 @@ def check_labels(labels: object) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"labels must be int64 or int32 class indices, got {labels.dtype}")
+        whole = not (labels.is_floating_point() or labels.is_complex())
+        raise TypeError(
+            f"labels must be int64 or int32 class indices, got {labels.dtype}"
+            + (": pass labels.long()" if whole else "")
+        )
 
 
 def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -165,13 +165,23 @@ def bad_label_code(position: int, value: int) -> int:
     return -1 - ((position << 32) | (value - _INT32_MIN))
 
 
-def bad_label_message(code: int, V: int | None = None, ignore_index: int | None = None) -> str:
+def bad_label_message(
+    code: int,
+    V: int | None = None,
+    ignore_index: int | None = None,
+    labels: Tensor | None = None,  # (N,), where looking at them costs nothing
+) -> str:
     """The error message for a negative ``n_valid`` made by :func:`bad_label_code`."""
     packed = -1 - code
     position, value = packed >> 32, (packed & 0xFFFFFFFF) + _INT32_MIN
+    got = str(value if labels is None else int(labels[position]))
+    if labels is None and value in (_INT32_MIN, _INT32_MAX):  # a code holds no larger ones
+        got = f"{value} or beyond"
     below = "V" if V is None else f"V={V}"
-    ignored = "ignore_index" if ignore_index is None else f"ignore_index={ignore_index}"
+    ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
+    if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # stands for none
+        ignored = ""
     return (
-        f"labels must hold class indices in 0 <= label < {below}, or {ignored}: "
-        f"got {value} at flattened position {position}"
+        f"labels must hold class indices in 0 <= label < {below}{ignored}: "
+        f"got {got} at flattened position {position}"
     )

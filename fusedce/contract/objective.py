@@ -28,6 +28,7 @@ class Stats(NamedTuple):
     entropy: Tensor
     zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64
+    argmax: Tensor | None = None  # (N,) int64, where asked for; -1 at those positions
 
 
 class Upstream(NamedTuple):

@@ -7,7 +7,7 @@ with ``Problem(*arguments[: len(Problem._fields)])``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class Problem(NamedTuple):
     token_weight: Tensor | None = None  # (N,) fp32 or fp64
     class_weight: Tensor | None = None  # (V,) fp32 or fp64
     expected_upstream: Tensor | None = None  # () fp32 or fp64: factor that backward will bring
-    ignore_index: int = -100
+    ignore_index: int | None = -100  # None: no label is ignored; an int once checked
     softcap: float | None = None
     logit_scale: float = 1.0
     label_smoothing: float = 0.0
@@ -38,6 +38,10 @@ class Problem(NamedTuple):
     def but(self, **changes: Any) -> Problem:
         """The same with other values in some fields."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
+
+    def valid(self) -> Tensor:
+        """``(N,)`` bool: tokens with a label to predict."""
+        return self.labels.ne(cast(int, self.ignore_index))
 
     def plain(self) -> bool:
         """Whether the loss is cross-entropy and nothing else."""
@@ -62,6 +66,7 @@ class Wanted(NamedTuple):
     lse: bool = False
     entropy: bool = False
     zmean: bool = False
+    argmax: bool = False
 
     def but(self, **changes: bool) -> Wanted:
         return Wanted(**{**dict(zip(Wanted._fields, self, strict=True)), **changes})

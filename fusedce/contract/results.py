@@ -37,6 +37,8 @@ class LossSum(NamedTuple):
                 or a tensor with more than one element.
         """
         own = self.n_valid.clamp(min=1)
+        if isinstance(denominator, torch.SymInt):
+            denominator = torch.scalar_tensor(denominator, dtype=torch.int64)
         if isinstance(denominator, Tensor):
             if denominator.numel() != 1:
                 raise ValueError(

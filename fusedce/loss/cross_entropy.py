@@ -9,23 +9,25 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import checked
+from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem
 
 
+@explains_names
 def fused_cross_entropy(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
     labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
-    class_weight: Tensor | None = None,  # (V,) fp32, or dtype of hidden
+    class_weight: Tensor | None = None,  # (V,) numbers
     reduction: Literal["mean", "sum", "none"] = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    token_weight: Tensor | None = None,  # (...) fp32
+    token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -40,7 +42,10 @@ def fused_cross_entropy(
 
     ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum over valid positions;
     ``"mean"`` that sum over ``sum of class_weight[labels[i]]`` (without class weights: over the
-    number of valid positions; ``token_weight`` does not enter the denominator).
+    number of valid positions; ``token_weight`` does not enter the denominator). The z-loss is part
+    of the loss it divides, under class weights too; Liger-Kernel divides it by the number of valid
+    positions there, and the same ``z_loss`` weighs ``n_valid / sum of class_weight[labels[i]]``
+    times as much here: 2 times with weights that are 0.5 on average.
 
     Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this float32;
     with every label ignored its mean is NaN, and this one 0 with gradients of 0; and a weight of 0
@@ -54,8 +59,7 @@ def fused_cross_entropy(
     Args:
         hidden, weight, labels, bias, ignore_index, softcap, logit_scale, label_smoothing, z_loss,
             token_weight, chunk_tokens, backend: as in :func:`fused_ce`.
-        class_weight: ``(V,)``, float32 or the dtype of ``hidden``, without gradient: weight of each
-            class.
+        class_weight: ``(V,)``, numbers of any dtype, without gradient: weight of each class.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Returns:
@@ -93,16 +97,16 @@ def fused_cross_entropy(
     if reduction == "none":
         return dispatch.token_losses(problem).view(labels.shape)
     if reduction == "sum":
-        return dispatch.loss_sum(problem).loss_sum
+        return dispatch.loss_sum(problem)[0].loss_sum
     denominator = _denominator(problem)
     problem = problem.but(expected_upstream=1 / denominator)
-    return dispatch.loss_sum(problem).loss_sum / denominator
+    return dispatch.loss_sum(problem)[0].loss_sum / denominator
 
 
 def _denominator(problem: Problem) -> Tensor:
     """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    valid = problem.labels != problem.ignore_index
+    valid = problem.valid()
     if problem.class_weight is None:
         return valid.sum().clamp(min=1).to(dtype)
     V = problem.class_weight.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -9,27 +10,31 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import check_argmax_out, checked
+from fusedce.contract.explain import explains_names
+from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import is_sharded, sharded_ce
 
 
+@explains_names
 def fused_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
     labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    token_weight: Tensor | None = None,  # (...) fp32
+    token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
     backend: str | None = None,
     process_group: Any = None,
     argmax_out: Tensor | None = None,  # (...) int64
+    monitor: Collection[str] = (),
 ) -> LossSum:
     """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
 
@@ -60,15 +65,16 @@ def fused_ce(
         weight: ``(V, H)``, dtype and device of ``hidden``.
         labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
         bias: ``(V,)``, dtype and device of ``hidden``.
-        ignore_index: the label of positions that do not count.
+        ignore_index: the label of positions that do not count; ``None``: all of them count.
         softcap: positive cap on the size of a logit, or ``None``.
         logit_scale: finite factor on the logits (their bias included).
         label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; free of
             cost without a soft-cap, a fourth product of the head's size with one.
         z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        token_weight: ``(...)``, float32 (float64 beside float64 inputs), without gradient: a factor
-            on each token's loss, any sign. Tokens of weight 0 are left out, whatever their hidden
-            state holds, and cost no time. They still count in ``n_valid``.
+        token_weight: ``(...)``, a mask (bool), integers or floats of any dtype, without gradient: a
+            factor on each token's loss, any sign, taken in float32 or better. Tokens of weight 0
+            are left out, whatever their hidden state holds, and cost no time. They still count in
+            ``n_valid``.
         chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
             a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
@@ -77,7 +83,11 @@ def fused_ce(
             shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
             results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
         argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
-            other than 0 and with -1 elsewhere, in the same pass (token accuracy for monitoring).
+            other than 0 and with -1 elsewhere, in the same pass.
+        monitor: names out of ``("correct", "entropy", "z_loss")``: sums over the tokens, without
+            gradient, in ``.monitors`` of the result, which is a :class:`MonitoredLossSum` then.
+            "correct" is free of cost; with the other two a training step computes the logits a
+            second time in backward, a fourth product of the head's size.
 
     Returns:
         :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
@@ -97,6 +107,7 @@ def fused_ce(
         >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
+    check_monitor(monitor)
     if is_sharded(weight, process_group):
         if backend not in (None, "torch", "triton"):
             resolve_backend(backend, hidden)  # which says what is wrong with it
@@ -104,6 +115,8 @@ def fused_ce(
             raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
         if argmax_out is not None:
             raise ValueError("argmax_out must be None with a sharded vocabulary")
+        if monitor:
+            raise ValueError("monitor must be empty with a sharded vocabulary")
         return sharded_ce(
             hidden,
             weight,
@@ -134,15 +147,9 @@ def fused_ce(
             backend=backend,
         )
     )
-    if argmax_out is None:
-        return dispatch.loss_sum(problem)
-    check_argmax_out(argmax_out, labels)
-    argmax = (
-        argmax_out.view(-1)
-        if argmax_out.is_contiguous()
-        else argmax_out.new_empty(argmax_out.numel())
-    )
-    result = dispatch.loss_sum(problem, argmax)
-    if not argmax_out.is_contiguous():
-        argmax_out.copy_(argmax.view(argmax_out.shape))
-    return result
+    if argmax_out is not None:
+        check_argmax_out(argmax_out, labels)
+    out, seen = dispatch.loss_sum(problem, wanted_for(monitor, argmax=argmax_out is not None))
+    if argmax_out is not None and seen.argmax is not None:
+        argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+    return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out

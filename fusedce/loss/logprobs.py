@@ -7,17 +7,19 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_number, checked
+from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats
 
 
+@explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
-    labels: Tensor,  # (...) int64 or int32
+    labels: Tensor,  # (...) or (..., K) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
@@ -42,8 +44,14 @@ def fused_logprobs(
     Ignored positions hold 0, 0, 0 and -1; their hidden state is never read. A label out of range
     is an error on a CPU, and gives NaN on other devices.
 
+    Several classes of a token (top-k of a teacher, candidates of a ranking) are ``labels
+    (..., K)``: then ``logprob`` is ``(..., K)``, 0 at ignored entries, and the rest as it was. The
+    likeliest of the K is exact near a probability of 1; nothing of the size ``(N, K, H)`` is held.
+    A position whose K labels are all ignored is an ignored one.
+
     Args:
-        hidden, weight, labels, bias, ignore_index, softcap, logit_scale, backend: as in
+        labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
+        hidden, weight, bias, ignore_index, softcap, logit_scale, backend: as in
             :func:`fused_ce`.
         temperature: positive divisor of the finished (scaled and capped) logits.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
@@ -64,11 +72,12 @@ def fused_logprobs(
     temperature = check_number("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    several = isinstance(labels, Tensor) and labels.dim() > 0 and _several(hidden, labels)
     problem = checked(
         Problem(
             hidden,
             weight,
-            labels,
+            labels[..., 0] if several else labels,
             bias=bias,
             ignore_index=ignore_index,
             softcap=softcap,
@@ -82,14 +91,28 @@ def fused_logprobs(
         softcap=None if problem.softcap is None else problem.softcap / temperature,
         logit_scale=problem.logit_scale / temperature,
     )
-    argmax = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
-    stats = dispatch.token_stats(problem, Wanted(lse=True, entropy=True), argmax.view(-1))
-    shape = labels.shape
-    return TokenStats(
-        -stats.nll.view(shape), stats.entropy.view(shape), stats.lse.view(shape), argmax
+    wanted = Wanted(lse=True, entropy=True, argmax=True)
+    if several:
+        logprob, stats = dispatch.class_stats(problem, labels.reshape(-1, labels.shape[-1]), wanted)
+    else:
+        stats = dispatch.token_stats(problem, wanted)
+        logprob = -stats.nll
+    assert stats.argmax is not None
+    found = (stats.entropy, stats.lse, stats.argmax)
+    return TokenStats(logprob.view(labels.shape), *(x.view(hidden.shape[:-1]) for x in found))
+
+
+def _several(hidden: Tensor, labels: Tensor) -> bool:
+    """Whether there are labels ``(..., K)``, class indices, for ``hidden (..., H)``."""
+    return (
+        isinstance(hidden, Tensor)
+        and not labels.is_floating_point()
+        and labels.shape[:-1] == hidden.shape[:-1]
+        and labels.shape[-1] > 0
     )
 
 
+@explains_names
 @torch.no_grad()
 def fused_argmax(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
@@ -132,6 +155,6 @@ def fused_argmax(
             backend=backend,
         )
     )
-    argmax = torch.empty_like(labels)
-    dispatch.token_stats(problem, Wanted(), argmax.view(-1))
-    return argmax
+    argmax = dispatch.token_stats(problem, Wanted(argmax=True)).argmax
+    assert argmax is not None
+    return argmax.view(labels.shape)

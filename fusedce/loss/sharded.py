@@ -26,6 +26,7 @@ from fusedce.contract.checks import (
     check_tensors,
     flattened,
 )
+from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 
@@ -35,6 +36,7 @@ def is_sharded(weight: object, process_group: object) -> bool:
     return process_group is not None or is_dtensor(weight)
 
 
+@explains_names
 def sharded_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
@@ -44,12 +46,12 @@ def sharded_ce(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
     bias: Tensor | None = None,  # (V_local,), or a DTensor (V,) with Shard(0)
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    token_weight: Tensor | None = None,  # (...) fp32, no gradient
+    token_weight: Tensor | None = None,  # (...) numbers or bool, no gradient
     chunk_tokens: int | None = None,
 ) -> LossSum:
     """:func:`fusedce.fused_ce` with the rows of ``weight`` spread over ranks; the same results.

@@ -38,13 +38,8 @@ def test_derivatives_that_do_not_exist_are_refused():
     def loss(x):
         return fused_ce(x, weight, labels).loss_sum
 
-    for run in (
-        lambda: torch.func.jvp(loss, (hidden,), (hidden,)),
-        lambda: torch.func.grad(loss)(hidden),
-        lambda: torch.func.vmap(loss)(hidden[None]),
-    ):
-        with pytest.raises(RuntimeError, match="not inside transforms of"):
-            run()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(loss, (hidden,), (hidden,))
     for function in (loss, lambda x: fused_logprobs(x, weight, labels).logprob):
         with forward_ad.dual_level():
             with pytest.raises(RuntimeError, match="no forward-mode derivative"):

@@ -29,7 +29,7 @@ def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monk
         return get_backend(name)
 
     monkeypatch.setattr(dispatch, "resolve_backend", resolve)
-    for module in (summed, __import__("fusedce.autograd.per_token", fromlist=["x"])):
+    for module in (summed, __import__("fusedce.autograd.token_ops", fromlist=["x"])):
         monkeypatch.setattr(module, "get_backend", backend_of)
     out = fusedce.fused_ce(*inputs, backend=None, **options)
     (out.loss_sum * 3).backward()
@@ -46,7 +46,7 @@ def test_no_log_sum_exp_where_nobody_reads_it(inputs):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_argmax_is_written_to_the_callers_tensor_itself(inputs, grad, monkeypatch):
+def test_argmax_comes_from_the_one_pass_there_is(inputs, grad, monkeypatch):
     argmax = torch.full((9,), 7)
     seen = []
     backend = get_backend("torch")
@@ -55,7 +55,7 @@ def test_argmax_is_written_to_the_callers_tensor_itself(inputs, grad, monkeypatc
         original = getattr(backend, name)
 
         def call(problem, wanted, argmax):
-            seen.append(argmax.data_ptr())
+            seen.append(argmax is not None)
             return original(problem, wanted, argmax)
 
         monkeypatch.setattr(backend, name, call)
@@ -64,7 +64,7 @@ def test_argmax_is_written_to_the_callers_tensor_itself(inputs, grad, monkeypatc
     spy("token_stats")
     with torch.set_grad_enabled(grad):
         fusedce.fused_ce(*inputs, argmax_out=argmax)
-    assert seen == [argmax.data_ptr()]
+    assert seen == [True]
     hidden, weight, _ = inputs
     assert argmax.equal((hidden @ weight.T).argmax(-1))
 
@@ -75,6 +75,6 @@ def test_another_upstream_factor_than_expected_is_right_as_well(inputs, upstream
     hidden, weight, labels = inputs
     factor = None if expected is None else torch.tensor(expected)
     problem = Problem(hidden, weight, labels, expected_upstream=factor)
-    got = torch.autograd.grad(dispatch.loss_sum(problem).loss_sum * upstream, (hidden, weight))
+    got = torch.autograd.grad(dispatch.loss_sum(problem)[0].loss_sum * upstream, (hidden, weight))
     exact = fusedce.reference_ce(hidden, weight, labels).loss_sum * upstream
     torch.testing.assert_close(got, torch.autograd.grad(exact, (hidden, weight)))

@@ -33,14 +33,14 @@ MUTANTS = [
     ),
     Mutant(
         "edge: weights of ignored positions",
-        "lost.masked_fill(problem.labels == problem.ignore_index, 0)",
+        "lost.masked_fill(~problem.valid(), 0)",
         "lost",
         EDGES,
     ),
     Mutant(
         "edge: forward mode gives nothing",
-        "if forward_ad._current_level >= 0 and any(",
-        "if False and any(",
+        "if jvp or (",
+        "if jvp and (",
         "test_derivatives.py",
     ),
     Mutant(
@@ -54,5 +54,35 @@ MUTANTS = [
         "ctx.dtype, ctx.backend = attached.hidden.dtype, attached.backend",
         "ctx.dtype, ctx.backend = attached.hidden.dtype, 'triton'",
         "test_dispatch.py",
+    ),
+    Mutant(
+        "classes: the first of them taken for the likeliest",
+        "finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)",
+        "valid.int().argmax(1, keepdim=True)",
+        "test_several_classes.py -k near",
+    ),
+    Mutant(
+        "classes: slope of the cap left out",
+        "g = g * slope",
+        "g = g * 1",
+        "test_several_classes.py -k gradcheck",
+    ),
+    Mutant(
+        "func: inside vmap nothing is wanted",
+        "train = torch.is_grad_enabled()",
+        "pass",
+        "test_functional.py -k vmap_over",
+    ),
+    Mutant(
+        "func: samples flattened over the head's own",
+        "return batched <= set(_BY_TOKENS)",
+        "return True",
+        "test_functional.py -k vmap_over",
+    ),
+    Mutant(
+        "func: every sample counts all tokens",
+        "torch.where(n_valid < 0, n_valid, own)",
+        "n_valid.expand(B)",
+        "test_functional.py -k counts",
     ),
 ]

@@ -209,6 +209,7 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
     """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
     token_weight = problem.token_weight
+    assert problem.ignore_index is not None
     return problem.but(
         hidden=_gather_tokens(problem.hidden, most, 0, group),
         labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),

@@ -75,7 +75,7 @@ def token_grads(
     head = Projection.of(problem)
     acc, scale = head.acc, problem.logit_scale
     gemm = torch.bfloat16 if dtype == torch.bfloat16 and fast_bf16(device) else acc
-    rows = ((problem.labels != problem.ignore_index) & upstream.used).nonzero()[:, 0]
+    rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
     chunks = chunks_of(rows, problem.chunk_tokens or (1 if device.type == "cpu" else 8) * _CHUNK)
     grads = Gradients(problem, wanted, dtype=dtype, chunks=len(chunks), accumulate=True)

@@ -17,14 +17,14 @@ def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
     """
     labels, token_weight = problem.labels, problem.token_weight
     V = problem.weight.shape[0] if V is None else V
-    valid = labels != problem.ignore_index
+    valid = problem.valid()
     n_valid = valid.sum()
     bad = valid & ((labels < 0) | (labels >= V))
     if bad.any():
         position = int(bad.nonzero()[0, 0])
         code = bad_label_code(position, int(labels[position]))
         if labels.device.type == "cpu":
-            raise ValueError(bad_label_message(code, V, problem.ignore_index))
+            raise ValueError(bad_label_message(code, V, problem.ignore_index, labels))
         n_valid.fill_(code)
     if token_weight is not None:
         valid = valid & ((token_weight != 0) | bad)

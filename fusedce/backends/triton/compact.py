@@ -58,7 +58,7 @@ def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
     """Bad labels: an error where looking costs nothing; on a GPU the code in ``n_valid`` stays."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
         V = problem.weight.shape[0]
-        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index))
+        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

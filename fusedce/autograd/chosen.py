@@ -1,0 +1,155 @@
+"""Logits of a few chosen classes of every token, differentiable, and their gradients.
+
+Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
+nothing of the size ``(N, K, H)`` is held. Plain torch, for every backend: beside the product with
+the whole head this is ``K / V`` of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd.derivatives import detached, refuse_second_derivatives, transformed
+from fusedce.backends.gradients import Gradients
+from fusedce.contract.labels import bad_label_code, bad_label_message
+from fusedce.contract.problem import Problem, Wanted, schema_of
+from fusedce.contract.projection import Projection
+
+_BUDGET = 64 * 2**20  # bytes of the rows of the head that are held at a time
+_END = len(Problem._fields)
+
+
+def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
+    """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
+    if transformed():
+        raise RuntimeError(
+            "labels must have the shape (...) inside transforms of torch.func, got (..., K)"
+        )
+    result: Tensor = torch.ops.fusedce.chosen_logits(*problem, classes)
+    return result
+
+
+@torch.library.custom_op(
+    "fusedce::chosen_logits",
+    mutates_args=(),
+    schema=schema_of(Problem, more="Tensor classes", returns="Tensor"),
+)
+def _chosen_logits(*flat: Any) -> Tensor:
+    problem, classes = detached(Problem(*flat[:_END])), flat[_END]
+    head = Projection.of(problem)
+    valid, y = _valid(problem, classes)
+    z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
+    with torch.autocast(z.device.type, enabled=False):
+        for rows in _chunks(problem, classes):
+            h = _rows(problem, rows, valid[rows])
+            z[rows] = torch.bmm(problem.weight[y[rows]].to(head.acc), h[:, :, None])[:, :, 0]
+    if problem.bias is not None:
+        z += problem.bias[y].to(head.acc)
+    z *= problem.logit_scale
+    if problem.softcap is not None:
+        z = problem.softcap * torch.tanh(z / problem.softcap)
+    return z.masked_fill_(~valid, 0)
+
+
+@_chosen_logits.register_fake
+def _(*flat: Any) -> Tensor:
+    problem, classes = Problem(*flat[:_END]), flat[_END]
+    wide = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    return problem.hidden.new_empty(classes.shape, dtype=wide)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+    ctx.others = [None if i in tensors else x for i, x in enumerate(inputs)]
+    ctx.at = tuple(tensors)
+    ctx.save_for_backward(*tensors.values(), output)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    refuse_second_derivatives()
+    *tensors, z = ctx.saved_tensors
+    flat = list(ctx.others)
+    for i, x in zip(ctx.at, tensors, strict=True):
+        flat[i] = x
+    needed: Any = Problem(*ctx.needs_input_grad[:_END])
+    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=needed.bias)
+    made = torch.ops.fusedce.chosen_grads(*flat[:_END], *wanted, flat[_END], z, upstream)
+    nothing: Any = [None] * _END
+    d: list[Any] = [g if want else None for g, want in zip(made, wanted.gradients(), strict=True)]
+    return (*Problem(*nothing).but(hidden=d[0], weight=d[1], bias=d[2]), None)
+
+
+_chosen_logits.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "fusedce::chosen_grads",
+    mutates_args=(),
+    schema=schema_of(
+        Problem,
+        Wanted,
+        more="Tensor classes, Tensor z, Tensor upstream",
+        returns="(Tensor, Tensor, Tensor)",
+    ),
+)
+def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
+    problem = Problem(*flat[:_END])
+    wanted = Wanted(*flat[_END:-3])
+    classes, z, upstream = flat[-3:]
+    head = Projection.of(problem)
+    valid, y = _valid(problem, classes)
+    g = upstream.to(head.acc).masked_fill(~valid, 0) * problem.logit_scale
+    slope = head.slope(z)
+    if slope is not None:
+        g = g * slope
+    grads = Gradients(problem, wanted, dtype=problem.hidden.dtype, chunks=0, accumulate=True)
+    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+        for rows in _chunks(problem, classes):
+            h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
+            if grads.hidden is not None:
+                w = problem.weight[own].to(head.acc)
+                grads.hidden[rows] = torch.bmm(factors[:, None], w)[:, 0].to(grads.dtype)
+            K = classes.shape[1]
+            grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
+    written: tuple[Tensor, ...] = grads.written()
+    return tuple(x.to(problem.hidden.device) for x in written)
+
+
+@_chosen_grads.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted = Problem(*flat[:_END]), Wanted(*flat[_END:-3])
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    return tuple(
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
+    )
+
+
+def _valid(problem: Problem, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries count, and classes that may index; a bad one raises on a CPU."""
+    V = problem.weight.shape[0]
+    valid = problem.but(labels=classes).valid()
+    if classes.device.type == "cpu":
+        bad = (valid & ((classes < 0) | (classes >= V))).view(-1)
+        if bad.any():
+            at, own = int(bad.nonzero()[0, 0]), classes.reshape(-1)
+            code = bad_label_code(at, int(own[at]))
+            raise ValueError(bad_label_message(code, V, problem.ignore_index, own))
+    return valid, classes.long().clamp(0, V - 1)
+
+
+def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
+    """``(C, H)`` in fp32 or fp64; 0 where no entry counts, whatever the row holds."""
+    h = problem.hidden[rows].to(Projection.of(problem).acc)
+    return h.masked_fill(~valid.any(1, keepdim=True), 0)
+
+
+def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
+    N, K = classes.shape
+    step = max(_BUDGET // (K * problem.hidden.shape[1] * 4), 1)
+    for begin in range(0, N, step):
+        yield slice(begin, min(begin + step, N))

@@ -1,0 +1,176 @@
+"""The operators token by token: statistics, statistics with a graph, gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd.derivatives import refuse_second_derivatives
+from fusedce.backends.choose import get_backend
+from fusedce.contract.objective import Upstream
+from fusedce.contract.problem import Problem, Wanted, records, schema_of
+
+
+@torch.library.custom_op(
+    "fusedce::token_stats",
+    mutates_args=(),
+    schema=schema_of(Problem, Wanted, returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+)
+def _token_stats(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, _ = records(flat)
+    labels = problem.labels
+    argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
+    filled = argmax if wanted.argmax else None
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        stats = get_backend(problem.backend).token_stats(problem, wanted, filled)
+        return *stats[:5], argmax
+
+
+@_token_stats.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, _ = records(flat)
+    N = problem.labels.shape[0]
+    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    nll, lse, entropy, zmean = (
+        problem.hidden.new_empty((N if want else 0,), dtype=dtype)
+        for want in (True, wanted.lse, wanted.entropy, wanted.zmean)
+    )
+    n_valid = problem.labels.new_empty((), dtype=torch.int64)
+    argmax = problem.labels.new_empty((N if wanted.argmax else 0,), dtype=torch.int64)
+    return nll, lse, entropy, zmean, n_valid, argmax
+
+
+class Values(NamedTuple):
+    """Statistics as numbers, or their upstream gradients."""
+
+    nll: Tensor  # (N,)
+    lse: Tensor  # (N,)
+    entropy: Tensor  # (N,), or (0,)
+    zmean: Tensor  # (N,), or (0,)
+
+
+class Upstreams(NamedTuple):
+    """Upstream gradients of :class:`Values`, where there are any."""
+
+    nll: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+    zmean: Tensor | None
+
+
+@torch.library.custom_op(
+    "fusedce::token_values",
+    mutates_args=(),
+    schema=schema_of(Problem, Values, returns="(Tensor, Tensor, Tensor, Tensor)"),
+)
+def _token_values(*flat: Any) -> tuple[Tensor, ...]:
+    return tuple(x.clone() for x in _problem_and_values(flat)[1])
+
+
+@_token_values.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in _problem_and_values(flat)[1])
+
+
+def _problem_and_values(flat: tuple[Any, ...]) -> tuple[Any, Any]:
+    end = len(Problem._fields)
+    return Problem(*flat[:end]), Values(*flat[end:])
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    problem, _ = _problem_and_values(inputs)
+    ctx.set_materialize_grads(False)
+    tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
+    ctx.names = tuple(tensors)
+    ctx.options = problem.but(**dict.fromkeys(tensors))
+    ctx.save_for_backward(*tensors.values(), *output)
+
+
+def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
+    """Gradients for the arguments of ``token_values``, computed by ``grads_op``."""
+    nothing: Any = [None] * len(Problem._fields)
+    values: Any = [None] * len(Values._fields)
+    needed, _ = _problem_and_values(ctx.needs_input_grad)
+    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    if all(u is None for u in upstream) or not any(wanted):
+        return (*nothing, *values)
+    saved = iter(ctx.saved_tensors)
+    problem = ctx.options.but(**{name: next(saved) for name in ctx.names})
+    names = ("hidden", "weight", "bias")
+    made = grads_op(*problem, *wanted, *Values(*saved), *Upstreams(*upstream))
+    grads: dict[str, Any] = dict(zip(names, made, strict=True))
+    unwanted = {name: None for name in names if not getattr(wanted, name)}
+    return (*Problem(*nothing).but(**{**grads, **unwanted}), *values)
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    if any(u is not None for u in upstream):
+        refuse_second_derivatives()
+    return input_grads(ctx, upstream, torch.ops.fusedce.token_grads)
+
+
+_token_values.register_autograd(_backward, setup_context=setup_context)
+
+
+@torch.library.custom_op(
+    "fusedce::token_grads",
+    mutates_args=(),
+    schema=schema_of(Problem, Wanted, Values, Upstreams, returns="(Tensor, Tensor, Tensor)"),
+)
+def _token_grads(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, rest = records(flat)
+    end = len(Values._fields)
+    values, upstreams = Values(*rest[:end]), Upstreams(*rest[end:])
+    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+        upstream = _upstream(problem, values, upstreams)
+        return get_backend(problem.backend).token_grads(problem, wanted, values.lse, upstream)
+
+
+@_token_grads.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, _ = records(flat)
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    return tuple(
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
+    )
+
+
+def _upstream(problem: Problem, values: Values, upstreams: Upstreams) -> Upstream:
+    """Factors of the gradient of a row of logits, by
+
+    ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
+    """
+    V = problem.weight.shape[0]
+    nll = values.nll.double()
+    p_label = torch.exp(-nll)
+    alpha = torch.zeros_like(p_label)
+    at_label = torch.zeros_like(p_label)
+    used = torch.zeros_like(problem.labels, dtype=torch.bool)
+    beta = gamma = None
+    if upstreams.nll is not None:
+        alpha += upstreams.nll
+        at_label += upstreams.nll * torch.expm1(-nll)  # p - 1 without cancellation
+        used |= upstreams.nll != 0
+    if upstreams.lse is not None:
+        alpha += upstreams.lse
+        at_label += upstreams.lse * p_label
+        used |= upstreams.lse != 0
+    if upstreams.entropy is not None:
+        entropy = values.entropy.double()
+        beta = upstreams.entropy
+        alpha -= beta * entropy
+        # (0 at p = 0, where log p is -inf)
+        surprise = p_label * (nll - entropy).masked_fill(p_label == 0, 0)
+        at_label += beta * surprise
+        used |= beta != 0
+    if upstreams.zmean is not None:
+        gamma = upstreams.zmean / V
+        c: Tensor | float = 1.0
+        if problem.class_weight is not None:
+            c = problem.class_weight[problem.labels.long().clamp(0, V - 1)]
+        at_label += gamma.double() * c
+        used |= gamma != 0
+    return Upstream(alpha, beta, gamma, at_label, used)

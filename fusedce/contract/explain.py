@@ -1,0 +1,97 @@
+"""Arguments in a wrong place or under a peer's name: what was probably meant, in words."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from fusedce.contract.problem import Problem
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What Liger-Kernel, cut-cross-entropy, QuACK, verl, torch and Transformers call the same.
+_OURS = {
+    "_input": "hidden",
+    "accum_dtype": "nothing (weight gradients are summed in float32)",
+    "attention_mask": "labels.masked_fill(attention_mask == 0, ignore_index)",
+    "c": "weight",
+    "ce_weight": "class_weight, of fused_cross_entropy",
+    "chunk_size": "chunk_tokens",
+    "dim": "nothing (classes are the rows of weight)",
+    "e": "hidden",
+    "filter_eps": "nothing (no gradient is filtered)",
+    "impl": "backend",
+    "input": "hidden",
+    "lin_weight": "weight",
+    "linear_bias": "bias",
+    "linear_weight": "weight",
+    "logit_softcapping": "softcap",
+    "lse_square_scale": "z_loss",
+    "num_items_in_batch": "fused_ce(...).mean(num_items_in_batch)",
+    "return_entropy": "fused_logprobs(...).entropy",
+    "return_lse": "fused_logprobs(...).lse",
+    "return_predicted_tokens": "argmax_out, or fused_argmax",
+    "return_token_accuracy": 'monitor=("correct",)',
+    "return_z_loss": 'monitor=("z_loss",)',
+    "shift": "shift_labels(labels), or fusedce.linear_cross_entropy",
+    "size_average": "reduction",
+    "soft_cap": "softcap",
+    "target": "labels",
+    "targets": "labels",
+    "temperature": "logit_scale=1 / temperature (and softcap=softcap / temperature)",
+    "use_token_scaling": "token_weight",
+    "vocab_parallel_options": "process_group",
+    "x": "hidden",
+    "z_loss_weight": "z_loss",
+}
+
+
+def explains_names(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose ``TypeError`` for a keyword it does not have says what ours is called."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                ours = _OURS.get(name)
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}: "
+                    + (f"use {ours}" if ours else f"it has {', '.join(sorted(known))}")
+                )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def not_a_tensor(name: str, given: object) -> TypeError:
+    """The error for something else than a tensor under ``name``."""
+    hint = ""
+    if isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):
+        hint = ": pass head.weight, and bias=head.bias where it has one"
+    elif hasattr(given, "last_hidden_state"):
+        hint = ": pass output.last_hidden_state"
+    elif hasattr(given, "hidden_states") or hasattr(given, "logits"):
+        hint = (
+            ": pass the hidden states, output.hidden_states[-1] of a model called with "
+            "output_hidden_states=True, or the output of the model without its head"
+        )
+    return TypeError(f"{name} must be a tensor, got {type(given).__name__}{hint}")
+
+
+def misplaced(problem: Problem) -> str | None:
+    """What the shapes look like where they do not fit: an end of the error's message."""
+    hidden, weight, labels = (tuple(x.shape) for x in problem[:3])
+    if labels == weight[:-1] != hidden[:-1] and hidden[-1:] == weight[-1:] and len(hidden) == 2:
+        return "hidden and weight look swapped: hidden comes first"
+    if len(weight) == 2 and hidden[-1:] == weight[:1] and hidden[-1:] != weight[1:]:
+        return (
+            "hidden looks like logits (pass the states that go into the head), or weight like its "
+            "own transpose (pass weight.T)"
+        )
+    return None

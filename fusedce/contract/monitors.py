@@ -1,0 +1,81 @@
+"""What is looked at beside the loss: sums over its tokens, from the same pass, without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.results import LossSum
+
+MONITORS = ("correct", "entropy", "z_loss")
+
+
+class MonitoredLossSum(LossSum):
+    """A :class:`LossSum`, two fields as ever, with sums over the same tokens beside it.
+
+    Attributes:
+        monitors: by name, ``()`` float64 without gradient: ``correct``, tokens whose likeliest
+            class is their label; ``entropy`` of the distributions, nats; ``z_loss``, the part of
+            ``loss_sum`` that is z-loss, nats. Tokens of weight 0 add nothing. Over ``n_valid``
+            they are token accuracy, mean entropy and z-loss per token.
+    """
+
+    monitors: Mapping[str, Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
+        made = cls(*out)
+        made.monitors = monitors
+        return made
+
+    def __add__(self, other: object) -> LossSum:
+        """Losses, counts and monitors of both; those that one of them lacks are left out."""
+        total = super().__add__(other)
+        if not isinstance(other, LossSum):
+            return total
+        theirs = getattr(other, "monitors", {})
+        both = {name: x + theirs[name] for name, x in self.monitors.items() if name in theirs}
+        return MonitoredLossSum.of(total, both)
+
+
+def check_monitor(monitor: Collection[str]) -> None:
+    """Raise for anything but names of :data:`MONITORS`."""
+    if isinstance(monitor, str) or not isinstance(monitor, Collection):
+        raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
+    for name in monitor:
+        if name not in MONITORS:
+            raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
+
+
+def wanted_for(monitor: Collection[str], *, argmax: bool) -> Wanted:
+    return Wanted(
+        argmax=argmax or "correct" in monitor,
+        entropy="entropy" in monitor,
+        lse="z_loss" in monitor,
+    )
+
+
+def sums(
+    problem: Problem,
+    monitor: Collection[str],
+    argmax: Tensor | None,  # (N,), where wanted; so the others
+    lse: Tensor | None,
+    entropy: Tensor | None,
+) -> dict[str, Tensor]:
+    """Of all tokens; what was left out is -1 in argmax and 0 in the others."""
+    found = {}
+    with torch.no_grad():
+        if "correct" in monitor and argmax is not None:
+            found["correct"] = ((argmax == problem.labels) & problem.valid()).sum().double()
+        if "entropy" in monitor and entropy is not None:
+            found["entropy"] = entropy.sum(dtype=torch.float64)
+        if "z_loss" in monitor and lse is not None:
+            z = problem.z_loss * lse.double().square()
+            if problem.token_weight is not None:
+                z = z * problem.token_weight
+            found["z_loss"] = z.masked_fill(~problem.valid(), 0).sum()
+    return found

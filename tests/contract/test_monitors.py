@@ -1,0 +1,81 @@
+"""Sums that are monitored beside the loss: right, without gradient, and no second pass."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedce import LossSum, fused_ce
+from fusedce.contract.monitors import MONITORS, MonitoredLossSum
+
+BACKENDS = ["torch", "triton"]
+N, H, V = 9, 8, 13
+
+
+def inputs():
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=rng).requires_grad_()
+    weight = torch.randn(V, H, generator=rng).requires_grad_()
+    labels = torch.randint(V, (N,), generator=rng)
+    labels[:4] = F.linear(hidden, weight)[:4].argmax(-1)
+    labels[1], labels[6] = -1, -1  # as argmax marks what it leaves out
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("monitor", [("correct",), ("entropy", "z_loss"), MONITORS])
+def test_the_sums_are_those_of_the_logits(backend, grad, monitor):
+    hidden, weight, labels = inputs()
+    token_weight = torch.linspace(0.5, 2, N)
+    token_weight[3] = 0
+    options = {"ignore_index": -1, "softcap": 4.0, "z_loss": 0.1, "token_weight": token_weight}
+    z = 4.0 * torch.tanh(F.linear(hidden, weight) / 4.0)
+    used = (labels != -1) & (token_weight != 0)
+    log_p = z.log_softmax(-1)
+    exact = {
+        "correct": ((z.argmax(-1) == labels) & used).sum(),
+        "entropy": (-(log_p.exp() * log_p).sum(-1) * used).sum(),
+        "z_loss": (0.1 * z.logsumexp(-1).square() * token_weight * used).sum(),
+    }
+    with torch.set_grad_enabled(grad):
+        out = fused_ce(hidden, weight, labels, monitor=monitor, backend=backend, **options)
+        plain = fused_ce(hidden, weight, labels, backend=backend, **options)
+    assert isinstance(out, LossSum)
+    assert len(out) == 2
+    assert set(out.monitors) == set(monitor)
+    for name, value in out.monitors.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, exact[name].double().detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(tuple(out), tuple(plain))
+    if grad:
+        torch.testing.assert_close(
+            torch.autograd.grad(out.mean(), (hidden, weight)),
+            torch.autograd.grad(plain.mean(), (hidden, weight)),
+            rtol=1e-5, atol=1e-6,
+        )  # fmt: skip
+
+
+def test_sums_of_losses_add_their_monitors():
+    out = fused_ce(*inputs(), ignore_index=-1, monitor=("correct", "entropy"))
+    other = fused_ce(*inputs(), ignore_index=-1, monitor=("correct",))
+    for total in (out + other, other + out, sum([out, other])):
+        assert isinstance(total, MonitoredLossSum)
+        assert total.n_valid == 2 * out.n_valid
+        assert total.monitors == {"correct": 2 * other.monitors["correct"]}
+
+
+def test_monitors_under_compile():
+    def step(hidden, weight, labels):
+        out = fused_ce(hidden, weight, labels, ignore_index=-1, monitor=MONITORS, z_loss=0.1)
+        return out.mean(), dict(out.monitors)
+
+    x = inputs()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*x), step(*x))
+
+
+def test_names_that_do_not_exist():
+    with pytest.raises(ValueError, match=r"monitor must hold names out of .*'accuracy'"):
+        fused_ce(*inputs(), monitor=("accuracy",))
+    with pytest.raises(TypeError, match="monitor must be a tuple of names"):
+        fused_ce(*inputs(), monitor="correct")

@@ -1,0 +1,132 @@
+"""The module and the function in peers' order of arguments: the same loss by another import."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedce
+from fusedce import (
+    FusedLinearCrossEntropyLoss,
+    fused_ce,
+    fused_cross_entropy,
+    fused_logprobs,
+    linear_cross_entropy,
+)
+
+BACKENDS = ["torch", "triton"]
+H, V = 8, 13
+
+
+def inputs(*leading):
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*leading, H, generator=rng).requires_grad_()
+    weight = torch.randn(V, H, generator=rng).requires_grad_()
+    bias = torch.randn(V, generator=rng).requires_grad_()
+    labels = torch.randint(V, leading, generator=rng)
+    labels.view(-1)[1] = -100
+    return hidden, weight, bias, labels
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_module_takes_the_weight_first(backend, reduction):
+    hidden, weight, bias, labels = inputs(7)
+    options = {
+        "ignore_index": 3, "label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1,
+        "class_weight": torch.linspace(0.5, 2, V), "reduction": reduction,
+    }  # fmt: skip
+    labels[1] = 3
+    module = FusedLinearCrossEntropyLoss(**options, backend=backend)
+    loss = module(weight, hidden, labels, bias)
+    expected = fused_cross_entropy(hidden, weight, labels, bias=bias, **options)
+    assert loss.shape == expected.shape
+    torch.testing.assert_close(loss, expected)
+    leaves = (hidden, weight, bias)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+    )
+
+
+def test_the_modules_class_weights_move_with_it():
+    module = FusedLinearCrossEntropyLoss(class_weight=torch.ones(V))
+    assert module.to("meta").class_weight.device.type == "meta"
+    assert not module.state_dict()
+    assert "label_smoothing=0.0" in repr(module)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [False, True, 0, 1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_shift_is_that_of_the_sliced_tensors(backend, shift, reduction):
+    hidden, weight, bias, labels = inputs(2, 6)
+    offset = int(shift)
+    end = labels.shape[1] - offset
+    expected = F.cross_entropy(
+        F.linear(hidden[:, :end], weight, bias).flatten(0, 1), labels[:, offset:].flatten(),
+        reduction=reduction,
+    )  # fmt: skip
+    if reduction == "none":  # each where its label stands
+        expected = F.pad(expected.view(2, -1), (offset, 0))
+    loss = linear_cross_entropy(
+        hidden, weight, labels, bias, reduction=reduction, shift=shift, backend=backend
+    )
+    torch.testing.assert_close(loss, expected)
+    upstream = torch.randn_like(expected)
+    leaves = (hidden, weight, bias)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
+
+
+def test_token_weights_shift_with_the_labels():
+    hidden, weight, _, labels = inputs(2, 6)
+    token_weight = torch.rand(2, 6)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, shift=1, reduction="sum", token_weight=token_weight
+    )
+    each = linear_cross_entropy(hidden, weight, labels, shift=1, reduction="none")
+    torch.testing.assert_close(loss, (each * token_weight).sum())
+
+
+def test_a_shift_that_cannot_be():
+    hidden, weight, _, labels = inputs(2, 6)
+    for shift in (-1, 6):
+        with pytest.raises(ValueError, match=r"shift must be in \[0, 6\)"):
+            linear_cross_entropy(hidden, weight, labels, shift=shift)
+    with pytest.raises(ValueError, match="ignore_index must be an int with shift"):
+        linear_cross_entropy(hidden, weight, labels.clamp(min=0), shift=1, ignore_index=None)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "ours"),
+    [
+        (fused_ce, "soft_cap", "softcap"),
+        (fused_ce, "lse_square_scale", "z_loss"),
+        (fused_ce, "temperature", "logit_scale=1 / temperature"),
+        (fused_ce, "num_items_in_batch", r"mean\(num_items_in_batch\)"),
+        (fused_cross_entropy, "target", "labels"),
+        (fused_cross_entropy, "ce_weight", "class_weight"),
+        (fused_logprobs, "chunk_size", "chunk_tokens"),
+        (fused_logprobs, "impl", "backend"),
+        (fusedce.fused_argmax, "soft_cap", "softcap"),
+        (linear_cross_entropy, "filter_eps", "no gradient is filtered"),
+    ],
+)
+def test_the_names_of_peers_point_to_ours(function, name, ours):
+    hidden, weight, _, labels = inputs(4)
+    with pytest.raises(
+        TypeError, match=rf"{function.__name__}\(\) has no argument '{name}'.*{ours}"
+    ):
+        function(hidden, weight, labels, **{name: 1.0})
+    with pytest.raises(TypeError, match=r"has no argument 'nonsense': it has .*weight"):
+        function(hidden, weight, labels, nonsense=1.0)
+
+
+def test_the_modules_names_too():
+    with pytest.raises(TypeError, match="has no argument 'lse_square_scale': use z_loss"):
+        FusedLinearCrossEntropyLoss(lse_square_scale=1e-4)
+    hidden, weight, _, labels = inputs(4)
+    with pytest.raises(TypeError, match="has no argument 'target': use labels"):
+        FusedLinearCrossEntropyLoss()(weight, hidden, target=labels)
