@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import torch
 from tiny import TinyLM, documents, micro_batches
+from torch.utils.data import DataLoader
 
 import fusedce
 
@@ -46,7 +47,8 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
         max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, micro_batches(documents()[:-4]))
+    batches = micro_batches(documents()[:-4])
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return module.history
 
 
