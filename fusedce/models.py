@@ -118,12 +118,12 @@ def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
     for name in named:
         found = getattr(transformers, name, None)
         if found is not None and hasattr(found, "config_class") and "Config" not in name:
-            return found  # type: ignore[no-any-return]
+            return found
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     if config.model_type not in names:
         raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
-    return getattr(transformers, names[config.model_type])  # type: ignore[no-any-return]
+    return getattr(transformers, names[config.model_type])
 
 
 def _config_path(model: str) -> Path | None:
@@ -158,7 +158,7 @@ def _class_config(model: str) -> PretrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     if model in CONFIG_MAPPING_NAMES:
-        return getattr(transformers, CONFIG_MAPPING_NAMES[model])()  # type: ignore[no-any-return]
+        return getattr(transformers, CONFIG_MAPPING_NAMES[model])()
     config_class = getattr(getattr(transformers, model, None), "config_class", None)
     if config_class is None:
         near = difflib.get_close_matches(model, [*names.values(), *names], n=3)

@@ -13,7 +13,7 @@ FLOORS = (
     {"backends", "accumulate"},
     {"autograd"},
     {"loss", "sharded"},
-    {"head", "testing"},
+    {"head", "testing", "recipes"},
     {"trainer", "auditing"},
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
