@@ -86,7 +86,9 @@ MUTANTS = [
         "tl.log((1.0 + tl.exp(-tl.abs(gap))).to(tl.float32)).to(tl.float64)",
         f"{CONTRACT} -k accuracy",
     ),
-    Mutant("rows: slope left out", "g = e * slope", "g = e", TRITON),
+    Mutant(
+        "rows: slope left out", "g = e * slope\n    if AMPLIFY", "g = e\n    if AMPLIFY", TRITON
+    ),
     Mutant("compaction: ignored rows stay", "mask_n & (y != ignore_index)", "mask_n", TRITON),
     Mutant(
         "compaction: label V passes",

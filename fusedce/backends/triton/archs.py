@@ -79,7 +79,7 @@ class Architecture(NamedTuple):
 
 
 def _same(blocks: Blocks) -> Walks:
-    return Walks(*[blocks] * 7)
+    return Walks(blocks, blocks, blocks, blocks, blocks, blocks, blocks)
 
 
 _AMPERE = Blocks(128, 128, 64, 8, 3)
@@ -159,7 +159,7 @@ ARCHITECTURES = (
             stats_with_options=_HOPPER_NARROW,
             unaligned=_UNALIGNED,
             gemm=_HOPPER,
-            gemm_with_options=_HOPPER_SMALL,
+            gemm_with_options=_HOPPER_NARROW,
             candidates=(
                 _HOPPER._replace(num_stages=4),
                 Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
