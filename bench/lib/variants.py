@@ -29,7 +29,8 @@ KERNELS = (
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
-    ("N", "H", "V", "T", "width", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
+    ("N", "H", "V", "T", "width", "n", "begin", "first", "first_block", "blocks",
+     "tiles_per_split", "splits",
      "ignore_index", "n_tickets"),
     "i32",
 ) | {
@@ -111,11 +112,12 @@ def variants(
                     label = f"forward {name} unaligned"
                     yield Variant(label, forward_kernel, dtype, constants, narrow)
             if group in ("all", "exp_gemm") and precision == "ieee":
-                constants = _walk(walks.gemm, size) | none | common
+                blocks = walks.gemm_with_options if option else walks.gemm
+                constants = _walk(blocks, size) | none | common
                 constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
                 if not option:
                     constants["best"] = None
-                if not walks.gemm.DESCRIPTOR:
+                if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
             if group in ("all", "softmax_grad") and precision == "ieee":
