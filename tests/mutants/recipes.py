@@ -43,6 +43,18 @@ MUTANTS = [
         "(argmax == problem.labels)",
         MONITORS,
     ),
+    Mutant(
+        "temperature: gradient without its slope",
+        "sharp = 1 / problem.temperature.double().masked_fill(~used, 1)",
+        "sharp = torch.ones_like(alpha)",
+        "test_temperature.py -k gradcheck",
+    ),
+    Mutant(
+        "temperature: the label's logit as it was",
+        "z_label /= t_row",
+        "z_label /= 1.0",
+        "test_temperature.py -k gradients",
+    ),
     Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
 ]
