@@ -31,7 +31,8 @@ _TYPES = dict.fromkeys(
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
-     "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy", "zmean"),
+     "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
+     "zmean"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.

@@ -57,4 +57,16 @@ MUTANTS = [
     ),
     Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
+    Mutant(
+        "trainers: other temperature",
+        "temperature=float(temperature),",
+        "temperature=1.0,",
+        "test_policy_trainers.py -k grpo",
+    ),
+    Mutant(
+        "trainers: TRL's function stays",
+        "setattr(trl_utils, _NAME, _Fused)",
+        "pass",
+        "test_policy_trainers.py -k same",
+    ),
 ]
