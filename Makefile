@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz test-oldest test-newest lint clean
+.PHONY: help demo test quick fuzz test-oldest test-newest lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-oldest, make test-newest"
 	@echo "            the suite with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   build the site to out/site, warnings as errors (its own set-up: .venv-docs)"
 	@echo "make clean  remove the environments, out/ and caches"
 	@echo "Set-up goes to .venv by itself; PYTHON=python3.12 chooses another interpreter."
 
@@ -48,9 +49,14 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
+# Its environment holds no torch: the API is read from the source.
+docs: .venv-docs/.installed
+	@echo "== docs: the site to out/site, warnings as errors"
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 clean:
 	@echo "== clean: removing the environments, out/ and caches"
-	@rm -rf .venv .venv-oldest .venv-newest out build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .venv .venv-oldest .venv-newest .venv-docs out build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed dependency list installs again; a failed install leaves no stamp.
@@ -58,6 +64,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== set-up: the pinned dependencies into .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-docs/.installed: constraints-docs.txt
+	@echo "== set-up: what builds the site into .venv-docs (a minute, once)"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-docs.txt
 	@touch $@
 
 .venv-%/.installed: pyproject.toml constraints-%.txt

@@ -89,7 +89,7 @@ step_peers() {
             "$WHEELS"/*.whl || return 1
     fi
     (cd bench && PYTHONPATH=$PYTHONPATH "$PYTHON" -c "
-from lib.implementations import IMPLEMENTATIONS, missing
+from fusedce.peers import IMPLEMENTATIONS, missing
 for name in IMPLEMENTATIONS:
     print(f'{name}: {missing(name) or \"here\"}')")
 }
@@ -137,7 +137,7 @@ step_memcheck() { sanitizer memcheck; }
 step_racecheck() { sanitizer racecheck; }
 step_report() {  # needs no GPU: the results alone
     local json=$OUT/loss-$tag.json gaps=$OUT/accumulation-$tag.json
-    local some=(--plots docs --full "docs/$tag.md" --readme README.md)
+    local some=(--plots docs --full "docs/$tag.md" --readme docs/benchmarks.md)
     [[ $dry ]] && some=(--plots "$OUT" --full "$OUT/$tag.md")
     [[ -f $gaps ]] || gaps=bench/results/accumulation-cpu.json
     "$PYTHON" bench/report.py "$json" --overview "$gaps" "${some[@]}" &&

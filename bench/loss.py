@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from lib.engine import Call, Engine, median
-from lib.implementations import FLOOR, missing
 from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
 from lib.results import FOLDER, Results, problem
 from lib.tables import mebibytes, milliseconds
+
+from fusedce.peers import FLOOR, missing
 
 _WITHOUT_TIME = ("accuracy", "memory")
 _WITH_MEMORY = ("memory", "budget", "forward", "scaling")

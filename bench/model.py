@@ -4,7 +4,8 @@
     python -m bench.model --shape 8192,4096,128256 --device H200      # every term of one of them
     python -m bench.model --measured bench/results/loss-cuda.json     # measured beside it
 
-The model is :mod:`lib.prediction`. Results of GPUs under `bench/results` are found by themselves.
+The model is :mod:`fusedce.prediction`. Results of GPUs under `bench/results` are found by
+themselves.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # run as a module, too
 
-from lib.prediction import DEVICES, METHODS, PLANS, SHAPES, Device, MiB, bare_gemms, predict  # noqa: E402
 from lib.tables import markdown  # noqa: E402
+
+from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, Device, MiB, bare_gemms, predict  # noqa: E402
 
 Row = dict[str, str]
 

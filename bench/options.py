@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from lib.engine import Call as Measured
 from lib.engine import Engine, median
-from lib.implementations import FLOOR
 from lib.results import FOLDER, Results, caption, problem
 from lib.tables import markdown, mebibytes, milliseconds, put
 from torch import Tensor
 
 import fusedce
+from fusedce.peers import FLOOR
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 # A process each, for both passes: where the options differ in memory at all.

@@ -2,7 +2,8 @@
 
     python bench/report.py bench/results/loss-cpu.json              # Markdown to the terminal
     python bench/report.py bench/results/loss-cpu.json --plots docs # PNGs beside the README
-    python bench/report.py bench/results/loss-cpu.json --readme README.md --full docs/cpu.md
+    python bench/report.py bench/results/loss-cpu.json --readme docs/benchmarks.md \
+        --full docs/cpu.md
 
 ``--readme`` rewrites what stands between ``<!-- time cpu -->`` and ``<!-- end -->`` (and so on for
 other suites and devices), so that no number in it is typed by hand; ``--full`` writes every suite
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from lib.engine import median
-from lib.implementations import FLOOR, NOT_INSTALLED
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
+
+from fusedce.peers import FLOOR, NOT_INSTALLED
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:

@@ -6,21 +6,51 @@ Vocabulary used everywhere in this package:
 * ``H``: hidden size; ``V``: vocabulary size;
 * logits ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)``;
 * losses are in nats, denominators in tokens.
+
+Names are imported at their first use, so that ``fusedce --help`` need not wait for torch.
 """
 
-from fusedce.accumulate.accumulator import LossAccumulator
-from fusedce.audit import audit
-from fusedce.contract.labels import count_valid, shift_labels
-from fusedce.contract.results import LossSum, TokenStats
-from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
-from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
-from fusedce.loss.logprobs import fused_argmax, fused_logprobs
-from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss, linear_cross_entropy
-from fusedce.loss.reference import reference_ce
-from fusedce.trainer import FusedTrainerMixin
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusedce import sharded as sharded
+    from fusedce import testing as testing
+    from fusedce.accumulate.accumulator import LossAccumulator
+    from fusedce.auditing import audit
+    from fusedce.contract.labels import count_valid, shift_labels
+    from fusedce.contract.results import LossSum, TokenStats
+    from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
+    from fusedce.loss.cross_entropy import fused_cross_entropy
+    from fusedce.loss.fused_ce import fused_ce
+    from fusedce.loss.logprobs import fused_argmax, fused_logprobs
+    from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss, linear_cross_entropy
+    from fusedce.loss.reference import reference_ce
+    from fusedce.trainer import FusedTrainerMixin
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "FusedLinearCrossEntropyLoss": "fusedce.loss.names_of_peers",
+    "FusedTrainerMixin": "fusedce.trainer",
+    "LossAccumulator": "fusedce.accumulate.accumulator",
+    "LossSum": "fusedce.contract.results",
+    "TokenStats": "fusedce.contract.results",
+    "audit": "fusedce.auditing",
+    "count_valid": "fusedce.contract.labels",
+    "fused_argmax": "fusedce.loss.logprobs",
+    "fused_ce": "fusedce.loss.fused_ce",
+    "fused_cross_entropy": "fusedce.loss.cross_entropy",
+    "fused_logprobs": "fusedce.loss.logprobs",
+    "linear_cross_entropy": "fusedce.loss.names_of_peers",
+    "reference_ce": "fusedce.loss.reference",
+    "head_report": "fusedce.head.replace",
+    "replace_loss_head": "fusedce.head.replace",
+    "restore_loss_head": "fusedce.head.replace",
+    "shift_labels": "fusedce.contract.labels",
+}
+# `testing` needs hypothesis, and says so
+_MODULES = ("accumulate", "head", "loss", "sharded", "testing", "trainer")
 
 __all__ = [
     "FusedLinearCrossEntropyLoss",
@@ -41,3 +71,18 @@ __all__ = [
     "restore_loss_head",
     "shift_labels",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"fusedce.{name}")
+    else:
+        raise AttributeError(f"module 'fusedce' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,190 +1,326 @@
-"""The command line: `fusedce doctor` (what would run here, and is it right) and `fusedce demo`."""
+"""The command ``fusedce``: check, plan, bench, doctor, audit, demo, completion.
+
+Only what a command needs is imported, so that ``--help`` does not wait for torch. Answers go to
+standard output, as text or with ``--json`` as one JSON value and nothing else; progress and errors
+go to standard error. Exit status: 0 all is well, 1 the answer is bad news, 2 a mistake in the call.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
+import functools
 import importlib.util
-import platform
+import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
+import click
 
 import fusedce
-from fusedce.backends.choose import (
-    INTERPRETED,
-    TRITON_INSTALLED,
-    resolve_backend,
-    why_not_triton,
-)
-from fusedce.backends.torch.products import fast_bf16
-from fusedce.contract.results import LossSum
+from fusedce.models import UserError
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
-_TOLERANCE = 1e-5  # float32 rounds at 6e-8; a wrong kernel is wrong by far more than this
+_SHELLS = ("bash", "zsh", "fish")
+_NOT_FUSED = 3
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="fusedce", description="Fused linear + cross-entropy.")
-    parser.add_argument("--version", action="version", version=f"fusedce {fusedce.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="say what would run on this machine, and check it")
-    demo = commands.add_parser("demo", help="train a small model three ways and compare (2 min)")
-    demo.add_argument("--steps", type=_positive, default=28, help="optimizer steps (default 28)")
-    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for PNG and JSON")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--device", type=_device, help="default: cuda if available, else cpu")
-    options = parser.parse_args(argv)
-    if options.command == "doctor":
-        return doctor()
-    return _demo(options)
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(fusedce.__version__, message="fusedce %(version)s")
+def main() -> None:
+    """The loss of a language model without its logits, with one global denominator."""
 
 
-def doctor() -> int:
-    """Print versions, devices and backends; check the op on each device. 0 if all is right."""
-    print(f"fusedce {fusedce.__version__}, Python {platform.python_version()}, {sys.platform}")
-    for name in ("torch", "triton", "transformers"):
-        print(f"  {name:13} {_version(name)}")
-    if TRITON_INSTALLED:
-        mode = (
-            "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-        )
-        print(f"  Triton kernels are {mode}")
-    fast = "fast" if fast_bf16(torch.device("cpu")) else "slow, computed in float32 instead"
-    print(f"  bfloat16 products on this CPU are {fast}")
+def _command(function: Command) -> Callable[[Command], click.Command]:
+    """A subcommand; what a user can put right is printed without a trace, with status 2."""
 
-    wrong = []
-    for device in _devices():
-        print(f"\n{device}: {_device_name(device)}")
-        for line in _backend_lines(device):
-            print(f"  {line}")
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            error = _self_check(device)
-        except Exception as problem:  # a doctor reports what is broken, and goes on
-            print(f"  self-check FAILED: {type(problem).__name__}: {problem}")
-            wrong.append(str(device))
-            continue
-        verdict = "ok" if error <= _TOLERANCE else f"FAILED, more than {_TOLERANCE:g}"
-        print(f"  self-check against reference_ce (loss and gradients, float32): {verdict}")
-        print(f"    largest relative error {error:.1e}")
-        if not error <= _TOLERANCE:
-            wrong.append(str(device))
-    if wrong:
-        print(f"\nfused_ce is not right on: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+            return function(*args, **kwargs)
+        except UserError as mistake:
+            raise click.UsageError(str(mistake)) from None
+
+    return main.command()(called)
 
 
-def _demo(options: argparse.Namespace) -> int:
-    missing = [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"fusedce demo also needs {', '.join(missing)}: pip install 'fusedce[demo]'",
-            file=sys.stderr,
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
+
+
+@_command
+@click.argument("model")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32")
+@click.option("--peft", is_flag=True, help="With a LoRA adapter on every linear layer.")
+@click.option("--compile", "compiled", is_flag=True, help="Through torch.compile.")
+@click.option(
+    "--full", is_flag=True, help="Load the folder's weights instead of building it small."
+)
+@_json
+def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_json: bool) -> None:
+    """Does MODEL keep its loss and gradients with a replaced head, and is it fused?
+
+    MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
+    type (llama) of transformers. It is built small, with random weights, unless --full is given.
+
+    Status: 0 same loss and gradients, no logits; 1 they differ; 3 the same, but from real logits.
+    """
+    from fusedce.check import check as run
+    from fusedce.plan import plan
+
+    _say(f"building {model} and running it before and after ...")
+    found = run(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
+    saved = {m.name: m.bytes for m in plan(model, tokens=4096, dtype=dtype).methods}
+    if as_json:
+        _print_json({**found.data(), "bytes_at_4096_tokens": saved})
+    else:
+        rows = [
+            ("loss, native", f"{found.loss:.6f} nats per token"),
+            ("relative error of the loss", f"{found.loss_error:.1e}"),
+            ("... in evaluation", f"{found.eval_error:.1e}"),
+            ("... of all gradients", f"{found.grad_error:.1e}"),
+        ]
+        if found.native_errors is not None:
+            native = ", ".join(f"{e:.1e}" for e in found.native_errors)
+            rows.append((f"the native model's own in {dtype}", native))
+        sizes = {name: _size(count) for name, count in saved.items()}
+        each = (
+            f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
         )
-        return 2
-    try:  # before two minutes of training, not after
-        options.out.mkdir(parents=True, exist_ok=True)
+        rows.append(("memory of the loss, 4096 tokens of its real size", each))
+        click.echo(
+            f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {dtype}"
+        )
+        _print_pairs(rows)
+        click.echo("equal: " + ("yes" if found.equal else "NO, do not use it with this model"))
+        click.echo("fused: " + ("yes, no logits were made" if found.fused else "no, real logits"))
+        for reason in found.why_not:
+            click.echo(f"  {reason}")
+    sys.exit(1 if not found.equal else 0 if found.fused else _NOT_FUSED)
+
+
+@_command
+@click.argument("model")
+@click.option("--tokens", default=8192, show_default=True, help="Of a micro-batch on one device.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="bf16",
+              show_default=True)  # fmt: skip
+@click.option("--gpus", default=1, show_default=True, help="That share the model's states (FSDP).")
+@click.option("--device", default="H200", show_default=True,
+              help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'.")  # fmt: skip
+@click.option("--free", type=float, metavar="GIB", help="Memory left for loss and activations.")
+@_json
+def plan(
+    model: str, tokens: int, dtype: str, gpus: int, device: str, free: float | None, as_json: bool
+) -> None:
+    """Memory and time of the loss of MODEL, predicted without running anything.
+
+    MODEL as for `check`, or two sizes: H,V such as 4096,128256. Nothing is downloaded.
+    """
+    from fusedce.plan import plan as make
+
+    found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
+    if as_json:
+        _print_json(found.data())
+        return
+    of = found.model
+    click.echo(f"{of.name}: H={of.H}, V={of.V}; {tokens} tokens, {dtype}, {gpus} x {device}")
+    pairs = [
+        ("one copy of the logits", _size(found.logits_bytes)),
+        ("tokens of a chunk of ours", f"{found.chunk_tokens} of {tokens}"),
+    ]
+    if found.states_bytes is not None:
+        pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
+    if found.free_bytes is not None:
+        pairs.append(("left for loss and activations", _size(found.free_bytes)))
+    _print_pairs(pairs)
+    rows = []
+    for m in found.methods:
+        row = {"": m.name, "memory of the loss": _size(m.bytes)}
+        if m.milliseconds is not None:
+            row["predicted ms"] = f"{m.milliseconds:.1f}"
+        if m.most_tokens is not None:
+            row["most tokens that fit"] = str(m.most_tokens)
+        rows.append(row)
+    _print_table(rows)
+    for m in found.methods:
+        held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
+        click.echo(f"{m.name} holds: {held}")
+    if found.floor_milliseconds is not None:
+        click.echo(f"The three bare products alone: {found.floor_milliseconds:.1f} ms, predicted.")
+    click.echo("Predicted from bytes and FLOPs, not measured.")
+
+
+@_command
+@click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
+              help="Tokens, hidden size, vocabulary.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
+              help="Default: fp32 on a CPU, bf16 elsewhere.")  # fmt: skip
+@click.option("--device", help="Of torch; default: the accelerator, if any.")
+@click.option("--repeats", default=5, show_default=True, help="Timed calls of each.")
+@click.option("--compile", "compiled", is_flag=True, help="torch.compile of the eager loss, too.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="A PNG to draw.")
+@_json
+def bench(
+    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool,
+    picture: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time and memory of the loss on this machine, beside the peers installed here."""
+    sizes = _shape(shape)
+    device = _device(device)
+    from fusedce.benchmark import bench as run
+    from fusedce.benchmark import draw
+
+    found = run(
+        sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
+        repeats=repeats, compiled=compiled, progress=_say,
+    )  # fmt: skip
+    if picture is not None:
+        draw(found, picture)
+    if as_json:
+        _print_json(found.data())
+        return
+    N, H, V = found.shape
+    click.echo(f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}")
+    _print_table(found.table())
+    click.echo(f"Memory: {found.memory_method}, beyond the inputs.")
+    if picture is not None:
+        click.echo(f"Picture: {picture}")
+
+
+@_command
+@_json
+def doctor(as_json: bool) -> None:
+    """What would run on this machine, why, and is it right? Paste the answer into a bug report."""
+    from fusedce.doctor import report, text
+
+    found = report()
+    if as_json:
+        _print_json(found)
+    else:
+        click.echo(text(found))
+    if not found["right"]:
+        _say("fused_ce is not right here: see FAILED above")
+        sys.exit(1)
+
+
+@_command
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@_json
+def audit(steps: int, as_json: bool) -> None:
+    """Show what fusedce.audit finds in a loop that averages means, and in a right one."""
+    _demo_needs("audit")
+    from fusedce.demo.audit import run
+
+    found = run(steps=steps)
+    if as_json:
+        _print_json(found)
+        return
+    for name, result in found.items():
+        click.echo(f"== {name}\n{result['text']}\n")
+    click.echo("In a loop of your own: with fusedce.audit(model): ...")
+
+
+@_command
+@click.option("--quick", is_flag=True, help="Fewer steps: under 40 s.")
+@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 28, quick 5).")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"),
+              show_default=True, help="Folder for PNG and JSON.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True)
+@click.option("--device", help="Default: cuda if available, else cpu.")
+@_json
+def demo(
+    quick: bool, steps: int | None, out: Path, seed: int, device: str | None, as_json: bool
+) -> None:
+    """Train a small model three ways and compare (2 minutes; --quick: half a minute)."""
+    _demo_needs("demo")
+    try:  # before the training, not after
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        print(f"fusedce demo cannot write to --out {options.out}: {problem}", file=sys.stderr)
-        return 2
+        raise UserError(f"cannot write to --out {out}: {problem}") from None
+    import torch
+
+    where = torch.device(_device(device) if device is not None else _cuda_or_cpu())
     from fusedce.demo.run import run
 
-    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return run(steps=options.steps, out=options.out, seed=options.seed, device=device)
+    status = run(
+        steps=steps or (5 if quick else 28), out=out, seed=seed, device=where, quick=quick,
+        to_stderr=as_json,
+    )  # fmt: skip
+    if as_json:
+        click.echo((out / "demo.json").read_text().rstrip())
+    sys.exit(status)
 
 
-def _backend_lines(device: torch.device) -> list[str]:
-    """What ``backend=None`` means for each dtype; dtypes with the same answer share a line."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for dtype in _DTYPES:
-        # A tensor without memory is enough to ask, also for dtypes that the device lacks.
-        backend = resolve_backend(None, _Probe(device, dtype))  # type: ignore[arg-type]
-        reason = why_not_triton(device, dtype)
-        if backend == "triton":
-            why = ""
-        elif reason is None:
-            why = "Triton runs on request, backend='triton'"
-        else:
-            why = f"not Triton: {reason}"
-        groups.setdefault((backend, why), []).append(str(dtype).removeprefix("torch."))
-    return [
-        f"{', '.join(dtypes)}: {backend} backend" + (f"\n    {why}" if why else "")
-        for (backend, why), dtypes in groups.items()
-    ]
+@_command
+@click.argument("shell", type=click.Choice(_SHELLS), required=False)
+def completion(shell: str | None) -> None:
+    """Print a script that completes commands and options: eval "$(fusedce completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    chosen = shell or Path(os.environ.get("SHELL", "")).name
+    made = get_completion_class(chosen)
+    if made is None or chosen not in _SHELLS:
+        raise UserError(f"name a shell: {', '.join(_SHELLS)}")
+    click.echo(made(main, {}, "fusedce", "_FUSEDCE_COMPLETE").source())
 
 
-class _Probe:
-    """What `resolve_backend` looks at in a tensor."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-
-
-def _self_check(device: torch.device) -> float:
-    """Largest relative error of loss, d_hidden and d_weight, each in the maximum norm."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(37, 64, generator=generator)
-    weight = torch.randn(301, 64, generator=generator) / 8
-    labels = torch.randint(301, (37,), generator=generator)
-    labels[::7] = -100
-
-    def run(fn: Callable[..., LossSum], where: torch.device) -> list[torch.Tensor]:
-        h, w = (x.to(where).requires_grad_() for x in (hidden, weight))
-        loss = fn(h, w, labels.to(where)).mean()
-        results = (loss.detach(), *torch.autograd.grad(loss, (h, w)))
-        return [x.cpu().double() for x in results]
-
-    ours = run(fusedce.fused_ce, device)
-    truth = run(fusedce.reference_ce, torch.device("cpu"))  # some devices lack float64
-    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, truth, strict=True)]
-    return float(torch.stack(errors).max())
+def _demo_needs(command: str) -> None:
+    missing = [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"fusedce {command} also needs {', '.join(missing)}: pip install 'fusedce[demo]'"
+        )
 
 
-def _devices() -> list[torch.device]:
-    devices = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        devices += [
-            torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())
-        ]
-    return devices
+def _shape(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
+        raise UserError(f"--shape must be N,H,V such as 1024,256,16384, got {text!r}")
+    N, H, V = map(int, parts)
+    return N, H, V
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"{platform.machine()}, {torch.get_num_threads()} threads"
-    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return get_name(device) if get_name is not None else device.type
+def _device(name: str | None) -> str:
+    """``name`` if tensors can be made there; without one, the accelerator, or the CPU."""
+    import torch
 
-
-def _version(name: str) -> str:
+    if name is None:
+        return _cuda_or_cpu()
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise UserError(
+            f"--device: cannot use {name!r} here: {str(problem).splitlines()[0]}"
+        ) from None
+    return name
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _cuda_or_cpu() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-        torch.zeros(1, device=device)
-    except Exception as problem:
-        reason = str(problem).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"cannot use {text!r} here: {reason}") from None
-    return device
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=1))
+
+
+def _print_pairs(pairs: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        click.echo(f"  {name:{width}}  {value}")
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    from tabulate import tabulate
+
+    click.echo(tabulate(rows, headers="keys", disable_numparse=True))
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
-from fusedce.head.tap import LossTap
 from fusedce.head.replace import attach
+from fusedce.head.tap import LossTap
 
 logger = logging.getLogger(__name__)
 

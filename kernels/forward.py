@@ -62,7 +62,7 @@ def forward_kernel(
     UPCAST: tl.constexpr,
 ):
     H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
-    block, split = program_of_grid(N, splits, BLOCK_N, GROUP_N)
+    block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)
     if block * BLOCK_N >= n_valid:
         return

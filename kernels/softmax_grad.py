@@ -132,6 +132,7 @@ def softmax_grad_kernel(
     softcap,  # or None
     AMPLIFY: tl.constexpr,
     BLOCKS: tl.constexpr,  # at least `blocks`
+    EXP_BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_V: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
@@ -160,7 +161,12 @@ def softmax_grad_kernel(
     top = finite_max(tl.maximum(m_others, z * LOG2E))
     others *= tl.exp2(m_others - top)
     inverse = 1.0 / (exp(z, top) + others)
-    factor = tl.exp2(tl.load(maxima + block * stride_block + c) - top) * inverse
+    if EXP_BLOCK_V == BLOCK_V:
+        own = tl.load(maxima + block * stride_block + c)
+    else:
+        of_entry = offs_v // EXP_BLOCK_V
+        own = tl.load(maxima + of_entry * stride_block + c, mask=offs_v < V, other=0.0)
+    factor = tl.exp2(own - top) * inverse
     g = tl.load(exps + c * stride_ec + offs_v, mask=mask_v, other=0.0).to(tl.float32) * factor
     # p - 1 = -(sum of the others), which does not cancel.
     g_label = -others * inverse * logits_slope(z, scale, softcap)

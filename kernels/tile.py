@@ -12,12 +12,11 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)
 
 
 @triton.jit
-def program_of_grid(N, splits, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
-    """``(row block, split of the vocabulary)`` of this program.
+def program_of_grid(pid, N, splits, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
+    """``(row block, split of the vocabulary)`` of program ``pid``.
 
     Row blocks of a group run next to each other on the same split: its weights come from L2.
     """
-    pid = tl.program_id(0)
     first_block = (pid // (GROUP_N * splits)) * GROUP_N
     group = tl.minimum(tl.cdiv(N, BLOCK_N) - first_block, GROUP_N)
     block = first_block + (pid % (GROUP_N * splits)) % group

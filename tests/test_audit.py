@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedce
 from fusedce import LossAccumulator, fused_ce
-from fusedce.audit import Step
+from fusedce.auditing import Step
 
 SIZES = [2, 14]  # tokens of the micro-batches of each step
 AVERAGED = "your micro-batches are averaged: tokens of short ones weigh up to 7.0 x more"
@@ -145,7 +145,7 @@ def test_a_scaled_loss():
 
 
 def test_the_table_is_logged(caplog):
-    with caplog.at_level(logging.WARNING, logger="fusedce.audit"):
+    with caplog.at_level(logging.WARNING, logger="fusedce.auditing"):
         report = watched(naive)
     assert str(report) in caplog.text
     assert "| 1 | 16 |" in str(report)
@@ -232,7 +232,7 @@ def test_two_ranks(name, verdict, tokens):
 
 def trainer_report(tmp_path, replaced=False, **kwargs):
     transformers = pytest.importorskip("transformers")
-    from tiny_trainer import arguments, llama, train
+    from support.tiny_trainer import arguments, llama, train
 
     model = llama()
     if replaced:

@@ -13,9 +13,10 @@ FLOORS = (
     {"backends", "accumulate"},
     {"autograd"},
     {"loss", "sharded"},
-    {"head", "testing"},
-    {"trainer", "audit"},
+    {"head", "testing", "recipes"},
+    {"trainer", "auditing"},
     {"__init__"},
+    {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},
     {"cli", "__main__"},
 )

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .implementations import COMPILED, FLOOR, IMPLEMENTATIONS
+from fusedce.peers import COMPILED, FLOOR, IMPLEMENTATIONS
+
 from .problems import Spec, make_inputs
 
 

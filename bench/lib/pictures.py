@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .implementations import FLOOR
+from fusedce.peers import FLOOR
+
 from .results import Row, problem
 
 OURS, OTHER, NAIVE, INK = "#0072b2", "#9a9a9a", "#d55e00", "#222222"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
 from fusedce.kernels.compact import compact_kernel
+from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.scale import scale_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
@@ -18,7 +19,14 @@ from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-KERNELS = ("forward", "stats", "softmax_grad", "scale", "compact")  # groups to choose from
+KERNELS = (
+    "forward",
+    "stats",
+    "exp_gemm",
+    "softmax_grad",
+    "scale",
+    "compact",
+)  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
     ("N", "H", "V", "T", "width", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
@@ -103,6 +111,14 @@ def variants(
                     narrow = frozenset(("H", "stride_hn", "stride_wv"))
                     label = f"forward {name} unaligned"
                     yield Variant(label, forward_kernel, dtype, constants, narrow)
+            if group in ("all", "exp_gemm") and precision == "ieee":
+                constants = _walk(walks.gemm, size) | none | common
+                constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
+                if not option:
+                    constants["best"] = None
+                if not walks.gemm.DESCRIPTOR:
+                    constants["weight_tiles"] = None
+                yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
             if group in ("all", "softmax_grad") and precision == "ieee":
                 yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
@@ -166,7 +182,7 @@ def _softmax_grad(
         label = f"{name}{' terms' if extra else ''}"
         more = {} if extra else {"best": None}
         yield Variant(f"exp_tile {label}", exp_tile_kernel, dtype, constants | more)
-        without = _without(constants, "bias") | {"BLOCKS": 64}
+        without = _without(constants, "bias") | {"BLOCKS": 64, "EXP_BLOCK_V": row.exp_block_v}
         if not extra:
             more |= dict.fromkeys(("argmax", "terms", "lse", "row_factors"))
         # label smoothing is a shift, with no soft-cap beside it
@@ -175,6 +191,8 @@ def _softmax_grad(
             label_ = f"softmax_grad {label}{' smoothing' if shift else ''}"
             yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused)
             if not option:
+                wide = without | more | unused | {"BLOCKS": 512, "EXP_BLOCK_V": 256}
+                yield Variant(f"{label_} after exp_gemm", softmax_grad_kernel, dtype, wide)
                 odd = frozenset(("V",))
                 label_ = f"{label_} V=50257"
                 yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)

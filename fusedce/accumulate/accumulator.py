@@ -271,13 +271,7 @@ class LossAccumulator:
         (out of memory), ``.grad`` holds a part of this micro-batch that nobody can take out again:
         to go on, leave the ``with`` block, or call :meth:`discard_window`.
         """
-        scaled = self.scale(out)
-        try:
-            self._engine.backward(scaled)
-        except BaseException:
-            if self._steps.window is not None:
-                self._steps.window.broken = "a backward has raised"
-            raise
+        self._engine.backward(self.scale(out))
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.

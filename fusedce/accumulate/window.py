@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,9 @@ class Window:
         self.seen = 0  # micro-batches that were differentiated
         self.auxiliary: list[Tensor] = []  # waiting for the next loss
         self.is_open = True
-        self.broken: str | None = None  # why it can only be dropped
         self._denominators = denominators
         self._scaled = 0
-        self._begun: list[tuple[int, Losses]] = []  # being differentiated
+        self._begun: list[tuple[int, int, Losses]] = []  # backward, number; not ended
         self._thread = threading.get_ident()
         self.on_begin: Callable[[list[Any]], None] | None = None
 
@@ -81,13 +81,11 @@ class Window:
                 "this window was opened by another thread: a LossAccumulator belongs to one "
                 "thread, make one for each"
             )
-        if self._begun and not self.broken:
-            self.broken = "a backward has raised, or has not ended"
-        if self.broken:
+        if self._begun:
             raise RuntimeError(
-                f"this window can only be dropped: {self.broken}, and .grad holds a part of that "
-                f"micro-batch which nobody can take out again. Call zero_grad, and then "
-                f"discard_window() (streaming), or leave the `with` block by raising"
+                "this window can only be dropped: a backward has raised, and .grad holds a part of "
+                "that micro-batch which nobody can take out again. Call zero_grad, and then "
+                "discard_window() (streaming), or leave the `with` block by raising"
             )
         if self.declared is not None and self.is_complete():
             raise _faults.too_many(len(self.declared))
@@ -115,16 +113,18 @@ class Window:
                 )
             if self.on_begin is not None:
                 self.on_begin(roots)
-            self._begun.append((number, losses))
-            Variable._execution_engine.queue_callback(self._ended)
+            backward = torch._C._current_graph_task_id()
+            self._begun.append((backward, number, losses))
+            Variable._execution_engine.queue_callback(partial(self._ended, backward))
 
         scaled.register_hook(begins)
 
-    def _ended(self) -> None:
+    def _ended(self, backward: int) -> None:
         """At the end of a backward, which visits several losses from the last to the first."""
-        for _, losses in sorted(self._begun, key=lambda begun: begun[0]):
+        mine = [begun for begun in self._begun if begun[0] == backward]
+        for _, _, losses in sorted(mine, key=lambda begun: begun[1]):
             self._count(losses)
-        self._begun = []
+        self._begun = [begun for begun in self._begun if begun[0] != backward]
 
     def _count(self, losses: Losses) -> None:
         counts = torch.stack([n for _, n in losses.values()])
@@ -156,7 +156,7 @@ class Window:
 
     def check_complete(self) -> None:
         """Raise unless as many micro-batches were seen as declared, and all losses were used."""
-        if not self.is_complete() or self._begun or self.broken:
+        if not self.is_complete() or self._begun:
             self.check_usable()
         if self.declared is not None and not self.is_complete():
             more = self._scaled - self.seen

@@ -43,17 +43,23 @@ VOCABULARY = 4096
 HIDDEN, LAYERS, HEADS = 128, 2, 4
 LEARNING_RATE = 1e-3
 END = "<end>"
-REPEATS = 5
+REPEATS, QUICK_REPEATS = 5, 2
 
 Batch = list[Tensor]  # one optimizer step: SEQUENCES tensors (T,) int64 of different T
 Losses = list[LossSum]  # of its micro-batches
 Way = Callable[[nn.Module, Batch], tuple[float, Losses]]  # backward; returns the logged loss too
 
 
-def run(*, steps: int, out: Path, seed: int, device: torch.device) -> int:
-    """Train, compare, write ``out/demo.png`` and ``out/demo.json``; the exit status."""
+def run(
+    *, steps: int, out: Path, seed: int, device: torch.device, quick: bool = False,
+    to_stderr: bool = False,
+) -> int:  # fmt: skip
+    """Train, compare, write ``out/demo.png`` and ``out/demo.json``; the exit status.
+
+    ``quick`` measures the loss with fewer repeats. ``to_stderr`` leaves standard output free.
+    """
     begin = time.perf_counter()
-    console = Console()
+    console = Console(stderr=to_stderr)
     texts = sections()
     tokenize = train_tokenizer(texts)
     sequences = [torch.tensor(tokenize(text), device=device) for text in texts]
@@ -74,11 +80,13 @@ def run(*, steps: int, out: Path, seed: int, device: torch.device) -> int:
         "",
     )
     console.print("\n".join(intro), highlight=False)
+    seconds = estimate(model, batches, time.perf_counter() - begin)
+    console.print(f"about {seconds:.0f} s in all, from one step timed here\n", highlight=False)
 
     with exactly_repeatable():
         runs = train_all(model, batches, console)
     console.print("\nmeasuring the loss alone, forward and backward ...", highlight=False)
-    cost = measure_cost(model, batches[0], device)
+    cost = measure_cost(model, batches[0], device, QUICK_REPEATS if quick else REPEATS)
     report = Report(
         runs=runs,
         cost=cost,
@@ -243,6 +251,19 @@ def train(model: nn.Module, batches: list[Batch], way: Way) -> Iterator[Step]:
         yield Step(logged, loss_sum / sum(int(out.n_valid) for out in outs))
 
 
+def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
+    """Seconds of the whole demo, from one micro-batched step; ``start`` were spent already.
+
+    Every process that measures memory starts as this one did: with the imports, which take as long
+    as the start.
+    """
+    begin = time.perf_counter()
+    naive_mean(model, batches[0])
+    step = time.perf_counter() - begin
+    model.zero_grad()
+    return start + step * (3 * len(batches) + len(LOSSES)) + len(LOSSES) * (1 + start)
+
+
 @contextmanager
 def exactly_repeatable() -> Iterator[None]:
     """Deterministic algorithms and full float32 products, undone at the end."""
@@ -269,14 +290,14 @@ class HeadInputs(NamedTuple):
     labels: Tensor  # (SEQUENCES, T) int64, shifted
 
 
-def measure_cost(model: Any, batch: Batch, device: torch.device) -> Cost:
+def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -> Cost:
     """Time and memory of the loss of one real full batch, fused and eager, forward + backward."""
     with torch.no_grad():
         hidden = hidden_states(model, pad(batch, 0))
     inputs = HeadInputs(
         hidden.detach(), model.lm_head.weight.detach().clone(), shift_labels(pad(batch, -100))
     )
-    seconds = median_seconds({name: partial(f, inputs) for name, f in LOSSES.items()}, REPEATS)
+    seconds = median_seconds({name: partial(f, inputs) for name, f in LOSSES.items()}, repeats)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "inputs.pt")
         torch.save(tuple(x.cpu() for x in inputs), path)

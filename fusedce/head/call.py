@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.head.clock import CLOCK, Tick
-from fusedce.head.recipe import Operands, Recipe, merged_into, recipe_of
+from fusedce.head.clock import Tick
+from fusedce.head.recipe import Operands, Recipe, as_they_are, merged_into, recipe_of
 
 if TYPE_CHECKING:
     from fusedce.head.report import Report
@@ -66,9 +66,7 @@ class HeadCall:
         """Whether an optimizer has stepped that may have changed a parameter of this head."""
         if self.tick.next is None:
             return False
-        params = [
-            x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made
-        ]
+        params = [x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made]
         ours = {id(x) for x in params}
         known = {id(p) for p in self.module.parameters()}
         if not ours <= known or any(hasattr(x, "ds_id") for x in params):
@@ -108,14 +106,13 @@ class HeadCall:
         return self.hidden.detach(), [x.requires_grad_(want) for x, want in pairs]
 
     def operands(self, hidden: Tensor, tensors: Sequence[Tensor]) -> Operands:
-        # Autocast has cast what it wanted when the head ran.
-        with torch.autocast(hidden.device.type, enabled=False):
+        with as_they_are(hidden.device):
             return self.recipe.of(list(tensors)).operands(hidden)
 
     def logits(self) -> Tensor:
         """Real logits ``(..., V)``, as the original head makes them; without a graph."""
         hidden, weight, bias = self.operands(self.hidden, self.tensors())
-        with torch.autocast(hidden.device.type, enabled=False):
+        with as_they_are(hidden.device):
             return F.linear(hidden, weight, bias)
 
     def gradients(
@@ -131,9 +128,9 @@ class HeadCall:
             live = (hidden.requires_grad_(needed[0]), *tensors)
         inputs = [x for x, need in zip(live, needed, strict=True) if need]
         again = torch.is_grad_enabled()
-        with torch.enable_grad(), torch.autocast(self.hidden.device.type, enabled=False):
+        with torch.enable_grad(), as_they_are(self.hidden.device):
             operands = self.operands(live[0], live[1:])
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with as_they_are(self.hidden.device):
             grad = grad.to(operands.hidden.dtype)
             rows, h = grad.flatten(0, -2), operands.hidden.flatten(0, -2)
             pairs = [  # an operand, and what the gradient comes to there
@@ -144,7 +141,7 @@ class HeadCall:
             pairs = [(x, make) for x, make in pairs if x is not None and x.requires_grad]
             found = iter(
                 torch.autograd.grad(
-                    [x for x, _ in pairs],
+                    [x for x, _ in pairs if x is not None],
                     inputs,
                     [make() for _, make in pairs],
                     create_graph=again,

@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import TensorWeakRef
 
 
 class Tick:
@@ -32,14 +33,27 @@ class Tick:
             tick = tick.next
 
 
+class Handle:
+    """Something that lives as long as its owner."""
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = Tick()
-        self.kept: weakref.WeakSet[Any] = weakref.WeakSet()  # gradients to be made before a step
+        # Gradients to be made before a step. Python's weak references to tensors may find them
+        # where C++ alone holds them; torch's know that, and this handle dies with the tensor.
+        self.kept: weakref.WeakKeyDictionary[Handle, TensorWeakRef] = weakref.WeakKeyDictionary()
+
+    def keep(self, grad: Any) -> Handle:
+        handle = Handle()
+        self.kept[handle] = TensorWeakRef(grad)
+        return handle
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
-        for grad in list(self.kept):
-            grad.look("optimizer.step")
+        for reference in list(self.kept.values()):
+            grad: Any = reference()
+            if grad is not None:
+                grad.look("optimizer.step")
         self.kept.clear()
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:

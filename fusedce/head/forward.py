@@ -40,7 +40,7 @@ class FusedHead:
         attached: Attached | None = self.__dict__.get(ATTACHED)
         if attached is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        hidden = args[0] if len(args) == 1 and not kwargs else None
+        hidden: Any = args[0] if len(args) == 1 and not kwargs else None
         reason = _why_not(self, hidden)
         if reason is None:
             recipe = recipe_of(self)
@@ -62,7 +62,7 @@ def original(module: nn.Module, attached: Attached) -> Any:
         return attached.previous
     kind = type(module)
     if issubclass(kind, FusedHead):
-        return super(FusedHead, module).forward
+        return super(FusedHead, module).forward  # type: ignore[misc]
     return module.forward
 
 
@@ -143,5 +143,5 @@ def own_class(kind: type) -> type:
 
 
 def _unpickled(kind: type) -> Any:
-    new = class_of(kind)
+    new: Any = class_of(kind)
     return new.__new__(new)

@@ -39,7 +39,7 @@ def mode_of(module: nn.Module, hidden: Tensor, weight: Tensor) -> Mode:
 
 def is_plain(kind: type) -> bool:
     """Whether a class of layers has torch's own forward, which is known in every mode."""
-    return kind.forward is nn.Linear.forward
+    return getattr(kind, "forward", None) is nn.Linear.forward
 
 
 def can_probe(weight: Tensor) -> bool:

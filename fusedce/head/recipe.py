@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fusedce.contract.checks import autocast_dtype
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[object]:
+    """No autocast: it has cast what it wanted when the head ran."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 class Operands(NamedTuple):

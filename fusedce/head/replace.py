@@ -181,7 +181,8 @@ def _find_head(model: nn.Module) -> nn.Module:
         return linears[(likely or list(linears))[0]]
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
-        f"{', '.join(likely or linears)} could be its output head. Pass head=model.get_submodule(...)"
+        f"{', '.join(likely or linears)} could be its output head. "
+        f"Pass head=model.get_submodule(...)"
     )
 
 
@@ -228,7 +229,9 @@ class _Watch:
             attach(model)
         except (TypeError, ValueError) as e:
             module.__dict__.pop(_WATCH).remove()
-            warnings.warn(f"the model has another head now, which is not replaced: {e}", stacklevel=2)
+            warnings.warn(
+                f"the model has another head now, which is not replaced: {e}", stacklevel=2
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
         model = self.model()

@@ -37,7 +37,9 @@ class HeadReport(NamedTuple):
 
     def __str__(self) -> str:
         if self.since is None:
-            return "the output head is the model's own: fusedce.replace_loss_head(model) replaces it"
+            return (
+                "the output head is the model's own: fusedce.replace_loss_head(model) replaces it"
+            )
         lines = [
             f"replaced since {self.since}" + ("" if self.active else ", but not active now"),
             f"losses fused: {self.losses_fused}; logits made: {self.logits_made}",

@@ -107,13 +107,14 @@ def fused_logprobs(
         stats = dispatch.token_stats(problem, wanted)
         logprob = -stats.nll
     assert stats.argmax is not None
-    found = (stats.entropy, stats.lse, stats.argmax)
-    logprob = logprob.view(labels.shape)
-    entropy, lse, argmax = (x.view(hidden.shape[:-1]) for x in found)
-    if mean_logit:
-        mean = stats.zmean.view(hidden.shape[:-1])
-        return TokenStatsAndMean(logprob, entropy, lse, argmax, mean)
-    return TokenStats(logprob, entropy, lse, argmax)
+    tokens = hidden.shape[:-1]
+    found = TokenStats(
+        logprob.view(labels.shape),
+        stats.entropy.view(tokens),
+        stats.lse.view(tokens),
+        stats.argmax.view(tokens),
+    )
+    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
 
 
 def _several(hidden: Tensor, labels: Tensor) -> bool:

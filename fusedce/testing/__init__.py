@@ -19,14 +19,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import hypothesis
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fusedce.contract.results import LossSum
 from fusedce.loss.reference import reference_ce
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "fusedce.testing needs hypothesis: pip install 'fusedce[testing]'", name="hypothesis"
+    ) from None
 
 LogitsKind = Literal["flat", "peaked", "huge"]
 Loss = Callable[..., tuple[Tensor, Tensor]]

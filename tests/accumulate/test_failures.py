@@ -126,8 +126,7 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
             acc.scale(out_of(weight, micro[0]))
             with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss"):
                 acc.backward(out_of(weight, micro[1]))
-            acc._steps.window.broken = None  # the other error is what is tested here
-            acc._steps.window._begun = []
+            acc._steps.window._begun = []  # the other error is what is tested here
             acc._steps.window.seen = 1
 
 
@@ -165,6 +164,26 @@ def test_losses_differentiated_together_count_in_their_order(streaming):
     else:
         with acc.window([3, 5]):
             sum(acc.scale(out_of(weight, one)) for one in micro).backward()
+    assert distance(weight.grad, exact) < 1e-6
+
+
+def test_a_later_backward_does_not_heal_one_that_raised():
+    weight, acc = new_weight(), LossAccumulator()
+    scaled = [acc.scale(out_of(weight, one, not i)) for i, one in enumerate(batches([3, 5]))]
+    with pytest.raises(ZeroDivisionError):
+        scaled[0].backward()
+    scaled[1].backward()
+    with pytest.raises(RuntimeError, match="can only be dropped"):
+        acc.finish([weight])
+
+
+def test_a_micro_batch_too_many_is_refused_before_its_gradient():
+    micro = batches([3, 5])
+    weight, exact, _ = weight_and_grad(micro[:1])
+    with pytest.raises(RuntimeError, match="1 micro-batches were declared, this is number 2"):
+        with LossAccumulator().window([3]) as acc:
+            for one in micro:
+                acc.backward(out_of(weight, one))
     assert distance(weight.grad, exact) < 1e-6
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lib import prediction
-from lib.prediction import DEVICES, METHODS, PLANS, SHAPES, Plan, fused_ce, predict
 
+from fusedce import prediction
 from fusedce.backends import plan as backend_plan
+from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, Plan, fused_ce, predict
 
 ROOT = Path(__file__).parents[2]
 H200 = DEVICES["H200"]
@@ -122,10 +122,9 @@ def test_an_unknown_method_is_refused():
 
 def test_the_module_needs_nothing_but_python():
     """It will be asked on machines without torch, too."""
-    code = "import sys; sys.modules['torch'] = None; import prediction; print(prediction.SHAPES)"
-    folder = ROOT / "bench" / "lib"
+    code = "import sys; sys.modules['torch'] = None; import fusedce.prediction"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=folder, capture_output=True, text=True
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,9 +1,8 @@
-"""Compiled functions that are handed lazy logits, as torchtitan and torchtune compile their loss."""
+"""Compiled functions that are handed lazy logits, as trainers compile their loss."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-
 from support.attacks import both
 from support.heads import V, ce, compiled
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from support.attacks import both
 from support.heads import V, ce
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Squares(torch.autograd.Function):

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attacks import both
+from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.head.lazy.logits import LazyLogits
-from support.attacks import both
-from support.heads import H, V, ce, plain_model, tokens
 
 
 def test_a_shallow_copy_computes_with_its_own_parameters():
@@ -35,7 +35,10 @@ def test_a_replica_computes_with_its_own_parameters():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("lm_head", r"head must be a torch.nn.Module, got str: pass model.get_submodule\('lm_head'\)"),
+        (
+            "lm_head",
+            r"head must be a torch.nn.Module, got str: pass model.get_submodule\('lm_head'\)",
+        ),
         (nn.Embedding(V, H), "head must be a linear layer .* got Embedding"),
         (nn.Parameter(torch.zeros(V, H)), "head must be a torch.nn.Module, got Parameter"),
         (nn.Bilinear(2, 2, 2), "head must be a linear layer .* got Bilinear"),
@@ -136,8 +139,7 @@ def test_an_adapter_that_comes_later_and_is_not_understood_is_warned_of_once(lla
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
     adapted = peft.get_peft_model(model, config)
     with pytest.warns(UserWarning, match="another head now, which is not replaced") as warned:
-        first = run(adapted)
-        run(adapted)
+        first, _ = run(adapted), run(adapted)
     assert sum("another head" in str(w.message) for w in warned) == 1
     torch.testing.assert_close(first, run(restore_loss_head(adapted)))
 

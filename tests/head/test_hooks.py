@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from support.attacks import both
 from support.heads import V, ce
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.heads import V, compiled, loss_and_grads, plain_model, tokens
 from torch import nn
 
 import fusedce
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.head.lazy.logits import LazyLogits
-from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),

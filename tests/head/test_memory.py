@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-
-from fusedce import head_report, replace_loss_head
 from support.attacks import both
 from support.heads import V, ce, plain_model, tokens
+
+from fusedce import head_report, replace_loss_head
 
 
 def test_kept_detached_logits_hold_no_graph():
@@ -68,7 +68,9 @@ def test_hooks_that_change_nothing_make_no_logits(no_logits):
 LAZY = {
     "chunk": lambda z, y: sum(ce(a, b) for a, b in zip(z.chunk(2), y.chunk(2), strict=True)),
     "half of a chunk": lambda z, y: ce(z.chunk(2, 1)[0], y.chunk(2, 1)[0]),
-    "split": lambda z, y: sum(ce(a, b) for a, b in zip(z.split([3, 4], 1), y.split([3, 4], 1), strict=True)),
+    "split": lambda z, y: sum(
+        ce(a, b) for a, b in zip(z.split([3, 4], 1), y.split([3, 4], 1), strict=True)
+    ),
     "tensor_split": lambda z, y: ce(z.tensor_split(3, dim=1)[1], y.tensor_split(3, dim=1)[1]),
     "unbind": lambda z, y: sum(ce(a, b) for a, b in zip(z.unbind(1), y.unbind(1), strict=True)),
     "narrow": lambda z, y: ce(z.narrow(1, 2, 3), y.narrow(1, 2, 3)),

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attacks import both
+from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
-from support.attacks import both
-from support.heads import H, V, ce, plain_model, tokens
 
 
 def model_of(head):

@@ -1,10 +1,12 @@
 """What a replaced head says of itself."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from support.heads import V, ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
-from support.heads import V, ce, compiled, plain_model, tokens
 
 
 def test_a_report_names_each_place_that_made_logits():
@@ -25,7 +27,7 @@ def test_a_report_names_each_place_that_made_logits():
     assert (argmax.shape, argmax.bytes) == ((3, 7, V), 4 * 21 * V)
     file, line = argmax.line.rsplit(":", 1)
     assert file == __file__
-    assert "# this line" in open(file).read().splitlines()[int(line) - 1]
+    assert "# this line" in Path(file).read_text().splitlines()[int(line) - 1]
     assert softmax.operation == "aten._softmax.default"
     assert "2 x aten.argmax.default" in str(report)
     restore_loss_head(model)
@@ -52,7 +54,7 @@ def test_explain_prints_each_place_once(monkeypatch, capsys):
 
 
 def test_a_report_of_no_model():
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         head_report(3)
 
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from support.heads import V, ce, compiled, plain_model, tokens
 from torch import nn
 
 from fusedce import replace_loss_head
-from support.heads import V, ce, compiled, plain_model, tokens
 
 
 def stepped(make, fused_loss=False, model=None, run=None):
@@ -31,11 +31,20 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("look", [lambda z: z.argmax(-1), lambda z: ce(z, tokens(3, 7)),
-                                  lambda z: z[:, -1].float().sum(), lambda z: z.numpy()])  # fmt: skip
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda z: z.argmax(-1),
+        lambda z: ce(z, tokens(3, 7)),
+        lambda z: z[:, -1].float().sum(),
+        lambda z: z.numpy(),
+    ],
+)
 def test_logits_read_after_a_step_are_refused(name, look):
     z, *_ = stepped(OPTIMIZERS[name])
-    with pytest.raises(RuntimeError, match=r"changed \(by an optimizer step\?\) since the head ran"):
+    with pytest.raises(
+        RuntimeError, match=r"changed \(by an optimizer step\?\) since the head ran"
+    ):
         look(z.detach())
 
 
@@ -110,8 +119,8 @@ def test_a_frozen_heads_logits_may_be_read_at_any_time():
 
 def test_lbfgs_may_run_the_model_inside_its_step():
     losses = []
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
     for model in (plain_model(), replace_loss_head(plain_model())):
-        x, y = tokens(3, 7), tokens(3, 7, seed=1)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
 
         def closure(model=model, optimizer=optimizer):

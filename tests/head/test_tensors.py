@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import replace_loss_head
 from fusedce.head.lazy.logits import LazyLogits
-from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
 
 
 def ce(z, y):

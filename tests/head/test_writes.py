@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.heads import V, compiled, loss_and_grads, plain_model, tokens
 
 from fusedce import replace_loss_head
-from support.heads import V, compiled, loss_and_grads, plain_model, tokens
 
 
 def test_writing_into_logits_counts():

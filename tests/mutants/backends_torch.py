@@ -10,8 +10,8 @@ EDGES = "test_edges.py"
 MUTANTS = [
     Mutant(
         "mask: ignored means negative",
-        "valid = labels != problem.ignore_index\n    n_valid",
-        "valid = labels >= 0\n    n_valid",
+        "self.labels.ne(cast(int, self.ignore_index))",
+        "self.labels >= 0",
         TORCH,
     ),
     Mutant(

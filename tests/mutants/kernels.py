@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows: block factor without its maximum",
-        "tl.exp2(tl.load(maxima + block * stride_block + c) - top) * inverse",
+        "tl.exp2(own - top) * inverse",
         "inverse",
         TRITON,
     ),
@@ -86,7 +86,12 @@ MUTANTS = [
         "tl.log((1.0 + tl.exp(-tl.abs(gap))).to(tl.float32)).to(tl.float64)",
         f"{CONTRACT} -k accuracy",
     ),
-    Mutant("rows: slope left out", "g = e * slope", "g = e", TRITON),
+    Mutant(
+        "rows: slope left out",
+        "    g = e * slope\n    if AMPLIFY",
+        "    g = e\n    if AMPLIFY",
+        TRITON,
+    ),
     Mutant("compaction: ignored rows stay", "mask_n & (y != ignore_index)", "mask_n", TRITON),
     Mutant(
         "compaction: label V passes",
@@ -142,5 +147,17 @@ MUTANTS = [
         "(offs_t < T) & (offs_t != at)",
         "offs_t != at",
         TRITON,
+    ),
+    Mutant(
+        "one GEMM: the label's logit is another's",
+        "offs[None, :] == at[:, None], z, 0.0",
+        "offs[None, :] == at[:, None] + 1, z, 0.0",
+        "test_exp_gemm.py -k cublas",
+    ),
+    Mutant(
+        "one GEMM: every maximum is the first block's",
+        "of_entry = offs_v // EXP_BLOCK_V",
+        "of_entry = offs_v // V",
+        "test_exp_gemm.py -k cublas",
     ),
 ]

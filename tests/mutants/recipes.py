@@ -8,8 +8,8 @@ MONITORS = "test_monitors.py"
 MUTANTS = [
     Mutant(
         "grpo: clipped on one side",
-        "1 - clip[0], 1 + clip[1]",
-        "0, 1 + clip[1]",
+        "ratio.clamp(1 - clip[0], 1 + clip[1]) * a)\n",
+        "ratio.clamp(0, 1 + clip[1]) * a)\n",
         f"{RECIPES} -k grpo",
     ),
     Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),

@@ -5,10 +5,18 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from support.tiny_trainer import (
+    Dataset,
+    FusedTrainer,
+    arguments,
+    llama,
+    sharpened,
+    train,
+    true_mean,
+)
 from transformers import Trainer
 
 from fusedce import FusedTrainerMixin
-from support.tiny_trainer import Dataset, FusedTrainer, arguments, llama, sharpened, train, true_mean
 
 
 class Tripled(Trainer):

@@ -43,7 +43,8 @@ def text(n, seed):
 def settings(tmp_path, **kwargs):
     return {
         "output_dir": str(tmp_path), "use_cpu": True, "logging_steps": 1, "report_to": [],
-        "max_steps": 2, "learning_rate": 0.5, "optim": "sgd", "save_strategy": "no", "disable_tqdm": True,
+        "max_steps": 2, "learning_rate": 0.5, "optim": "sgd", "save_strategy": "no",
+        "disable_tqdm": True,
         "bf16": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant", **kwargs,
     }  # fmt: skip
 
@@ -55,8 +56,8 @@ def dpo(base, tmp_path, tokenizer, **kwargs):
     ]
     config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
     return base(
-        model=saved(tmp_path), ref_model=None, args=config, train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
+        model=saved(tmp_path), ref_model=None, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
 
 

@@ -41,7 +41,9 @@ class Walks(NamedTuple):
     stats: Blocks  # entropy and argmax need registers as well
     stats_with_options: Blocks  # and the mean of the logits, class weights
     unaligned: Blocks  # rows that do not start at multiples of 16 bytes: narrow loads
+    gemm: Blocks  # the product whose epilogue writes exponentials
     candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
+    by_gemm: bool = False  # training uses it, rather than cuBLAS and a kernel after it
 
 
 class Architecture(NamedTuple):
@@ -76,7 +78,7 @@ class Architecture(NamedTuple):
 
 
 def _same(blocks: Blocks) -> Walks:
-    return Walks(blocks, blocks, blocks, blocks, blocks)
+    return Walks(blocks, blocks, blocks, blocks, blocks, blocks)
 
 
 _AMPERE = Blocks(128, 128, 64, 8, 3)
@@ -106,6 +108,7 @@ ARCHITECTURES = (
             stats=_AMPERE,
             stats_with_options=Blocks(128, 64, 64, 8, 3),
             unaligned=_UNALIGNED,
+            gemm=_AMPERE,
             candidates=(
                 Blocks(128, 128, 32, 8, 4),
                 _AMPERE._replace(GROUP_N=8),
@@ -125,6 +128,7 @@ ARCHITECTURES = (
             stats=_HOPPER_SMALL,
             stats_with_options=_HOPPER_NARROW,
             unaligned=_UNALIGNED,
+            gemm=_HOPPER,
             candidates=(
                 _HOPPER._replace(FLATTEN=True),
                 _HOPPER._replace(GROUP_N=8),
@@ -151,6 +155,7 @@ ARCHITECTURES = (
             stats=_HOPPER_SMALL,
             stats_with_options=_HOPPER_NARROW,
             unaligned=_UNALIGNED,
+            gemm=_HOPPER,
             candidates=(
                 _HOPPER._replace(num_stages=4),
                 Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
@@ -202,6 +207,15 @@ def architecture(device: torch.device) -> Architecture:
         gcn = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     fitting = (row for row in ARCHITECTURES if capability in row.capabilities or gcn in row.gcn)
     return next(fitting, BY_NAME["other"])
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors: how many programs of a persistent kernel run at once."""
+    if device.type == "cpu":
+        return 3  # of the interpreter: several tiles for each
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(properties.multi_processor_count)
 
 
 def vocabulary_splits(V: int, blocks: Blocks) -> tuple[int, int]:

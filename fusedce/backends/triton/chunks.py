@@ -1,7 +1,8 @@
 """A chunk of logits of the training pass, turned into its gradient, and the two products after it.
 
-The seam is :meth:`Chunks.tiles`: whatever makes products of a tile of the vocabulary, the kernels
-that follow know nothing of it.
+The seam is :meth:`Chunks.gradient`: exponentials are made by products of cuBLAS with a kernel after
+each, or by one product of ours; the architecture's row says by which. What follows knows nothing of
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.operands import multiple, padded, pointwise
+from fusedce.backends.triton.operands import multiple, operands, padded, pointwise
 from fusedce.backends.triton.products import add_product, mm
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
+from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
@@ -49,28 +51,32 @@ class Chunks:
         self.block = min(triton.next_power_of_2(V), self.arch.exp_block_v)
         self.blocks = triton.cdiv(V, self.block)
         self.tile = self.arch.tile_shape(C, V, H, self.block)
-        rows, T = self.tile
-        self.products = torch.empty(rows * multiple(T), dtype=torch.float32, device=device)
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
         self.exps = self.grads
         if problem.label_smoothing and problem.softcap is None:
             # What smoothing leaves of a probability is rounded, not the probability itself.
             self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
-        self.maxima, self.sums = torch.empty(2, self.blocks, C, device=device).unbind()
+        walks = self.arch.walks(weight.element_size())
+        self.problem = problem
+        self.gemm = walks.gemm if walks.by_gemm else None
+        self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
+        of_blocks = (2, triton.cdiv(V, self.exp_block), C)
+        self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
         self.z_label = torch.empty(C, dtype=torch.float32, device=device)
         self.residuals = torch.empty(C, dtype=torch.float32, device=device)
 
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
         V, (most_rows, most) = self.weight.shape[0], self.tile
+        room = torch.empty(most_rows * multiple(most), dtype=torch.float32, device=h.device)
         for begin in range(0, V, most):
             T = min(most, V - begin)
             bias = self.pointwise["bias"]
             options = self.pointwise | {"bias": None if bias is None else bias[begin:]}
             for first in range(0, len(h), most_rows):
                 some = h[first : first + most_rows]
-                products = self.products[: len(some) * multiple(T)].view(len(some), -1)
+                products = room[: len(some) * multiple(T)].view(len(some), -1)
                 mm(some, self.weight[begin : begin + T].t(), products[:, :T])
                 yield Tile(slice(first, first + len(some)), begin, products[:, :T], options)
 
@@ -91,27 +97,8 @@ class Chunks:
         V, C = self.weight.shape[0], len(h)
         exps, grads = self.exps[:C], self.grads[:C]
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
-        common = {"AMPLIFY": self.amplify, "BLOCK_V": self.block, "num_warps": self.arch.exp_warps}
-        stride_block = self.sums.stride(0)
-        for rows, begin, products, options in self.tiles(h):
-            T = products.shape[1]
-            exp_tile_kernel[(len(products), triton.cdiv(T, self.block))](
-                products=products,
-                exps=exps[rows, begin:],
-                labels=y[rows],
-                maxima=self.maxima[:, rows],
-                sums=self.sums[:, rows],
-                z_label=self.z_label[rows],
-                best=None if best is None else best[:, rows],
-                begin=begin,
-                T=T,
-                width=multiple(T),
-                stride_pc=products.stride(0),
-                stride_ec=exps.stride(0),
-                stride_block=stride_block,
-                **options,
-                **common,
-            )
+        make = self.exps_of_gemm if self.gemm is not None else self.exps_of_tiles
+        make(h, y, exps, best)
         terms = None if factors is None else factors.terms
         softmax_grad_kernel[(C, self.blocks)](
             exps=exps,
@@ -133,17 +120,66 @@ class Chunks:
             first=first,
             V=V,
             width=multiple(V),
-            blocks=self.blocks,
+            blocks=len(self.sums),
             stride_ec=exps.stride(0),
             stride_gc=grads.stride(0),
-            stride_block=stride_block,
+            stride_block=self.sums.stride(0),
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            BLOCKS=triton.next_power_of_2(self.blocks),
-            **common,
+            BLOCKS=triton.next_power_of_2(len(self.sums)),
+            EXP_BLOCK_V=self.exp_block,
+            AMPLIFY=self.amplify,
+            BLOCK_V=self.block,
+            num_warps=self.arch.exp_warps,
         )
         return grads[:, :V]
+
+    def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
+        """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
+        for rows, begin, products, options in self.tiles(h):
+            T = products.shape[1]
+            exp_tile_kernel[(len(products), triton.cdiv(T, self.block))](
+                products=products,
+                exps=exps[rows, begin:],
+                labels=y[rows],
+                maxima=self.maxima[:, rows],
+                sums=self.sums[:, rows],
+                z_label=self.z_label[rows],
+                best=None if best is None else best[:, rows],
+                begin=begin,
+                T=T,
+                width=multiple(T),
+                stride_pc=products.stride(0),
+                stride_ec=exps.stride(0),
+                stride_block=self.sums.stride(0),
+                **options,
+                AMPLIFY=self.amplify,
+                BLOCK_V=self.block,
+                num_warps=self.arch.exp_warps,
+            )
+
+    def exps_of_gemm(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
+        """The same by one product whose epilogue makes them."""
+        blocks = self.gemm
+        assert blocks is not None
+        problem = self.problem._replace(hidden=h, weight=self.weight, labels=y)
+        shared = operands(problem, blocks) | self.pointwise
+        tiles = triton.cdiv(len(h), blocks.BLOCK_N) * shared["splits"]
+        for name in ("tiles_per_split", "splits"):
+            del shared[name]
+        exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
+            exps=exps,
+            maxima=self.maxima,
+            sums=self.sums,
+            z_label=self.z_label,
+            best=best,
+            width=multiple(shared["V"]),
+            stride_ec=exps.stride(0),
+            stride_block=self.sums.stride(0),
+            AMPLIFY=self.amplify,
+            **shared,
+        )
 
     def known_gradient(
         self,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK
+from fusedce.head.clock import CLOCK, Handle
 from fusedce.head.lazy.logits import real, unviewed
 from fusedce.head.lazy.ops import UNDOING, aten, effects_of
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
@@ -76,6 +76,7 @@ class LogitsGrad(torch.Tensor):
     exposed: bool  # its numbers are what counts
     writes: int
     seen: int  # how many writes of the base are in these
+    handle: Handle
 
     @staticmethod
     def __new__(
@@ -91,7 +92,7 @@ class LogitsGrad(torch.Tensor):
         )
         new.like, new.terms, new.dense, new.make = like, terms, dense, make
         new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
-        CLOCK.kept.add(new)
+        new.handle = CLOCK.keep(new)
         return new
 
     @classmethod
@@ -148,12 +149,11 @@ class LogitsGrad(torch.Tensor):
         self.writes += 1
 
     def written(self) -> None:
-        grad: LogitsGrad | None = self
-        while grad is not None:
-            grad.writes += 1
-            grad, below = grad.base, grad
-            if grad is not None:
-                below.seen = grad.writes + 1
+        """Say that these, and so the base, have been written into."""
+        self.writes += 1
+        if self.base is not None:
+            self.base.written()
+            self.seen = self.base.writes
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.look("repr"))
@@ -168,13 +168,13 @@ class LogitsGrad(torch.Tensor):
         return self.look("tolist").tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        if "values" not in self.__dict__:
-            self.values = unviewed(self.expose("torch.compile"))
-        return ["values"], None
+        if "looked" not in self.__dict__:
+            self.looked = unviewed(self.expose("torch.compile"))
+        return ["looked"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
-        return inner["values"]
+        return inner["looked"]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
@@ -235,9 +235,10 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if any(not t.left or t.left[0] != step for t in x.terms):
         return NotImplemented
-    if tuple(x.shape) != (step.after if hasattr(step, "after") else tuple(x.shape)):
-        if not (isinstance(step, Slice) and len(step.after) > x.dim()):  # of a select
-            return NotImplemented
+    after = getattr(step, "after", tuple(x.shape))
+    of_select = isinstance(step, Slice) and len(after) > x.dim()
+    if tuple(x.shape) != after and not of_select:
+        return NotImplemented
     terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
     if isinstance(step, Cap):
         lazy = args[1]

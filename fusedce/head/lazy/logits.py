@@ -49,11 +49,27 @@ class Memory:
         parent: LazyLogits | None = None,
     ) -> None:
         self.call, self.history = call, history
-        self.written = False  # only the values count then
         self.values: Tensor | None = None
+        self._written = False
+        self._given_away: list[tuple[Tensor, int]] = []  # to compiled code, with its version
         # A copy can be made from what it is a copy of, as long as that has not changed since.
         self.parent = None if parent is None else weakref.ref(parent.memory)
         self.length = 0 if parent is None else len(parent.memory.history)
+
+    @property
+    def written(self) -> bool:
+        """Whether only the values count."""
+        return self._written or any(x._version != before for x, before in self._given_away)
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        self._written = value
+
+    def give_away(self, x: Tensor) -> Tensor:
+        """The same memory, but no view of anything: torch.compile has no views of subclasses."""
+        new = unviewed(x)
+        self._given_away.append((new, new._version))
+        return new
 
     def look(self, operation: str) -> Tensor:
         if self.values is None:
@@ -136,19 +152,19 @@ class LazyLogits(torch.Tensor):
         return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(
-            protocol
+        return (
+            self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Compiled code that is handed lazy logits gets real ones."""
-        if "values" not in self.__dict__:
-            self.values = unviewed(self.expose("torch.compile"))
-        return ["values"], None
+        if "looked" not in self.__dict__:
+            self.looked = self.memory.give_away(self.look("torch.compile"))
+        return ["looked"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
-        return inner["values"]
+        return inner["looked"]
 
     @classmethod
     def __torch_function__(
@@ -190,7 +206,7 @@ class LazyLogits(torch.Tensor):
 
 
 def unviewed(x: Tensor) -> Tensor:
-    """The same memory, but no view of anything: torch.compile has none of subclasses."""
+    """The same memory, but no view of anything."""
     with torch.no_grad():
         new = torch.empty(0, dtype=x.dtype, device=x.device)
         return new.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
@@ -299,6 +315,13 @@ def _values(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return func(values, *args, **kwargs)
 
 
+def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Torch crashes where a view's first hook makes it find its node anew, after a write."""
+    if x.requires_grad:
+        x.grad_fn  # noqa: B018  # finds it
+    return func(x, *args, **kwargs)
+
+
 def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Parts, each a view of its own: autograd would fill up what is not used with real zeros."""
     parts = func(x.like, *args, **kwargs)
@@ -331,6 +354,8 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
         _split,
     ),
     T._is_view: lambda func, x: False,  # see `unviewed`
+    T.register_hook: _hook,
+    T.retain_grad: _hook,
     T.unbind: _unbind,
     torch.unbind: _unbind,
     T.__iter__: _iterate,

@@ -14,7 +14,7 @@ from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
 from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
-from fusedce.head.recipe import Recipe
+from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
@@ -65,7 +65,7 @@ class Request(NamedTuple):
         """The same without logits."""
         factors = scale_and_cap(p)
         assert factors is not None, "not a loss that can be fused"
-        with torch.autocast(p.hidden.device.type, enabled=False):
+        with as_they_are(p.hidden.device):
             operands = recipe.operands(p.hidden)
         weight, bias = operands.weight, operands.bias
         if p.bias is not None:
@@ -82,7 +82,7 @@ class Request(NamedTuple):
             "label_smoothing": self.label_smoothing,
         }
         target = self.target.reshape(-1)
-        with torch.autocast(p.hidden.device.type, enabled=False):
+        with as_they_are(p.hidden.device):
             if self.weight is not None or self.reduction == "none":
                 options |= {"class_weight": self.weight, "reduction": self.reduction}
                 loss = fused_cross_entropy(rows, weight, target, **options)
@@ -208,9 +208,11 @@ class FusedLoss(torch.autograd.Function):
         memory, like = ctx.logits, ctx.like
         inputs = plan.inputs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(
-            ctx.loss, inputs, grad, retain_graph=keep, allow_unused=True
-        ) if inputs else ()
+        found = (
+            torch.autograd.grad(ctx.loss, inputs, grad, retain_graph=keep, allow_unused=True)
+            if inputs
+            else ()
+        )
         by_id = {id(x): g for x, g in zip(inputs, found, strict=True)}
         comes_to = tuple(by_id.get(id(x)) for x in (plan.hidden, *plan.tensors))
         left = tuple(s for s in reversed(plan.steps) if s.undone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ class Effects(NamedTuple):
     symmetric: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def effects_of(func: Any) -> Effects:
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [

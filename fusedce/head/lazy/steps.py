@@ -87,7 +87,7 @@ class Reshape(Step):
             outer = math.prod(self.before[:c])
             products = [math.prod(self.after[:k]) for k in range(len(self.after))]
             sizes = zip(products, self.after, strict=True)
-            found = [k for k, (n, V) in enumerate(sizes) if n == outer and V == self.before[c]]
+            found = [k for k, (n, V) in enumerate(sizes) if n == outer and self.before[c] == V]
             at = found[-1] if found else -1
         if at < 0 or self.after[at] != self.before[c]:
             return None  # the classes are mixed with something else
@@ -241,7 +241,9 @@ def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> Steps | None:
 def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     order = tuple(d % len(before) for d in order)
-    return (Permute(order, tuple(out.shape)),) if sorted(order) == list(range(len(before))) else None
+    return (
+        (Permute(order, tuple(out.shape)),) if sorted(order) == list(range(len(before))) else None
+    )
 
 
 def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> Steps | None:
@@ -392,9 +394,7 @@ def _undo_permute(read: Callable[..., Steps | None]) -> Callable[..., Step | Non
     return undo
 
 
-def _undo_slice(
-    grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int
-) -> Step | None:
+def _undo_slice(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Step | None:
     index = slice(*slice(start, end, step).indices(sizes[dim]))
     return Slice(dim % len(sizes), index, tuple(sizes), tuple(grad.shape))
 

@@ -15,8 +15,8 @@ from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Tick
 from fusedce.head.lazy.loss import project, request_of
 from fusedce.head.lazy.make import MakeLogits
-from fusedce.head.lazy.steps import STEPS, Cast, Row, Steps
-from fusedce.head.recipe import Recipe
+from fusedce.head.lazy.steps import STEPS, Row, Steps
+from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.report import Report
 
 
@@ -98,7 +98,7 @@ class TracedLogits:
             while root._parent is not None:
                 root = root._parent
             o = root._origin
-            with torch.set_grad_enabled(o.grad), torch.autocast(o.hidden.device.type, enabled=False):
+            with torch.set_grad_enabled(o.grad), as_they_are(o.hidden.device):
                 operands = o.recipe.operands(o.hidden)
                 root._make(F.linear(*operands))
         assert self._real is not None

@@ -1,0 +1,198 @@
+"""`fusedce bench`: one shape on this machine, beside whatever else is installed here.
+
+Times are interleaved and memory comes from fresh processes, as :mod:`fusedce.measure` says. The
+scripts in ``bench/`` of the repository measure more, and more carefully.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.models import UserError
+from fusedce.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, missing
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation, forward and backward."""
+
+    name: str
+    seconds: list[float] | None  # sorted
+    extra_bytes: int | None  # at the peak, beyond inputs and before the call
+    skipped: str | None = None  # why it did not run
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Result:
+    shape: tuple[int, int, int]  # N, H, V
+    dtype: str
+    device: str
+    where: str  # what the numbers hold for, in words
+    memory_method: str
+    rows: list[Row]  # the first is that of the bare products
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> list[dict[str, str]]:
+        """Rows to print: milliseconds, the ratio to the bare products, MiB."""
+        floor = self.rows[0].median
+        out = []
+        for row in self.rows:
+            ratio = row.median / floor if row.median and floor else None
+            out.append({
+                "": row.name,
+                "median ms": f"{1e3 * row.median:.1f}" if row.median else (row.skipped or ""),
+                "fastest to slowest": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}"
+                if row.seconds else "",
+                "/ bare GEMMs": f"{ratio:.2f}" if ratio else "",
+                "extra peak MiB": f"{row.extra_bytes / 2**20:.0f}"
+                if row.extra_bytes is not None else "",
+            })  # fmt: skip
+        return out
+
+
+def bench(
+    shape: tuple[int, int, int], *, dtype: str, device: str, repeats: int,
+    compiled: bool, progress: Progress,
+) -> Result:  # fmt: skip
+    """Time and memory of every implementation that runs here, forward and backward.
+
+    Args:
+        shape: N tokens, a quarter of them ignored, H hidden size, V vocabulary.
+        dtype: "fp32", "bf16" or "fp16"; device: of torch; repeats: timed calls of each.
+        compiled: ``torch.compile`` of the eager loss as well (it takes most of a minute).
+        progress: called with a line before each step.
+
+    Raises:
+        UserError: sizes that are not positive.
+    """
+    if min(shape) < 1 or repeats < 1:
+        raise UserError(f"sizes and repeats must be at least 1, got {shape} and {repeats}")
+    on_cpu = torch.device(device).type == "cpu"
+    names = [n for n in (ON_CPU if on_cpu else tuple(IMPLEMENTATIONS)) if compiled or n != COMPILED]
+    absent = {n: reason for n in names if (reason := missing(n)) is not None}
+    target = {"shape": shape, "dtype": dtype, "device": device}
+    calls, failed = {FLOOR: prepare(FLOOR, **target)}, dict(absent)  # type: ignore[arg-type]
+    for name in names:
+        if name in failed:
+            continue
+        progress(f"preparing {name}")
+        try:
+            calls[name] = prepare(name, **target)  # type: ignore[arg-type]
+            calls[name]()
+        except Exception as problem:  # a peer's failure is a row, not the end
+            if name == "fused_ce":
+                raise
+            calls.pop(name, None)
+            failed[name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
+    progress(f"timing {len(calls)} implementations, {repeats} interleaved rounds")
+    seconds = median_seconds(calls, repeats)
+    rows = [Row(FLOOR, seconds[FLOOR], None)]
+    for name in names:
+        if name in failed:
+            rows.append(Row(name, None, None, failed[name]))
+            continue
+        progress(f"memory of {name}, in a process of its own")
+        extra = peak_extra_bytes(
+            "fusedce.benchmark:prepare", {"name": name, **target}, device=device
+        )
+        rows.append(Row(name, seconds[name], extra))
+    threads = f"{torch.get_num_threads()} threads"
+    machine = f"{platform.machine()}, {threads}" if on_cpu else _gpu(device)
+    where = f"{machine}; torch {torch.__version__}; {repeats} rounds; a quarter of labels ignored"
+    return Result(shape, dtype, device, where, memory_method(device), rows)
+
+
+def prepare(
+    name: str, shape: tuple[int, int, int], dtype: str, device: str
+) -> Callable[[], object]:
+    """The call to measure, on random inputs; warmed up on a few rows."""
+    N, H, V = shape
+    rng = torch.Generator().manual_seed(0)
+    make = functools.partial(torch.randn, generator=rng)
+    hidden = make(N, H).to(device, DTYPES[dtype]).requires_grad_()
+    weight = (make(V, H) / H**0.5).to(device, DTYPES[dtype]).requires_grad_()
+    labels = torch.randint(V, (N,), generator=rng)
+    labels[torch.randperm(N, generator=rng)[: N // 4]] = -100
+    labels = labels.to(device)
+    if name == FLOOR:
+        return _floor(hidden.detach()[labels != -100], weight.detach())
+
+    def step(hidden: Tensor = hidden, labels: Tensor = labels) -> None:
+        IMPLEMENTATIONS[name](hidden, weight, labels).backward()
+        hidden.grad = weight.grad = None
+
+    if name != COMPILED:  # which would compile twice
+        step(hidden.detach()[:16].clone().requires_grad_(), labels[:16])
+    return step
+
+
+def _floor(hidden: Tensor, weight: Tensor) -> Callable[[], object]:
+    """The three products on the valid rows, which no method can do without."""
+    logits = hidden @ weight.T
+
+    def products() -> None:
+        torch.mm(hidden, weight.T, out=logits)
+        torch.mm(logits, weight)
+        torch.mm(logits.T, hidden)
+
+    return products
+
+
+def _gpu(device: str) -> str:
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def draw(result: Result, path: Path) -> None:
+    """Bars of memory and of time, ours in blue.
+
+    Raises:
+        UserError: matplotlib is missing, or ``path`` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("--picture needs matplotlib: pip install 'fusedce[demo]'") from None
+    ran = [r for r in result.rows if r.median is not None]
+    figure = Figure(figsize=(10, 1.6 + 0.4 * len(ran)), dpi=130, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    with_memory = [r for r in ran if r.extra_bytes is not None]
+    panels = (
+        (left, with_memory, [(r.extra_bytes or 0) / 2**20 for r in with_memory],
+         "Peak memory beyond the inputs, MiB", "{:.0f}"),
+        (right, ran, [1e3 * r.median for r in ran if r.median], "Time, ms", "{:.1f}"),
+    )  # fmt: skip
+    for axes, rows, values, title, form in panels:
+        colours = ["#0072b2" if r.name == "fused_ce" else "#9a9a9a" for r in rows]
+        bars = axes.barh(range(len(rows)), values, color=colours)
+        axes.bar_label(bars, [form.format(v) for v in values], padding=3)
+        axes.set_yticks(range(len(rows)), [r.name for r in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.2 * max(values))
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    N, H, V = result.shape
+    caption = f"Forward + backward, N={N}, H={H}, V={V}, {result.dtype}. {result.where}"
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
+    try:
+        figure.savefig(path, facecolor="white")
+    except (OSError, ValueError) as problem:
+        raise UserError(f"cannot write --picture {path}: {problem}") from None

@@ -1,0 +1,66 @@
+"""`fusedce audit`: what the audit finds in two loops over the demo's data, a wrong and a right one.
+
+Both are loops as anybody writes them, with the model's own loss and no other name of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedce
+from fusedce.demo.run import LEARNING_RATE, build_model, draw_batches, sections, train_tokenizer
+
+MICRO_BATCHES = 8
+Divide = Callable[[Any, Tensor, list[Tensor]], Tensor]  # model, sequence, all of the step -> loss
+
+
+def mean_of_means(model: Any, ids: Tensor, step: list[Tensor]) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss / len(step)
+
+
+def one_denominator(model: Any, ids: Tensor, step: list[Tensor]) -> Tensor:
+    tokens = sum(len(sequence) - 1 for sequence in step)  # the first of each is not predicted
+    return model(input_ids=ids, labels=ids, num_items_in_batch=tokens).loss
+
+
+LOOPS: dict[str, Divide] = {
+    "loss.mean() / accumulation_steps": mean_of_means,
+    "sum of losses / tokens of the step": one_denominator,
+}
+
+
+def run(*, steps: int) -> dict[str, dict[str, Any]]:
+    """For each loop: ``"text"`` as the audit prints it, ``"verdict"`` and ``"steps"``."""
+    texts = sections()
+    tokenize = train_tokenizer(texts)
+    sequences = [torch.tensor(tokenize(text)) for text in texts]
+    batches = [batch[:MICRO_BATCHES] for batch in draw_batches(sequences, steps, seed=0)]
+    found = {}
+    for name, divide in LOOPS.items():
+        report = train(build_model(0), batches, divide)
+        found[name] = {
+            "text": str(report),
+            "verdict": report.verdict(),
+            "steps": [asdict(step) for step in report.steps],
+        }
+    return found
+
+
+def train(model: nn.Module, batches: list[list[Tensor]], divide: Divide) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    with fusedce.audit(model) as report:
+        for step in batches:
+            logged = 0.0
+            for sequence in step:
+                loss = divide(model, sequence[None], step)
+                loss.backward()
+                logged += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            report.log(logged)
+    return report

@@ -1,0 +1,226 @@
+"""What would run on this machine, why, and whether it is right: for a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusedce
+from fusedce.backends.choose import (
+    INTERPRETED,
+    TRITON_INSTALLED,
+    resolve_backend,
+    why_not_triton,
+)
+from fusedce.backends.torch.products import fast_bf16
+from fusedce.contract.results import LossSum
+from fusedce.peers import IMPLEMENTATIONS, missing
+
+# What the suite has run with: (oldest, newest).
+TESTED = {
+    "torch": ("2.8.0", "2.15.0"),
+    "triton": ("3.4.0", "3.9.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "accelerate": ("1.15.0", "1.15.0"),
+    "peft": ("0.21.2", "0.21.2"),
+    "trl": ("1.16.0", "1.16.0"),
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Relative to the largest element: a wrong kernel is wrong by far more than rounding.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def report() -> dict[str, Any]:
+    """Everything `fusedce doctor` says, as JSON; ``"right"`` is the verdict."""
+    devices = [_device(device) for device in _devices()]
+    return {
+        "fusedce": fusedce.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": [_version(name, *tested) for name, tested in TESTED.items()],
+        "triton_kernels": _triton(),
+        "fast_bfloat16_on_cpu": fast_bf16(torch.device("cpu")),
+        "devices": devices,
+        "tuned": _tuned(),
+        "peers": {name: missing(name) for name in IMPLEMENTATIONS if name != "fused_ce"},
+        "distributed": _distributed(),
+        "right": all(c["right"] for d in devices for c in d["checks"]),
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same to read, and to paste."""
+    lines = [f"fusedce {found['fusedce']}, Python {found['python']}, {found['platform']}"]
+    for row in found["versions"]:
+        lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
+    lines.append(f"  Triton kernels: {found['triton_kernels']}")
+    if found["tuned"]:
+        lines.append(f"  tuned: {found['tuned']}")
+    fast = "fast" if found["fast_bfloat16_on_cpu"] else "slow, computed in float32 instead"
+    lines.append(f"  bfloat16 products on this CPU are {fast}")
+    backends = ", ".join(found["distributed"]) or "none"
+    lines.append(f"  torch.distributed back ends: {backends}")
+    for device in found["devices"]:
+        lines.append(f"\n{device['device']}: {device['name']}")
+        lines += [f"  {line}" for line in device["backends"]]
+        for check in device["checks"]:
+            verdict = "ok" if check["right"] else "FAILED"
+            lines.append(f"  self-check {check['dtype']:9} {verdict}: {check['detail']}")
+    lines.append("\nOther implementations that `fusedce bench` would compare with:")
+    lines += [f"  {name}: {why or 'installed'}" for name, why in found["peers"].items()]
+    return "\n".join(lines)
+
+
+def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return {"name": name, "version": None, "verdict": f"(tested: {oldest} to {newest})"}
+    if _parts(version) < _parts(oldest):
+        verdict = f"OLDER than the oldest tested, {oldest}"
+    elif _parts(version) > _parts(newest):
+        verdict = f"newer than the newest tested, {newest}"
+    else:
+        verdict = f"within what is tested, {oldest} to {newest}"
+    return {"name": name, "version": version, "verdict": verdict}
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    release = version.split("+")[0].split("a")[0].split("rc")[0].split(".dev")[0]
+    return tuple(int(part) for part in release.split(".") if part.isdigit())
+
+
+def _triton() -> str:
+    if not TRITON_INSTALLED:
+        return "none, triton is not installed"
+    return "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
+
+
+def _tuned() -> str:
+    """How the forward kernel's blocks are chosen here."""
+    if not TRITON_INSTALLED:
+        return ""
+    from fusedce.backends.triton import tuning
+
+    state = "on" if tuning.enabled() else "off, FUSEDCE_AUTOTUNE=1 turns it on"
+    try:
+        kept = len(json.loads(tuning._file().read_text()))
+    except (OSError, ValueError):
+        return f"{state}; nothing kept in {tuning._file()}"
+    return f"{state}; {kept} choices kept in {tuning._file()}"
+
+
+def _distributed() -> list[str]:
+    if not dist.is_available():
+        return []
+    usable = {
+        "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available(),
+        "xccl": dist.is_xccl_available(),
+    }  # fmt: skip
+    return [name for name, available in usable.items() if available]
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    return {
+        "device": str(device),
+        "name": _device_name(device),
+        "backends": _backend_lines(device),
+        "checks": [_check(device, dtype) for dtype in TOLERANCE],
+    }
+
+
+def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    try:
+        error = self_check(device, dtype)
+    except Exception as problem:  # a doctor reports what is broken, and goes on
+        return {"dtype": name, "right": False, "detail": f"{type(problem).__name__}: {problem}"}
+    detail = f"largest relative error {error:.1e} of loss and gradients, allowed {TOLERANCE[dtype]}"
+    return {"dtype": name, "right": error <= TOLERANCE[dtype], "detail": detail, "error": error}
+
+
+def self_check(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Largest relative error of loss, d_hidden and d_weight, each in the maximum norm."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 64, generator=generator).to(dtype)
+    weight = (torch.randn(301, 64, generator=generator) / 8).to(dtype)
+    labels = torch.randint(301, (37,), generator=generator)
+    labels[::7] = -100
+
+    def run(fn: Callable[..., LossSum], where: torch.device) -> list[torch.Tensor]:
+        h, w = (x.to(where).requires_grad_() for x in (hidden, weight))
+        loss = fn(h, w, labels.to(where)).mean()
+        results = (loss.detach(), *torch.autograd.grad(loss, (h, w)))
+        return [x.cpu().double() for x in results]
+
+    ours = run(fusedce.fused_ce, device)
+    truth = run(fusedce.reference_ce, torch.device("cpu"))  # some devices lack float64
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, truth, strict=True)]
+    return float(torch.stack(errors).max())
+
+
+def _backend_lines(device: torch.device) -> list[str]:
+    """What ``backend=None`` means for each dtype; dtypes with the same answer share a line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for dtype in _DTYPES:
+        # A tensor without memory is enough to ask, also for dtypes that the device lacks.
+        backend = resolve_backend(None, _Probe(device, dtype))  # type: ignore[arg-type]
+        reason = why_not_triton(device, dtype)
+        if backend == "triton":
+            why = ""
+        elif reason is None:
+            why = "Triton runs on request, backend='triton'"
+        else:
+            why = f"not Triton: {reason}"
+        groups.setdefault((backend, why), []).append(str(dtype).removeprefix("torch."))
+    return [
+        f"{', '.join(dtypes)}: {backend} backend" + (f"; {why}" if why else "")
+        for (backend, why), dtypes in groups.items()
+    ]
+
+
+class _Probe:
+    """What `resolve_backend` looks at in a tensor."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+
+def _devices() -> list[torch.device]:
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        devices += [
+            torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())
+        ]
+    return devices
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    name = torch.get_device_module(device).get_device_name(device)
+    if device.type != "cuda":
+        return str(name)
+    major, minor = torch.cuda.get_device_capability(device)
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{name}, capability {major}.{minor}, {runtime}, driver {_driver()}"
+
+
+def _driver() -> str:
+    """The kernel driver's version, where its file is."""
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            words = file.readline().split()
+    except OSError:
+        return "unknown"
+    return next((w for w in words if w.count(".") >= 1 and w[0].isdigit()), "unknown")

@@ -1,0 +1,184 @@
+"""What a user calls a model on the command line, as sizes, as a configuration, as a small model.
+
+``MODEL`` is a folder that holds ``config.json``, such a file itself, the name of a class of
+transformers (``LlamaForCausalLM``) or of a model type (``llama``); where sizes are enough, ``H,V``.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+
+
+class UserError(ValueError):
+    """Something that whoever called can put right: the command line prints it without a trace."""
+
+
+class Sizes(NamedTuple):
+    """What a plan needs of a model."""
+
+    name: str
+    H: int
+    V: int
+    layers: int | None  # unknown for `H,V`
+    parameters: int | None  # of the whole model, without building it; None where unknown
+
+
+def sizes(model: str) -> Sizes:
+    """Sizes of ``model``; of a folder or file without importing torch.
+
+    Raises:
+        UserError: there is no such model, or its configuration names no sizes.
+    """
+    if re.fullmatch(r"\d+,\d+", model):
+        H, V = map(int, model.split(","))
+        return Sizes(model, H, V, None, None)
+    path = _config_path(model)
+    values = _read(path) if path is not None else _class_config(model).to_dict()
+    text = values.get("text_config")
+    if isinstance(text, dict) and "vocab_size" not in values:
+        values = values | text
+    found = {
+        what: next((values[n] for n in names if isinstance(values.get(n), int)), None)
+        for what, names in (("H", _HIDDEN), ("V", ("vocab_size",)), ("layers", _LAYERS))
+    }
+    if not found["H"] or not found["V"]:
+        raise UserError(
+            f"the configuration of {model} names no hidden size and vocabulary "
+            f"({', '.join(_HIDDEN)}; vocab_size): give them as H,V, such as 4096,128256"
+        )
+    H, V, layers = found["H"], found["V"], found["layers"]
+    return Sizes(model, H, V, layers, _parameters(values, H, V, layers))
+
+
+def _parameters(values: dict[str, Any], H: int, V: int, layers: int | None) -> int | None:
+    """Of a dense gated decoder such as Llama; ``None`` for others (experts, state spaces)."""
+    inner, heads = values.get("intermediate_size"), values.get("num_attention_heads")
+    if not layers or not inner or not heads or any("expert" in k and v for k, v in values.items()):
+        return None
+    head = values.get("head_dim") or H // heads
+    groups = values.get("num_key_value_heads") or heads
+    layer = 2 * H * head * (heads + groups) + 3 * H * inner
+    tables = 1 if values.get("tie_word_embeddings") else 2
+    return layers * layer + tables * V * H
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """The configuration of ``model`` as transformers reads it.
+
+    Raises:
+        UserError: there is no such model, or transformers cannot read it.
+    """
+    path = _config_path(model)
+    if path is None:
+        return _class_config(model)
+    transformers = _transformers()
+    try:
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            str(path), local_files_only=True
+        )
+    except (ValueError, KeyError, OSError) as problem:
+        raise UserError(f"transformers cannot read {path}: {_first_line(problem)}") from None
+    return config
+
+
+def load(model: str) -> nn.Module:
+    """The causal language model in a folder, with its weights.
+
+    Raises:
+        UserError: ``model`` is no folder with weights.
+    """
+    folder = Path(model)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise UserError(f"--full loads weights, and there are none in {model}")
+    try:
+        loaded: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
+            model, local_files_only=True
+        )
+    except (ValueError, OSError) as problem:
+        raise UserError(f"cannot load {model}: {_first_line(problem)}") from None
+    return loaded
+
+
+def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
+    """The causal language model's class for ``config``."""
+    transformers = _transformers()
+    named = [model] if hasattr(transformers, model) else list(config.architectures or ())
+    for name in named:
+        found = getattr(transformers, name, None)
+        if found is not None and hasattr(found, "config_class") and "Config" not in name:
+            return found
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    if config.model_type not in names:
+        raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
+    return getattr(transformers, names[config.model_type])
+
+
+def _config_path(model: str) -> Path | None:
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{model} holds no config.json")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if "/" in model or model.endswith(".json"):
+        raise UserError(
+            f"there is no folder or file {model!r} here. Names on a hub are not looked up: "
+            f"download its config.json first"
+        )
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise UserError(f"cannot read {path} as JSON: {_first_line(problem)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _class_config(model: str) -> PretrainedConfig:
+    transformers = _transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    if model in CONFIG_MAPPING_NAMES:
+        return getattr(transformers, CONFIG_MAPPING_NAMES[model])()
+    config_class = getattr(getattr(transformers, model, None), "config_class", None)
+    if config_class is None:
+        near = difflib.get_close_matches(model, [*names.values(), *names], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(
+            f"{model!r} is no folder, file, class or model type of transformers "
+            f"{transformers.__version__}{hint}"
+        )
+    return config_class()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UserError(
+            "transformers is needed to read this: pip install 'fusedce[transformers]'"
+        ) from None
+    return transformers
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).strip().split("\n")[0]

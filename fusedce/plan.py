@@ -1,0 +1,165 @@
+"""What the loss of a model needs: memory and time of eager, compiled and ours, without running it.
+
+Memory is that beyond the model, the hidden states and their gradients. For GPUs, bytes and times in
+bf16 and fp16 are those of :mod:`fusedce.prediction`; in fp32 (no times) and on a CPU they follow
+from how many logits each method holds. No torch is needed unless a class has to be looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fusedce.backends.plan import CPU_BUDGET, chunk_size
+from fusedce.models import Sizes, UserError, sizes
+from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, chunk_tokens, predict
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+METHODS = ("eager", "compiled eager", "fused_ce")
+STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master weight, two moments of Adam
+_MOST_TOKENS = 2**24
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute the loss, forward and backward."""
+
+    name: str
+    memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
+    milliseconds: float | None  # predicted; None where no figures of the device are known
+    most_tokens: int | None  # that fit beside the rest; None where that is not known
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: Sizes
+    tokens: int  # of a micro-batch on one device
+    dtype: str
+    gpus: int
+    device: str
+    logits_bytes: int  # of one copy, in `dtype`
+    chunk_tokens: int  # of ours
+    states_bytes: int | None  # of weights, gradients and optimizer on each device
+    free_bytes: int | None  # what the loss and the activations may have
+    floor_milliseconds: float | None  # of the three bare products
+    methods: tuple[Method, ...]
+
+    def data(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["model"] = self.model._asdict()
+        for method, row in zip(self.methods, found["methods"], strict=True):
+            row["bytes"] = method.bytes
+        return found
+
+
+def plan(
+    model: str, *, tokens: int = 8192, dtype: str = "bf16", gpus: int = 1, device: str = "H200",
+    free: float | None = None,
+) -> Plan:  # fmt: skip
+    """Plan one micro-batch of ``tokens`` positions, all of them with a label.
+
+    Args:
+        model: see :mod:`fusedce.models`; ``H,V`` will do.
+        tokens: of a micro-batch on one device.
+        dtype: of hidden states and head: "fp32", "bf16" or "fp16".
+        gpus: over which weights, gradients and optimizer states are sharded (FSDP, ZeRO-3).
+        device: a key of :data:`fusedce.prediction.DEVICES`, or "cpu".
+        free: GiB that loss and activations may have together; by default what the device has less
+            the states of a dense model trained in bf16 with Adam (16 bytes a parameter).
+
+    The largest batch counts, beside the loss, one hidden state a layer: activation checkpointing.
+
+    Raises:
+        UserError: unknown model, device or dtype, or a size that is not positive.
+    """
+    for name, value in (("tokens", tokens), ("gpus", gpus)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if dtype not in BYTES:
+        raise UserError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
+    if device != "cpu" and device not in DEVICES:
+        raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
+    of = sizes(model)
+    known = DEVICES.get(device)
+    b = BYTES[dtype]
+    states = None if of.parameters is None else STATE_BYTES * of.parameters // gpus
+    room = _room(known, states, free)
+    methods = tuple(
+        Method(
+            name,
+            memory(name, tokens, of.H, of.V, b, known),
+            _milliseconds(name, tokens, of, b, known),
+            None if room is None else _most_tokens(name, of, b, known, room),
+        )
+        for name in METHODS
+    )
+    floor = None
+    if known is not None and b == 2:
+        floor = 1e3 * bare_gemms(tokens, of.H, of.V, known).seconds
+    return Plan(
+        of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
+        states, room, floor, methods,
+    )  # fmt: skip
+
+
+def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
+    """Tokens of a chunk of our training pass, with ``b`` bytes an element."""
+    if device is not None and b == 2:
+        return chunk_tokens(N, H, V)
+    # In fp32 the gradient is its own accumulator. A CPU computes bf16 and fp16 in fp32.
+    return chunk_size(
+        N, V, H, logit_bytes=4, accumulator=b == 2, on_cpu=device is None, chunk_tokens=None
+    )
+
+
+def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> dict[str, int]:
+    """Bytes at the peak of one forward and backward, by purpose."""
+    if device is not None and b == 2:
+        return dict(predict(name, N, H, V, device).memory)
+    if name == "eager":
+        return {"log-softmax, its gradient, the slope": 12 * N * V}
+    if name == "compiled eager":
+        return {"logits": b * N * V}
+    C = chunk(N, H, V, b, device)
+    held = {"exponentials of a chunk": 4 * C * V}
+    if device is None:
+        held = {"chunk and tiles": min(4 * C * V, CPU_BUDGET) + 8 * 2**20}
+    if C < N and b == 2:
+        held["d_weight in float32"] = 4 * V * H
+    return held
+
+
+def _milliseconds(name: str, N: int, of: Sizes, b: int, device: Device | None) -> float | None:
+    if device is None or b != 2:
+        return None
+    return 1e3 * predict(name, N, of.H, of.V, device).seconds
+
+
+def _room(device: Device | None, states: int | None, free: float | None) -> int | None:
+    if free is not None:
+        return int(free * GiB)
+    if device is None or states is None:
+        return None
+    return max(device.memory - states, 0)
+
+
+def _most_tokens(name: str, of: Sizes, b: int, device: Device | None, room: int) -> int:
+    """The largest batch by bisection: memory grows with it, up to steps of the chunk's size."""
+
+    def needs(N: int) -> int:
+        return sum(memory(name, N, of.H, of.V, b, device).values()) + activations(N)
+
+    def activations(N: int) -> int:
+        return b * N * of.H * ((of.layers or 0) + 2)  # and the last one's gradient
+
+    if needs(1) > room:
+        return 0
+    low, high = 1, _MOST_TOKENS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needs(middle) <= room else (low, middle)
+    return low

@@ -1,0 +1,82 @@
+"""Exponentials of a chunk by one product: its epilogue makes them, no float32 tile is in memory.
+
+The same numbers as a product by cuBLAS and ``exp_tile_kernel`` after it, with maxima of smaller
+blocks. Each of the two is the other's test.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import LOG2E, exp, finite_max, logits_slope, logits_tile, others_of_tile, program_of_grid
+
+
+@triton.jit(do_not_specialize=["labels", "maxima", "sums", "z_label", "best", "N"])
+def exp_gemm_kernel(
+    hidden,  # (N, H)
+    weight,  # (V, H)
+    weight_tiles,  # tensor descriptor of weight, or None
+    bias,  # (V,) or None
+    labels,  # (N,) int
+    exps,  # (N, V) out: exponentials times the slope of their logits, 0 at the label
+    maxima,  # (splits, rows) fp32 out, in powers of two, the label's logit left out
+    sums,  # (splits, rows) fp32 out, the same
+    z_label,  # (N,) fp32 out, where a tile holds the label
+    best,  # (splits, rows) int32 out, or None: where the maximum is
+    N,
+    H,  # in units of UNIT elements, as the strides of hidden and weight
+    V,
+    width,  # V rounded up to a multiple of 16
+    stride_hn,
+    stride_wv,
+    stride_ec,
+    stride_block,  # of maxima, sums and best
+    scale,  # None for 1
+    softcap,  # or None
+    AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Persistent: a program takes one tile after another, row blocks of a group side by side."""
+    H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
+    splits = tl.cdiv(V, BLOCK_V)
+    tiles = tl.cdiv(N, BLOCK_N) * splits
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        block, split = program_of_grid(tile, N, splits, BLOCK_N, GROUP_N)
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        row = tl.where(mask_n, offs_n, 0).to(tl.int64)
+        start_v = split * BLOCK_V
+        z = logits_tile(
+            hidden + row * stride_hn, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale,
+            softcap, BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
+        )  # fmt: skip
+        label = tl.load(labels + row)
+        label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+        offs = tl.arange(0, BLOCK_V)
+        at = label - start_v
+        held = mask_n & (at >= 0) & (at < BLOCK_V)
+        own = tl.sum(tl.where(offs[None, :] == at[:, None], z, 0.0), axis=1)
+        tl.store(z_label + row, own, mask=held)
+        slope = logits_slope(z, scale, softcap)
+        z = others_of_tile(z, label, start_v, V, BLOCK_V)
+        m = tl.max(z, axis=1) * LOG2E
+        e = exp(z, finite_max(m)[:, None])
+        of_block = split.to(tl.int64) * stride_block + row
+        tl.store(maxima + of_block, m, mask=mask_n)
+        tl.store(sums + of_block, tl.sum(e, axis=1), mask=mask_n)
+        if best is not None:
+            tl.store(best + of_block, start_v + tl.argmax(z, axis=1), mask=mask_n)
+        g = e * slope
+        if AMPLIFY != 1.0:
+            g *= AMPLIFY
+        offs_v = start_v + offs
+        out = exps + row[:, None] * stride_ec + offs_v[None, :]
+        mask = mask_n[:, None] & (offs_v < width)[None, :]
+        tl.store(out, g.to(exps.dtype.element_ty), mask=mask)

@@ -1,0 +1,55 @@
+"""One GEMM with an epilogue, and cuBLAS with a kernel after it: each is the other's test."""
+
+import pytest
+import torch
+
+from fusedce.backends import triton as backend
+from fusedce.backends.triton import archs
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.testing import Case
+
+
+def gradients(monkeypatch, problem, argmax, *, by_gemm):
+    row = archs.BY_NAME["interpreter"]
+    row = row._replace(
+        two_bytes=row.two_bytes._replace(by_gemm=by_gemm),
+        four_bytes=row.four_bytes._replace(by_gemm=by_gemm),
+    )
+    monkeypatch.setattr(archs, "architecture", lambda device: row)
+    wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
+    return backend.loss_and_grads(problem, wanted, argmax)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logits", "options"),
+    [
+        (torch.float32, "flat", {"softcap": 5.0, "logit_scale": 0.7}),
+        (torch.bfloat16, "peaked", {}),
+        (torch.bfloat16, "huge", {"z_loss": 0.1}),
+        (torch.float16, "flat", {"logit_scale": 3.0}),
+        (torch.bfloat16, "flat", {"label_smoothing": 0.2}),
+    ],
+)
+def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):
+    hidden, weight, labels, bias = Case(
+        (37,), 40, 333, dtype, logits=logits, ignored=0.2, with_bias=bool(options)
+    ).tensors()
+    problem = Problem(hidden, weight, labels, bias=bias, chunk_tokens=20, **options)
+    best, other = torch.empty(2, 37, dtype=torch.int64).unbind()
+    one = gradients(monkeypatch, problem, best, by_gemm=True)
+    two = gradients(monkeypatch, problem, other, by_gemm=False)
+    assert torch.equal(best, other)
+    torch.testing.assert_close(one.loss_sum, two.loss_sum, rtol=2e-6, atol=1e-6)
+    for a, b in zip(one[3:], two[3:], strict=True):
+        rounding = 2 * torch.finfo(dtype).eps
+        assert (a.double() - b.double()).norm() <= max(rounding, 1e-5) * b.double().norm()
+
+
+def test_a_bad_label_poisons_its_row_alone(monkeypatch):
+    hidden, weight, labels, _ = Case((37,), 40, 333).tensors()
+    labels[5] = 333
+    monkeypatch.setattr("fusedce.backends.triton.training.raise_on_cpu", lambda *args: None)
+    found = gradients(monkeypatch, Problem(hidden, weight, labels), None, by_gemm=True)
+    assert found.loss_sum.isnan()
+    assert found.d_hidden[5].isnan().all()
+    assert not found.d_hidden[4].isnan().any()

@@ -1,0 +1,42 @@
+"""The README: short, its snippets run as pasted, its links hold on a package index, too."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LINKS = re.findall(r"\]\(([^)]+)\)", README)
+BLOB = re.compile(r"https://(?:github\.com|raw\.githubusercontent\.com)/fusedce/fusedce/"
+                  r"(?:blob/|tree/)?main/(.+)")  # fmt: skip
+
+
+def test_it_is_short_and_begins_with_what_to_run():
+    assert len(README.splitlines()) <= 110
+    assert README.index("pip install fusedce") < README.index("make demo")
+    assert README.index("make demo") < README.index("make test")
+
+
+def test_the_snippets_run_as_pasted(tmp_path, monkeypatch, capsys):
+    """One after the other in one session, as a reader pastes them."""
+    monkeypatch.chdir(tmp_path)
+    assert len(SNIPPETS) == 3
+    session = {"__name__": "pasted"}
+    for snippet in SNIPPETS:
+        exec(compile(snippet, "README.md", "exec"), session)
+    assert "'n_tokens': 109" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_is_absolute_and_leads_somewhere(link):
+    assert link.startswith("https://")
+    in_repository = BLOB.fullmatch(link)
+    if in_repository:
+        assert (ROOT / in_repository[1]).exists()
+    elif link.startswith("https://fusedce.github.io/fusedce/"):
+        page = link.removeprefix("https://fusedce.github.io/fusedce/").strip("/") or "index"
+        assert any((ROOT / "docs").glob(f"{page}.*"))
+    else:
+        pytest.fail(f"{link} is neither in the repository nor on the site")

@@ -1,0 +1,36 @@
+"""Random programs on a replaced head do what they do on the untouched model."""
+
+import copy
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from support import programs
+from support.heads import plain_model, tokens
+
+from fusedce import replace_loss_head
+
+COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(
+    max_examples=COUNT, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(programs.programs)
+def test_any_program(program):
+
+    native = plain_model(bias=program[3])
+    with torch.no_grad():
+        native[1].weight.mul_(2)
+    replaced = replace_loss_head(copy.deepcopy(native))
+    x, y = tokens(3, 5), tokens(3, 5, seed=1)
+    expected = programs.run(program, native, x, y)
+    got = programs.run(program, replaced, x, y)
+    if isinstance(expected, type):
+        assert isinstance(got, type) or not torch.isfinite(got[0]) or got, "torch refuses this"
+        return
+    assert not isinstance(got, type), f"refused with {got}"
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,48 @@
+"""Breakages of the command line and of what it computes."""
+
+from mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "check: gradients are not compared",
+        "float(apart / norm),",
+        "float(0 * apart / norm),",
+        "test_commands.py -k wrong_loss",
+    ),
+    Mutant(
+        "check: real logits count as fused",
+        "fused=not why and report.logits_made == 0,",
+        "fused=True,",
+        "test_commands.py -k real_logits",
+    ),
+    Mutant(
+        "plan: the optimizer's states are not divided",
+        "STATE_BYTES * of.parameters // gpus",
+        "STATE_BYTES * of.parameters",
+        "test_commands.py -k more_devices",
+    ),
+    Mutant(
+        "plan: activations are forgotten",
+        "return b * N * of.H * ((of.layers or 0) + 2)",
+        "return 0 * N",
+        "test_commands.py -k most_tokens",
+    ),
+    Mutant(
+        "doctor: nobody looks at the checks",
+        '"right": all(c["right"] for d in devices for c in d["checks"]),',
+        '"right": True,',
+        "test_commands.py -k sick_machine",
+    ),
+    Mutant(
+        "command line: traces for mistakes",
+        "except UserError as mistake:",
+        "except KeyError as mistake:",
+        "test_commands.py -k mistake_is_named",
+    ),
+    Mutant(
+        "command line: torch is imported for a help text",
+        "import fusedce\nfrom fusedce.models import UserError",
+        "import torch\n\nimport fusedce\nfrom fusedce.models import UserError",
+        "test_commands.py -k help_comes_at_once",
+    ),
+]
