@@ -40,7 +40,8 @@ _TYPES = dict.fromkeys(
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
-     "class_weight", "alpha", "beta", "gamma", "at_label", "nll", "entropy", "zmean"),
+     "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
+     "zmean"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
@@ -128,7 +129,7 @@ def variants(
                 if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 if not option:
-                    constants |= {"zsums": None, "class_weight": None}
+                    constants |= {"zsums": None, "class_weight": None, "temperature": None}
                 yield Variant(f"stats {name}", stats_kernel, dtype, constants)
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
@@ -197,7 +198,7 @@ def _softmax_grad(
                 odd = frozenset(("V",))
                 label_ = f"{label_} V=50257"
                 yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)
-        unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight"))
+        unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 

@@ -191,6 +191,7 @@ class Chunks:
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,)
         lse: Tensor,  # (C,) fp32, as all down to at_label
+        temperature: Tensor | None,  # divisor of the logits in p
         alpha: Tensor,  # g = p * (alpha - beta * log p) + gamma * class_weight
         beta: Tensor | None,
         gamma: Tensor | None,
@@ -212,6 +213,7 @@ class Chunks:
                 class_weight=None if class_weight is None else class_weight[begin:],
                 labels=y[rows],
                 lse=lse[rows],
+                temperature=None if temperature is None else temperature[rows],
                 alpha=alpha[rows],
                 beta=None if beta is None else beta[rows],
                 gamma=None if gamma is None else gamma[rows],
