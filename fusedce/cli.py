@@ -222,7 +222,7 @@ def audit(steps: int, as_json: bool) -> None:
 
 
 @_command
-@click.option("--quick", is_flag=True, help="Fewer steps: under 40 s.")
+@click.option("--quick", is_flag=True, help="Fewer and smaller steps: under 40 s.")
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 28, quick 5).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"),
               show_default=True, help="Folder for PNG and JSON.")  # fmt: skip

@@ -37,7 +37,7 @@ from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_label
 from fusedce.demo.report import FULL, NAIVE, WINDOW, Cost, Report, Run, Step
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
-SEQUENCES = 32  # per optimizer step
+SEQUENCES, QUICK_SEQUENCES = 32, 16  # per optimizer step
 MAX_TOKENS = 512
 VOCABULARY = 4096
 HIDDEN, LAYERS, HEADS = 128, 2, 4
@@ -56,14 +56,16 @@ def run(
 ) -> int:  # fmt: skip
     """Train, compare, write ``out/demo.png`` and ``out/demo.json``; the exit status.
 
-    ``quick`` measures the loss with fewer repeats. ``to_stderr`` leaves standard output free.
+    ``quick`` takes half the sequences for a step, and fewer repeats of the loss alone;
+    ``to_stderr`` leaves standard output free.
     """
     begin = time.perf_counter()
     console = Console(stderr=to_stderr)
     texts = sections()
     tokenize = train_tokenizer(texts)
     sequences = [torch.tensor(tokenize(text), device=device) for text in texts]
-    batches = draw_batches(sequences, steps, seed)
+    size = QUICK_SEQUENCES if quick else SEQUENCES
+    batches = draw_batches(sequences, steps, seed, size)
     model = build_model(seed).to(device)
     lengths = sorted(len(sequence) for sequence in sequences)
     median, parameters = statistics.median(lengths), sum(p.numel() for p in model.parameters())
@@ -73,9 +75,9 @@ def run(
         f"         {lengths[0]} to {lengths[-1]} tokens, median {median:.0f}; longer ones are cut",
         f"  model  Llama, {LAYERS} layers, H={HIDDEN}, V={VOCABULARY}, "
         f"{parameters / 1e6:.1f} M parameters, random weights",
-        f"  step   {SEQUENCES} sequences, AdamW at {LEARNING_RATE:g}; {steps} steps per run",
+        f"  step   {size} sequences, AdamW at {LEARNING_RATE:g}; {steps} steps per run",
         f"  {FULL:18} one padded batch: what a step means",
-        f"  {NAIVE:18} {SEQUENCES} micro-batches of one sequence, mean of their means",
+        f"  {NAIVE:18} {size} micro-batches of one sequence, mean of their means",
         f"  {WINDOW:18} the same micro-batches, one denominator: should equal A",
         "",
     )
@@ -94,7 +96,7 @@ def run(
             "steps": steps,
             "seed": seed,
             "device": str(device),
-            "sequences_per_step": SEQUENCES,
+            "sequences_per_step": size,
             "max_tokens": MAX_TOKENS,
             "V": VOCABULARY,
             "H": HIDDEN,
@@ -156,16 +158,15 @@ def build_model(seed: int) -> nn.Module:
     return LlamaForCausalLM(config).float().train()
 
 
-def draw_batches(sequences: list[Tensor], steps: int, seed: int) -> list[Batch]:
+def draw_batches(
+    sequences: list[Tensor], steps: int, seed: int, size: int = SEQUENCES
+) -> list[Batch]:
     """Shuffled epochs, one after the other, cut into steps."""
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
-    while len(order) < steps * SEQUENCES:
+    while len(order) < steps * size:
         order += torch.randperm(len(sequences), generator=generator).tolist()
-    return [
-        [sequences[i] for i in order[step * SEQUENCES : (step + 1) * SEQUENCES]]
-        for step in range(steps)
-    ]
+    return [[sequences[i] for i in order[step * size : (step + 1) * size]] for step in range(steps)]
 
 
 def pad(batch: Batch, value: int) -> Tensor:

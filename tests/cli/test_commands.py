@@ -352,8 +352,8 @@ def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     """In small: few and short sequences; what it must show stays the same."""
     from fusedce.demo import run
 
-    monkeypatch.setattr(run, "SEQUENCES", 8)
-    found = answer("demo", "--quick", "--steps", "2", "--out", str(tmp_path))
+    monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)
+    found = answer("demo", "--quick", "--steps", "3", "--out", str(tmp_path))
     assert found["problem"] is None
     assert (tmp_path / "demo.png").exists()
     done = call("demo", "--quick", "--steps", "1", "--out", str(tmp_path))
