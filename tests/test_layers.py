@@ -14,7 +14,7 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing", "recipes"},
-    {"trainer", "auditing"},
+    {"trainer", "trainer_rl", "auditing"},
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},

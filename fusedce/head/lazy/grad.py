@@ -161,7 +161,7 @@ class LogitsGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.look("pickle").__reduce_ex__(protocol)
 
-    def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
+    def numpy(self, **kwargs: Any) -> Any:
         return self.expose("numpy").numpy(**kwargs)
 
     def tolist(self) -> Any:
@@ -342,6 +342,7 @@ def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) 
         if any(isinstance(s, Slice) and s.dim == len(s.before) - 1 for s in t.left):
             return NotImplemented
         bias = t.scaled(t.bias)
+        assert bias is not None
         total = bias if total is None else total + bias
     if total is None:
         return NotImplemented
