@@ -158,7 +158,7 @@ class LogitsGrad(torch.Tensor):
             self.base.written()
             self.seen = self.base.writes
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.look("repr"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -348,7 +348,7 @@ def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) 
             return NotImplemented
         if any(isinstance(s, Slice) and s.dim == len(s.before) - 1 for s in t.left):
             return NotImplemented
-        bias = t.scaled(t.bias)
+        bias: Any = t.scaled(t.bias)
         total = bias if total is None else total + bias
     if total is None:
         return NotImplemented
