@@ -97,6 +97,7 @@ def test_a_whole_model_trains_without_logits(original, two_processes):
 @pytest.mark.parametrize("original", [False, True])
 def test_a_head_that_is_a_unit_of_its_own_is_refused_in_words(original, two_processes):
     for rank in range(2):
-        assert "FSDP1 (FullyShardedDataParallel) shards it as a unit" in two_processes[
-            "unit", original, rank
-        ]
+        assert (
+            "FSDP1 (FullyShardedDataParallel) shards it as a unit"
+            in two_processes["unit", original, rank]
+        )

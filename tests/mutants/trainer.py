@@ -4,9 +4,21 @@ from mutants import Mutant
 
 MUTANTS = [
     Mutant(
-        "trainer: own count",
-        "if _TAP is not None and _TAP.denominator is not None:",
+        "trainer: another's loss replaced",
+        'own = "compute_loss" in vars(kind)',
+        "own = False",
+        "trainer/test_compute_loss.py",
+    ),
+    Mutant(
+        "trainer: behind the Trainer",
+        "if any(_is_trainer(kind) for kind in before):",
         "if False:",
+        "trainer/test_compute_loss.py",
+    ),
+    Mutant(
+        "trainer: own count",
+        "n_valid.clamp(min=1) if self.denominator is None else self.denominator",
+        "n_valid.clamp(min=1)",
         "trainer/test_mixin.py",
     ),
     Mutant(

@@ -108,6 +108,8 @@ LOOKS = {
     "numpy": lambda z: torch.from_numpy(z.detach().numpy().copy()).sum(),
     "row": lambda z: z[0].detach().sum(),
 }
+
+
 def zero_the_first(g):
     g[0] = 0
 

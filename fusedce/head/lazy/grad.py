@@ -30,11 +30,11 @@ from fusedce.head.lazy.ops import UNDOING, aten, effects_of
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
 
 _ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
-_SAME = {
+_RESHAPES = {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default,
-    aten.alias.default, aten.clone.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default,
 }  # fmt: skip
+_SAME = _RESHAPES | {aten.detach.default, aten.alias.default, aten.clone.default}
 _ZEROS = {aten.new_zeros.default, aten.zeros_like.default}
 _INDEX_PUTS = {
     getattr(aten, name).default
@@ -129,6 +129,9 @@ class LogitsGrad(torch.Tensor):
                     self.numbers = self.dense.to(self.dtype, copy=True)
                 else:
                     self.numbers = torch.zeros_like(self.like, device=self.device)
+                if self.numbers.stride() != self.like.stride():
+                    new = torch.empty_like(self.like, device=self.device)
+                    self.numbers = new.copy_(self.numbers)
         return self.numbers
 
     def expose(self, operation: str) -> Tensor:
@@ -224,8 +227,10 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _moved(x, x.like.to(dtype), lambda t: t.to(dtype), x.terms)
     if func in _SAME:
         like = func(x.like, *args[1:], **kwargs)
-        move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
-        return _moved(x, like, move, x.terms, effects_of(func).is_view)
+        view = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+        if func in _RESHAPES:  # a dense part may be laid out in another way
+            return _moved(x, like, lambda t: t.reshape(like.shape), x.terms, view)
+        return _moved(x, like, view, x.terms, view if effects_of(func).is_view else None)
     row = UNDOING.get(func)
     step = None if row is None or row.undo is None else row.undo(x, *args[1:], **kwargs)
     if isinstance(step, Scale) or (row is not None and _is_factor(args[1:])):
@@ -245,7 +250,7 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _moved(x, x.like, lambda t: func(t, lazy.look("tanh_backward")), terms)
     like = func(x.like, *args[1:], **kwargs)
     move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
-    return _moved(x, like, move, terms, effects_of(func).is_view)
+    return _moved(x, like, move, terms, move if effects_of(func).is_view else None)
 
 
 def _moved(
@@ -253,14 +258,14 @@ def _moved(
     like: Tensor,
     move: Callable[[Tensor], Tensor],
     terms: tuple[Term, ...],
-    is_view: bool = False,
+    view: Callable[[Tensor], Tensor] | None = None,
 ) -> LogitsGrad:
-    """The same after a linear operation."""
+    """The same after a linear operation; ``view`` is what that does to numbers laid out like it."""
     make = x.make
     dense = None if x.dense is None else move(x.dense)
     new = LogitsGrad(like, x.device, terms, dense, lambda name: move(make(name)))
-    if is_view:
-        new.base, new.move, new.seen = x, move, x.writes
+    if view is not None:
+        new.base, new.move, new.seen = x, view, x.writes
     return new
 
 
@@ -292,7 +297,9 @@ def _add(func: Any, a: Any, b: Any) -> Any:
         terms, other = (*a.terms, *b.terms), b.dense
     else:
         terms, other = a.terms, real(b, str(func))
-    dense = other if a.dense is None else a.dense if other is None else a.dense + other
+    dense = a.dense
+    if other is not None:
+        dense = other if dense is None else dense + other
     make_a, make_b, has_a, has_b = a.make, getattr(b, "make", None), a.terms, terms[len(a.terms) :]
 
     def make(name: str) -> Tensor:
@@ -341,8 +348,7 @@ def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) 
             return NotImplemented
         if any(isinstance(s, Slice) and s.dim == len(s.before) - 1 for s in t.left):
             return NotImplemented
-        bias = t.scaled(t.bias)
-        assert bias is not None
+        bias: Any = t.scaled(t.bias)
         total = bias if total is None else total + bias
     if total is None:
         return NotImplemented
