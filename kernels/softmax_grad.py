@@ -45,19 +45,20 @@ def finished_label(products, bias, at, scale, softcap):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "maxima", "sums", "z_label", "best", "begin", "T", "stride_block"
+        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "T", "stride_block"
     ]
 )  # fmt: skip
 def exp_tile_kernel(
-    products,  # (C, T) fp32: hidden @ weight[begin : begin + T].T
-    exps,  # (C, V) out, from column `begin`
-    bias,  # (V,) from `begin`, or None
+    products,  # (rows, T) fp32: hidden[first:] @ weight[begin : begin + T].T
+    exps,  # (C, V) out
+    bias,  # (V,) or None
     labels,  # (C,) int
-    maxima,  # (blocks, rows) fp32 out, in powers of two, the label's logit left out
-    sums,  # (blocks, rows) fp32 out, the same
+    maxima,  # (blocks, C) fp32 out, in powers of two, the label's logit left out
+    sums,  # (blocks, C) fp32 out, the same
     z_label,  # (C,) fp32 out, where a block holds the label
-    best,  # (blocks, rows) int32 out, or None: where the maximum is
-    begin,
+    best,  # (blocks, C) int32 out, or None: where the maximum is
+    first,  # row of the chunk
+    first_block,  # begin / BLOCK_V
     T,
     width,  # T rounded up to a multiple of 16
     stride_pc,
@@ -68,14 +69,16 @@ def exp_tile_kernel(
     AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
     BLOCK_V: tl.constexpr,
 ):
-    c = tl.program_id(0).to(tl.int64)
+    c = first + tl.program_id(0).to(tl.int64)
+    begin = first_block * BLOCK_V
     start = tl.program_id(1) * BLOCK_V
     offs_t = start + tl.arange(0, BLOCK_V)
     mask_t = offs_t < width
-    products += c * stride_pc
+    products += tl.program_id(0).to(tl.int64) * stride_pc
     z = tl.load(products + offs_t, mask=mask_t, other=0.0)
     b = None
     if bias is not None:
+        bias += begin
         b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32)
     z = finish_logits(z, b, scale, softcap)
     slope = logits_slope(z, scale, softcap)
@@ -86,7 +89,7 @@ def exp_tile_kernel(
     z = tl.where((offs_t < T) & (offs_t != at), z, float("-inf"))
     m = tl.max(z, axis=0) * LOG2E
     e = exp(z, finite_max(m))
-    at_block = (begin // BLOCK_V + tl.program_id(1)) * stride_block + c
+    at_block = (first_block + tl.program_id(1)) * stride_block + c
     tl.store(maxima + at_block, m)
     tl.store(sums + at_block, tl.sum(e, axis=0))
     if best is not None:
@@ -94,7 +97,7 @@ def exp_tile_kernel(
     g = e * slope
     if AMPLIFY != 1.0:
         g *= AMPLIFY
-    tl.store(exps + c * stride_ec + offs_t, g.to(exps.dtype.element_ty), mask=mask_t)
+    tl.store(exps + c * stride_ec + begin + offs_t, g.to(exps.dtype.element_ty), mask=mask_t)
 
 
 @triton.jit(

@@ -31,6 +31,7 @@ def stats_kernel(
     weight_tiles,  # tensor descriptor of weight, or None
     bias,  # (V,) or None
     class_weight,  # (V,) fp32 or None: weights of the sum of the logits
+    temperature,  # (N,) fp32 or None: divisor of the logits of a row
     labels,  # (N,) int
     rows,  # (N,) int32: valid rows, from compact_kernel
     count,  # () int32: how many
@@ -67,6 +68,9 @@ def stats_kernel(
     offs_n, mask_n, row, label = packed_rows(block, rows, labels, n_valid, V, BLOCK_N)
     hidden_rows = hidden + row * stride_hn
 
+    t_row = None
+    if temperature is not None:
+        t_row = tl.load(temperature + row, mask=mask_n, other=1.0)
     m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
     others = tl.zeros((BLOCK_N,), dtype=tl.float32)
     moment = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -79,6 +83,8 @@ def stats_kernel(
             hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
             BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
         )  # fmt: skip
+        if t_row is not None:
+            z /= t_row[:, None]
         if zsums is not None:
             offs_v = start_v + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
@@ -126,6 +132,8 @@ def stats_kernel(
         z_label = label_logits(
             hidden_rows, weight, bias, label, H, stride_wv, scale, softcap, BLOCK_N, BLOCK_H
         )
+        if t_row is not None:
+            z_label /= t_row
         z_label = tl.where(z_label != float("inf"), z_label, float("nan"))
         tl.store(z_labels + offs_n, z_label, mask=mask_n)
 

@@ -9,7 +9,8 @@ from .tile import LOG2E, finish_logits, logits_slope
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "alpha", "beta", "gamma", "at_label", "residuals", "first", "begin", "T"
+        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "residuals",
+        "first", "begin", "T",
     ]
 )  # fmt: skip
 def token_grad_kernel(
@@ -19,6 +20,7 @@ def token_grad_kernel(
     class_weight,  # (V,) fp32 from `begin`, or None
     labels,  # (C,) int
     lse,  # (C,) fp32
+    temperature,  # (C,) fp32, or None: divisor of the logits in p alone
     alpha,  # (C,) fp32, as all below: g = p * (alpha - beta * log p) + gamma * class_weight
     beta,  # or None
     gamma,  # or None
@@ -51,7 +53,10 @@ def token_grad_kernel(
         b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32)
     z = finish_logits(z, b, scale, softcap)
 
-    log_p = z - tl.load(lse + c)
+    log_p = z
+    if temperature is not None:
+        log_p /= tl.load(temperature + c)
+    log_p -= tl.load(lse + c)
     p = tl.exp2(log_p * LOG2E)
     factor = tl.load(alpha + c)
     if beta is not None:

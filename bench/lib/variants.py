@@ -29,7 +29,8 @@ KERNELS = (
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
-    ("N", "H", "V", "T", "width", "n", "begin", "first", "blocks", "tiles_per_split", "splits",
+    ("N", "H", "V", "T", "width", "n", "begin", "first", "first_block", "blocks",
+     "tiles_per_split", "splits",
      "ignore_index", "n_tickets"),
     "i32",
 ) | {
@@ -39,7 +40,8 @@ _TYPES = dict.fromkeys(
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
-     "class_weight", "alpha", "beta", "gamma", "at_label", "nll", "entropy", "zmean"),
+     "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
+     "zmean"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
@@ -111,11 +113,12 @@ def variants(
                     label = f"forward {name} unaligned"
                     yield Variant(label, forward_kernel, dtype, constants, narrow)
             if group in ("all", "exp_gemm") and precision == "ieee":
-                constants = _walk(walks.gemm, size) | none | common
+                blocks = walks.gemm_with_options if option else walks.gemm
+                constants = _walk(blocks, size) | none | common
                 constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
                 if not option:
                     constants["best"] = None
-                if not walks.gemm.DESCRIPTOR:
+                if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
             if group in ("all", "softmax_grad") and precision == "ieee":
@@ -126,7 +129,7 @@ def variants(
                 if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 if not option:
-                    constants |= {"zsums": None, "class_weight": None}
+                    constants |= {"zsums": None, "class_weight": None, "temperature": None}
                 yield Variant(f"stats {name}", stats_kernel, dtype, constants)
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
@@ -195,7 +198,7 @@ def _softmax_grad(
                 odd = frozenset(("V",))
                 label_ = f"{label_} V=50257"
                 yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)
-        unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight"))
+        unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 

@@ -52,6 +52,8 @@ def _chosen_logits(*flat: Any) -> Tensor:
     z *= problem.logit_scale
     if problem.softcap is not None:
         z = problem.softcap * torch.tanh(z / problem.softcap)
+    if problem.temperature is not None:
+        z = z / problem.temperature[:, None]
     return z.masked_fill_(~valid, 0)
 
 
@@ -103,6 +105,9 @@ def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
     head = Projection.of(problem)
     valid, y = _valid(problem, classes)
     g = upstream.to(head.acc).masked_fill(~valid, 0) * problem.logit_scale
+    if problem.temperature is not None:
+        t = problem.temperature[:, None].masked_fill(~valid, 1)
+        g, z = (g / t).to(head.acc), (z * t).to(head.acc)
     slope = head.slope(z)
     if slope is not None:
         g = g * slope

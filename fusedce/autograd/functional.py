@@ -19,7 +19,7 @@ from fusedce.autograd import token_ops
 from fusedce.autograd.derivatives import no_second_derivative
 from fusedce.contract.problem import Problem, Wanted
 
-_BY_TOKENS = ("hidden", "labels", "token_weight")
+_BY_TOKENS = ("hidden", "labels", "token_weight", "temperature")
 _BEFORE = len(Problem._fields)
 
 

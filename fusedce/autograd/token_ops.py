@@ -173,4 +173,10 @@ def _upstream(problem: Problem, values: Values, upstreams: Upstreams) -> Upstrea
             c = problem.class_weight[problem.labels.long().clamp(0, V - 1)]
         at_label += gamma.double() * c
         used |= gamma != 0
+    if problem.temperature is not None:
+        # Of logits before they are divided; unused rows may have any temperature.
+        sharp = 1 / problem.temperature.double().masked_fill(~used, 1)
+        alpha, at_label = alpha * sharp, at_label * sharp
+        beta = None if beta is None else beta * sharp
+        gamma = None if gamma is None else gamma * sharp
     return Upstream(alpha, beta, gamma, at_label, used)

@@ -205,6 +205,28 @@ def _check_weights(
         )
 
 
+def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Tensor:
+    """``(N,)`` in float32 or better, 1 where no label is to predict, ``~used (N,)``.
+
+    Values are looked at on a CPU alone, outside of transforms.
+    """
+    _check_weights("temperature", temperature, hidden, hidden.shape[:-1], "(...)")
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature must be floats, got {temperature.dtype}")
+    t = temperature.reshape(-1)
+    t = (t if t.dtype == torch.float64 else t.float()).masked_fill(~used, 1)
+    seen = t.device.type == "cpu" and not torch.compiler.is_compiling()
+    if seen and torch._C._functorch.maybe_current_level() is None:
+        bad = ~((t > 0) & (t <= _HUGE))
+        if bad.any():
+            at = int(bad.nonzero()[0, 0])
+            raise ValueError(
+                f"temperature must be positive and finite, got {float(t[at])} at flattened "
+                f"position {at}"
+            )
+    return t
+
+
 def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
     if not isinstance(argmax_out, Tensor):
         raise TypeError(f"argmax_out must be a tensor, got {type(argmax_out).__name__}")

@@ -26,6 +26,9 @@ class Problem(NamedTuple):
     bias: Tensor | None = None  # (V,)
     token_weight: Tensor | None = None  # (N,) fp32 or fp64
     class_weight: Tensor | None = None  # (V,) fp32 or fp64
+    temperature: Tensor | None = (
+        None  # (N,) fp32 or fp64: divisor of the logits
+    )
     expected_upstream: Tensor | None = None  # () fp32 or fp64: factor that backward will bring
     ignore_index: int | None = -100  # None: no label is ignored; an int once checked
     softcap: float | None = None

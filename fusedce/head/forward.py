@@ -115,8 +115,15 @@ def _lazy_logits(
     recipe = recipe.of(tensors)
     if torch.compiler.is_compiling():
         return TracedLogits.make(module, recipe, hidden, dtype, attached.report)
+    # With a bias F.linear gives a view of a matrix, and hooks and writes tell that from a tensor.
+    leading = hidden.shape[:-1]
+    is_view = recipe.bias is not None and not recipe.adapters and len(leading) > 1
+    if is_view:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
     call = HeadCall(module, recipe, hidden, attached.report, CLOCK.now)
     logits = MakeLogits.apply(call, hidden, *tensors)
+    if is_view:
+        logits = logits.view(*leading, call.V)
     return logits if logits.dtype == dtype else logits.to(dtype)
 
 

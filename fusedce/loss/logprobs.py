@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_number, checked
+from fusedce.contract.checks import check_number, checked, checked_temperature
 from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
@@ -22,7 +22,7 @@ def fused_logprobs(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or (...) floats
     mean_logit: bool = False,
     chunk_tokens: int | None = None,
     backend: str | None = None,
@@ -54,7 +54,8 @@ def fused_logprobs(
         labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
         hidden, weight, bias, ignore_index, softcap, logit_scale, backend: as in
             :func:`fused_ce`.
-        temperature: positive divisor of the finished (scaled and capped) logits.
+        temperature: positive divisor of the finished (scaled and capped) logits; one for all, or
+            a tensor ``(...)`` of floats without gradient, of each position its own.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
 
@@ -72,8 +73,8 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    temperature = check_number("temperature", temperature)
-    if temperature <= 0:
+    one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
+    if one <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     several = isinstance(labels, Tensor) and labels.dim() > 0 and _several(hidden, labels)
     problem = checked(
@@ -89,10 +90,15 @@ def fused_logprobs(
             backend=backend,
         )
     )
+    if isinstance(temperature, Tensor):
+        used = problem.valid()
+        if several:
+            used = problem.but(labels=labels.reshape(-1, labels.shape[-1])).valid().any(1)
+        problem = problem.but(temperature=checked_temperature(temperature, hidden, used))
     # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
     problem = problem.but(
-        softcap=None if problem.softcap is None else problem.softcap / temperature,
-        logit_scale=problem.logit_scale / temperature,
+        softcap=None if problem.softcap is None else problem.softcap / one,
+        logit_scale=problem.logit_scale / one,
     )
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if several:

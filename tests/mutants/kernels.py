@@ -87,10 +87,7 @@ MUTANTS = [
         f"{CONTRACT} -k accuracy",
     ),
     Mutant(
-        "rows: slope left out",
-        "    g = e * slope\n    if AMPLIFY",
-        "    g = e\n    if AMPLIFY",
-        TRITON,
+        "rows: slope left out", "g = e * slope\n    if AMPLIFY", "g = e\n    if AMPLIFY", TRITON
     ),
     Mutant("compaction: ignored rows stay", "mask_n & (y != ignore_index)", "mask_n", TRITON),
     Mutant(
@@ -138,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         "graph: a size that differs inside is specialised on",
-        'do_not_specialize=["labels", "residuals", "row_factors", "first"]',
-        'do_not_specialize=["labels", "residuals", "row_factors"]',
+        '"first_block", "T", "stride_block"',
+        '"first_block", "T"',
         "test_specialization.py -k training",
     ),
     Mutant(

@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "tokens: temperature does not reach the cap",
-        "softcap / temperature",
-        "softcap",
+        "problem.softcap / one",
+        "problem.softcap",
         "test_logprobs.py -k any_case_torch",
     ),
     Mutant(

@@ -8,8 +8,8 @@ MONITORS = "test_monitors.py"
 MUTANTS = [
     Mutant(
         "grpo: clipped on one side",
-        "1 - clip[0], 1 + clip[1]",
-        "0, 1 + clip[1]",
+        "ratio.clamp(1 - clip[0], 1 + clip[1]) * a)\n",
+        "ratio.clamp(0, 1 + clip[1]) * a)\n",
         f"{RECIPES} -k grpo",
     ),
     Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),
@@ -43,6 +43,30 @@ MUTANTS = [
         "(argmax == problem.labels)",
         MONITORS,
     ),
+    Mutant(
+        "temperature: gradient without its slope",
+        "sharp = 1 / problem.temperature.double().masked_fill(~used, 1)",
+        "sharp = torch.ones_like(alpha)",
+        "test_temperature.py -k gradcheck",
+    ),
+    Mutant(
+        "temperature: the label's logit as it was",
+        "z_label /= t_row",
+        "z_label /= 1.0",
+        "test_temperature.py -k gradients",
+    ),
     Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
+    Mutant(
+        "trainers: other temperature",
+        "temperature=float(temperature),",
+        "temperature=1.0,",
+        "test_policy_trainers.py -k grpo",
+    ),
+    Mutant(
+        "trainers: TRL's function stays",
+        "setattr(trl_utils, _NAME, _Fused)",
+        "pass",
+        "test_policy_trainers.py -k same",
+    ),
 ]

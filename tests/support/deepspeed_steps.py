@@ -17,6 +17,7 @@ from torch import nn
 from fusedce import head_report, replace_loss_head
 
 V, H = 50, 16
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # compiled for minutes, and gloo does without
 
 
 class Model(nn.Module):

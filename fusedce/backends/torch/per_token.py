@@ -45,8 +45,11 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         h = problem.hidden[chunk].to(head.acc)  # (C, H)
         seen = _Seen(problem.labels[chunk].long(), head.acc, moments=moments)
         zmean = torch.zeros(len(chunk), dtype=torch.float64, device=device)
+        temperature = None if problem.temperature is None else problem.temperature[chunk]
         for begin, end in tiles(head.weight, len(chunk)):
             z = head.logits(h, begin, end)  # (v, C)
+            if temperature is not None:
+                z.div_(temperature)
             if wanted.zmean:
                 zmean += _column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
@@ -89,11 +92,14 @@ def token_grads(
         beta = None if upstream.beta is None else upstream.beta[chunk].to(acc)
         gamma = None if upstream.gamma is None else upstream.gamma[chunk].to(acc)
         lse_chunk = lse[chunk].to(acc)
+        temperature = None if problem.temperature is None else problem.temperature[chunk]
         label_slope = torch.full_like(lse_chunk, scale)
         dh = None if grads.hidden is None else torch.zeros(len(chunk), H, dtype=acc, device=device)
         for begin, end in tiles(head.weight, len(chunk)):
             z = head.logits(h, begin, end)  # (v, C)
             slope = head.slope(z)
+            if temperature is not None:
+                z.div_(temperature)
             log_p = z.sub_(lse_chunk)
             g = log_p.exp()
             if beta is not None:  # (p is 0 where log p is -inf)

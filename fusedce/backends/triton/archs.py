@@ -42,6 +42,7 @@ class Walks(NamedTuple):
     stats_with_options: Blocks  # and the mean of the logits, class weights
     unaligned: Blocks  # rows that do not start at multiples of 16 bytes: narrow loads
     gemm: Blocks  # the product whose epilogue writes exponentials
+    gemm_with_options: Blocks  # and argmax
     candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
     by_gemm: bool = False  # training uses it, rather than cuBLAS and a kernel after it
 
@@ -78,7 +79,7 @@ class Architecture(NamedTuple):
 
 
 def _same(blocks: Blocks) -> Walks:
-    return Walks(blocks, blocks, blocks, blocks, blocks, blocks)
+    return Walks(blocks, blocks, blocks, blocks, blocks, blocks, blocks)
 
 
 _AMPERE = Blocks(128, 128, 64, 8, 3)
@@ -109,6 +110,7 @@ ARCHITECTURES = (
             stats_with_options=Blocks(128, 64, 64, 8, 3),
             unaligned=_UNALIGNED,
             gemm=_AMPERE,
+            gemm_with_options=_AMPERE,
             candidates=(
                 Blocks(128, 128, 32, 8, 4),
                 _AMPERE._replace(GROUP_N=8),
@@ -129,6 +131,7 @@ ARCHITECTURES = (
             stats_with_options=_HOPPER_NARROW,
             unaligned=_UNALIGNED,
             gemm=_HOPPER,
+            gemm_with_options=_HOPPER_SMALL,
             candidates=(
                 _HOPPER._replace(FLATTEN=True),
                 _HOPPER._replace(GROUP_N=8),
@@ -156,6 +159,7 @@ ARCHITECTURES = (
             stats_with_options=_HOPPER_NARROW,
             unaligned=_UNALIGNED,
             gemm=_HOPPER,
+            gemm_with_options=_HOPPER_NARROW,
             candidates=(
                 _HOPPER._replace(num_stages=4),
                 Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),

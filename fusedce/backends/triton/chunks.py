@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.operands import multiple, operands, padded, pointwise
+from fusedce.backends.triton.operands import has_options, multiple, operands, padded, pointwise
 from fusedce.backends.triton.products import add_product, mm
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
@@ -31,10 +31,10 @@ _COLUMNS = 16384  # of a chunk's gradient that are widened at a time
 class Tile(NamedTuple):
     """Float32 products of some rows of a chunk with some rows of weight."""
 
-    rows: slice
+    first: int  # of the chunk's rows
     begin: int  # its first vocabulary entry
+    T: int
     products: Tensor  # (rows, T), rows padded
-    options: dict[str, Any]  # bias, scale and soft-cap of these entries
 
 
 class Chunks:
@@ -59,7 +59,8 @@ class Chunks:
             self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
         walks = self.arch.walks(weight.element_size())
         self.problem = problem
-        self.gemm = walks.gemm if walks.by_gemm else None
+        gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
+        self.gemm = gemm if walks.by_gemm else None
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
         of_blocks = (2, triton.cdiv(V, self.exp_block), C)
         self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
@@ -68,17 +69,19 @@ class Chunks:
 
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
-        V, (most_rows, most) = self.weight.shape[0], self.tile
-        room = torch.empty(most_rows * multiple(most), dtype=torch.float32, device=h.device)
+        V, (rows, most) = self.weight.shape[0], self.tile
+        room = torch.empty(rows * multiple(most), dtype=torch.float32, device=h.device)
+        some_rows = h.split(rows)
+        shape, products = (0, 0), room
         for begin in range(0, V, most):
             T = min(most, V - begin)
-            bias = self.pointwise["bias"]
-            options = self.pointwise | {"bias": None if bias is None else bias[begin:]}
-            for first in range(0, len(h), most_rows):
-                some = h[first : first + most_rows]
-                products = room[: len(some) * multiple(T)].view(len(some), -1)
-                mm(some, self.weight[begin : begin + T].t(), products[:, :T])
-                yield Tile(slice(first, first + len(some)), begin, products[:, :T], options)
+            w = self.weight[begin : begin + T].t()
+            for number, some in enumerate(some_rows):
+                if shape != (len(some), T):
+                    shape = (len(some), T)
+                    products = room.as_strided(shape, (multiple(T), 1))
+                mm(some, w, products)
+                yield Tile(number * rows, begin, T, products)
 
     def gradient(
         self,
@@ -137,26 +140,28 @@ class Chunks:
 
     def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
         """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
-        for rows, begin, products, options in self.tiles(h):
-            T = products.shape[1]
-            exp_tile_kernel[(len(products), triton.cdiv(T, self.block))](
+        common = self.pointwise | {
+            "exps": exps,
+            "labels": y,
+            "maxima": self.maxima,
+            "sums": self.sums,
+            "z_label": self.z_label,
+            "best": best,
+            "stride_ec": exps.stride(0),
+            "stride_block": self.sums.stride(0),
+            "AMPLIFY": self.amplify,
+            "BLOCK_V": self.block,
+            "num_warps": self.arch.exp_warps,
+        }
+        for first, begin, T, products in self.tiles(h):
+            exp_tile_kernel[(products.shape[0], -(-T // self.block))](
                 products=products,
-                exps=exps[rows, begin:],
-                labels=y[rows],
-                maxima=self.maxima[:, rows],
-                sums=self.sums[:, rows],
-                z_label=self.z_label[rows],
-                best=None if best is None else best[:, rows],
-                begin=begin,
+                first=first,
+                first_block=begin // self.block,
                 T=T,
                 width=multiple(T),
-                stride_pc=products.stride(0),
-                stride_ec=exps.stride(0),
-                stride_block=self.sums.stride(0),
-                **options,
-                AMPLIFY=self.amplify,
-                BLOCK_V=self.block,
-                num_warps=self.arch.exp_warps,
+                stride_pc=multiple(T),
+                **common,
             )
 
     def exps_of_gemm(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
@@ -186,6 +191,7 @@ class Chunks:
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,)
         lse: Tensor,  # (C,) fp32, as all down to at_label
+        temperature: Tensor | None,  # divisor of the logits in p
         alpha: Tensor,  # g = p * (alpha - beta * log p) + gamma * class_weight
         beta: Tensor | None,
         gamma: Tensor | None,
@@ -198,27 +204,31 @@ class Chunks:
         V, C = self.weight.shape[0], len(h)
         grads = self.grads[:C]
         self.residuals.zero_()
-        for rows, begin, products, options in self.tiles(h):
-            T = products.shape[1]
+        bias = self.pointwise["bias"]
+        for first_row, begin, T, products in self.tiles(h):
+            rows = slice(first_row, first_row + len(products))
             token_grad_kernel[(len(products), triton.cdiv(T, self.block))](
                 products=products,
                 grads=grads[rows, begin:],
                 class_weight=None if class_weight is None else class_weight[begin:],
                 labels=y[rows],
                 lse=lse[rows],
+                temperature=None if temperature is None else temperature[rows],
                 alpha=alpha[rows],
                 beta=None if beta is None else beta[rows],
                 gamma=None if gamma is None else gamma[rows],
                 at_label=at_label[rows],
                 residuals=self.residuals[rows],
                 count=count,
-                first=first + rows.start,
+                first=first + first_row,
                 begin=begin,
                 T=T,
                 width=multiple(T),
                 stride_pc=products.stride(0),
                 stride_gc=grads.stride(0),
-                **options,
+                bias=None if bias is None else bias[begin:],
+                scale=self.pointwise["scale"],
+                softcap=self.pointwise["softcap"],
                 AMPLIFY=self.amplify,
                 BLOCK_V=self.block,
                 num_warps=self.arch.exp_warps,

@@ -38,6 +38,10 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     if class_weight is not None:
         class_weight = class_weight.float().contiguous() if wanted.zmean else None
 
+    temperature = problem.temperature
+    if temperature is not None:
+        temperature = temperature.float().contiguous()
+
     def zeros(wanted: bool) -> Tensor:
         return torch.zeros(N if wanted else 0, dtype=torch.float32, device=device)
 
@@ -61,6 +65,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         if N:
             stats_kernel[(triton.cdiv(N, blocks.BLOCK_N) * splits,)](
                 class_weight=class_weight,
+                temperature=temperature,
                 rows=packed.rows,
                 count=packed.used,
                 **partials,
@@ -126,12 +131,15 @@ def token_grads(
             chosen = rows[begin : min(begin + C, n)].long()
             h, y = problem.hidden[chosen], problem.labels[chosen]
             size_of_row, alpha, beta, gamma, at_label = _factors(upstream, chosen, c)
+            temperature = None
+            if problem.temperature is not None:
+                temperature = problem.temperature[chosen].float()
             if graph:  # unused rows take part, as zeros
                 padding = torch.arange(begin, begin + len(y), device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
                 size_of_row.masked_fill_(padding, 0)
             g = chunks.known_gradient(
-                h, y, lse[chosen], alpha, beta, gamma, at_label, c, count, begin
+                h, y, lse[chosen], temperature, alpha, beta, gamma, at_label, c, count, begin
             )
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, size_of_row, 1.0)

@@ -167,6 +167,7 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
             weight,
             labels,
             bias=bias,
+            expected_upstream=torch.ones(()),  # as inside, where the host knows no factor
             softcap=5.0,
             logit_scale=0.7,
             chunk_tokens=chunk_tokens,

@@ -5,7 +5,7 @@ import torch
 from triton.runtime import interpreter
 
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import per_token, training
+from fusedce.backends.triton import archs, per_token, training
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case
@@ -98,3 +98,27 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
     warm = step()
     monkeypatch.setattr(per_token, "capturing", lambda device: True)
     assert step() - warm == set()
+
+
+def test_few_kernels_are_launched(launches):
+    """Each costs the host as much as a small tile's work."""
+    hidden, weight, labels, _ = Case((96,), 32, 1111, torch.bfloat16).tensors()
+    problem = Problem(hidden, weight, labels)
+    backend.loss(problem)
+    assert [name for name, _ in launches] == ["compact_kernel", "forward_kernel"]
+    launches.clear()
+    backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+    assert [name for name, _ in launches] == [
+        "compact_kernel", "exp_tile_kernel", "softmax_grad_kernel", "hidden_grad_kernel",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("H", [64, 896, 1024, 4096, 16384])
+def test_tiles_are_wider_where_they_are_less_work(H):
+    """Enough for the host to be ahead: 15 us of it beside at least 40 of an H200's products."""
+    C, V = 8192, 151936
+    rows, T = archs.BY_NAME["sm_90"].tile_shape(C, V, H, 2048)
+    assert rows * T >= 2**23
+    work = 2 * rows * T * H / 700e12
+    assert work >= 40e-6 or rows * T == 2**25
+    assert rows * T * 4 <= 2**27

@@ -1,0 +1,31 @@
+"""The real DeepSpeed: ZeRO 1, 2 and 3 train a replaced head as they train the untouched model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+
+def train(stage, replaced):
+    script = Path(__file__).parents[1] / "support" / "deepspeed_steps.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(script), str(stage), str(int(replaced))]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero(stage):
+    """With stage 3 the weight is gathered for the loss; no stage makes logits."""
+    native, replaced = train(stage, False), train(stage, True)
+    assert replaced["losses"] == pytest.approx(native["losses"], rel=1e-5)
+    assert (replaced["fused"], replaced["made"]) == (3, 0)

@@ -1,0 +1,105 @@
+"""A temperature for every token: as if each had been computed alone with its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedce import fused_logprobs
+
+BACKENDS = ["torch", "triton"]
+N, H, V = 7, 8, 23
+
+
+def inputs(dtype=torch.float32):
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=rng).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=rng).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=rng).to(dtype).requires_grad_()
+    labels = torch.randint(V, (N,), generator=rng)
+    labels[2] = -100
+    temperature = torch.linspace(0.3, 2.5, N)
+    temperature[2] = 0  # of an ignored token, may be anything
+    return hidden, weight, bias, labels, temperature
+
+
+def eager(hidden, weight, bias, labels, temperature, softcap):
+    z = F.linear(hidden, weight, bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    used = labels != -100
+    z = z / temperature.masked_fill(~used, 1)[:, None]
+    log_p = z.log_softmax(-1)
+    logprob = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    found = (logprob, -(log_p.exp() * log_p).sum(-1), z.logsumexp(-1), z.mean(-1))
+    return tuple(x.where(used, 0) for x in found)
+
+
+def check(ours, exact, leaves, tolerance=2e-5):
+    torch.testing.assert_close(ours, exact, rtol=tolerance, atol=tolerance)
+    upstream = [torch.randn_like(x) for x in exact]
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, leaves, upstream),
+        torch.autograd.grad(exact, leaves, upstream),
+        rtol=tolerance, atol=tolerance,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_values_and_gradients(backend, softcap):
+    hidden, weight, bias, labels, temperature = inputs()
+    stats = fused_logprobs(
+        hidden, weight, labels, bias=bias, softcap=softcap, temperature=temperature,
+        mean_logit=True, backend=backend,
+    )  # fmt: skip
+    ours = (stats.logprob, stats.entropy, stats.lse, stats.mean_logit)
+    exact = eager(hidden, weight, bias, labels, temperature, softcap)
+    check(ours, exact, (hidden, weight, bias))
+
+
+def test_gradcheck():
+    hidden, weight, bias, labels, temperature = inputs(torch.float64)
+
+    def f(h, w, b):
+        stats = fused_logprobs(
+            h, w, labels, bias=b, softcap=2.0, temperature=temperature, mean_logit=True
+        )
+        return stats.logprob, stats.entropy, stats.lse, stats.mean_logit
+
+    assert torch.autograd.gradcheck(f, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_classes(backend):
+    hidden, weight, bias, labels, temperature = inputs()
+    several = torch.stack([labels, labels.clamp(min=0), (labels.clamp(min=0) + 5) % V], 1)
+    several[4, 0] = -100  # the first alone
+    several[2] = -100
+    stats = fused_logprobs(
+        hidden, weight, several, bias=bias, softcap=3.0, temperature=temperature, backend=backend
+    )
+    z = 3.0 * torch.tanh(F.linear(hidden, weight, bias) / 3.0)
+    log_p = (z / temperature.clamp(min=0.1)[:, None]).log_softmax(-1)
+    exact = log_p.gather(1, several.clamp(min=0)).where(several != -100, 0)
+    check((stats.logprob,), (exact,), (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_temperature_for_all_is_the_same(backend):
+    hidden, weight, bias, labels, _ = inputs()
+    each = fused_logprobs(
+        hidden, weight, labels, bias=bias, temperature=torch.full((N,), 0.7), backend=backend
+    )
+    one = fused_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, backend=backend)
+    torch.testing.assert_close(tuple(each), tuple(one), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_temperature():
+    hidden, weight, _, labels, temperature = inputs()
+    for change, error, message in (
+        (temperature[:3], ValueError, r"temperature must be \(...\) = \(7,\), got \(3,\)"),
+        (temperature.long(), TypeError, "temperature must be floats"),
+        (temperature - 1, ValueError, r"temperature must be positive and finite, got -0\.69"),
+        (temperature.requires_grad_(), ValueError, "temperature must not require grad"),
+    ):
+        with pytest.raises(error, match=message):
+            fused_logprobs(hidden, weight, labels, temperature=change)

@@ -1,0 +1,133 @@
+"""TRL's GRPOTrainer and DPOTrainer with the mixin: what they log, and train, is the same."""
+
+import logging
+
+import pytest
+import torch
+from support.tiny_trainer import llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fusedce import trainer_rl
+from fusedce.trainer_rl import FusedPolicyMixin
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.slow
+
+WORDS = [f"w{i}" for i in range(50)]
+
+
+@pytest.fixture
+def tokenizer():
+    names = ["<pad>", "<s>", "</s>", *WORDS]
+    raw = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<pad>")
+    )
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def saved(tmp_path):
+    """A model that knows where it came from: the trainers load the reference from there."""
+    llama().save_pretrained(tmp_path / "model")
+    return LlamaForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def text(n, seed):
+    return " ".join(WORDS[(7 * seed + 3 * i) % len(WORDS)] for i in range(n))
+
+
+def settings(tmp_path, **kwargs):
+    return {
+        "output_dir": str(tmp_path), "use_cpu": True, "logging_steps": 1, "report_to": [],
+        "max_steps": 2, "learning_rate": 0.5, "optim": "sgd", "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant", **kwargs,
+    }  # fmt: skip
+
+
+def dpo(base, tmp_path, tokenizer, **kwargs):
+    rows = [
+        {"prompt": text(3, i), "chosen": " " + text(2 + i, i + 1), "rejected": " " + text(6 - i, i)}
+        for i in range(4)
+    ]
+    config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
+    return base(
+        model=saved(tmp_path), ref_model=None, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def grpo(base, tmp_path, tokenizer, **kwargs):
+    def reward(completions, **_):
+        return [float(len(set(c.split()))) for c in completions]
+
+    rows = [{"prompt": text(4, i)} for i in range(4)]
+    config = trl.GRPOConfig(
+        **settings(
+            tmp_path, per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
+            temperature=0.9, beta=0.05, **kwargs,
+        )
+    )  # fmt: skip
+    return base(
+        model=saved(tmp_path), reward_funcs=reward, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def run(make, base, tmp_path, tokenizer, **kwargs):
+    """What was logged, but for times, and the parameters after training."""
+    torch.manual_seed(0)
+    trainer = make(base, tmp_path, tokenizer, **kwargs)
+    torch.manual_seed(1)
+    trainer.train()
+    logs = [
+        {k: v for k, v in entry.items() if not any(x in k for x in ("time", "second", "runtime"))}
+        for entry in trainer.state.log_history
+    ]
+    return logs, {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs", "options"),
+    [
+        (dpo, "DPOTrainer", {}),
+        (dpo, "DPOTrainer", {"use_weighting": True}),
+        (grpo, "GRPOTrainer", {}),
+        (grpo, "GRPOTrainer", {"top_entropy_quantile": 0.5}),
+    ],
+)
+def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, tokenizer, monkeypatch):
+    base = getattr(trl, theirs)
+
+    class Ours(FusedPolicyMixin, base):
+        pass
+
+    calls = []
+    original = trainer_rl.fused_logprobs
+    monkeypatch.setattr(
+        trainer_rl, "fused_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    stock_logs, stock = run(make, base, tmp_path, tokenizer, **options)
+    assert not calls
+    logs, ours = run(make, Ours, tmp_path, tokenizer, **options)
+    assert len(calls) >= 4  # policy and reference, two steps
+    assert len(logs) == len(stock_logs) >= 2
+    for mine, exact in zip(logs, stock_logs, strict=True):
+        assert mine.keys() == exact.keys()
+        for name, value in exact.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+def test_another_trl_is_refused(tmp_path, tokenizer, monkeypatch):
+    class Ours(FusedPolicyMixin, trl.DPOTrainer):
+        pass
+
+    monkeypatch.setattr(trainer_rl, "_NAME", "nothing")
+    with pytest.raises(RuntimeError, match=r"needs a TRL whose trainer\.utils has nothing"):
+        dpo(Ours, tmp_path, tokenizer)
