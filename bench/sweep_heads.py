@@ -23,12 +23,20 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 
 V, T, B = 97, 12, 2
+# Families of classes with output embeddings, each class in the first that has it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "vision-language": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
 # Small values by the names configurations use. Lists of layer kinds are cut to the layers.
 SMALL = {
     "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -204,9 +212,21 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
     return row | {"not_built": first}
 
 
+def classes() -> list[tuple[str, str, str]]:
+    """``(family, model type, class name)``, each class once."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for family, names in FAMILIES.items():
+        for model_type, class_names in names.items():
+            every = class_names if isinstance(class_names, (list, tuple)) else (class_names,)
+            for class_name in every:
+                found.setdefault(class_name, (family, model_type, class_name))
+    return list(found.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model_types", nargs="*")
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -214,10 +234,12 @@ def main() -> int:
     rows, begin = [], time.time()
     print("| model type | class | loss error | eval error | gradient error | |")
     print("|---|---|---|---|---|---|")
-    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for family, model_type, class_name in classes():
         if args.model_types and model_type not in args.model_types:
             continue
-        row = check(model_type, class_name)
+        if args.families and family not in args.families:
+            continue
+        row = {"family": family} | check(model_type, class_name)
         rows.append(row)
         if "loss_error" in row:
             numbers = " | ".join(
@@ -233,6 +255,11 @@ def main() -> int:
     right = [r for r in ran if r["right"]]
     fused = [r for r in right if r["fused"]]
     failed = [r for r in rows if "failed" in r]
+    by_family = {
+        family: [sum(r["family"] == family for r in part) for part in (rows, ran, right, fused)]
+        for family in FAMILIES
+    }
+    print("classes, built and run, right, fused:", by_family)
     summary = (
         f"{len(rows)} classes, {len(ran) + len(failed)} built and run, {len(right)} right, "
         f"{len(fused)} of them fused; {time.time() - begin:.0f} s"
@@ -240,7 +267,12 @@ def main() -> int:
     print("\n" + summary)
     if args.out or not args.model_types:
         out = args.out or Path(__file__).parent / "results" / "heads.json"
-        data = {"transformers": transformers.__version__, "summary": summary, "rows": rows}
+        data = {
+            "transformers": transformers.__version__,
+            "summary": summary,
+            "families": by_family,
+            "rows": rows,
+        }
         out.write_text(json.dumps(data, indent=1) + "\n")
     return 0 if len(right) == len(ran) and not failed else 1
 

@@ -164,7 +164,7 @@ class LogitsGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.look("pickle").__reduce_ex__(protocol)
 
-    def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
+    def numpy(self, **kwargs: Any) -> Any:
         return self.expose("numpy").numpy(**kwargs)
 
     def tolist(self) -> Any:
