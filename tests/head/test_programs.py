@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from torch.utils.checkpoint import CheckpointError
 from support import programs
 from support.heads import plain_model, tokens
 
@@ -32,5 +33,7 @@ def test_any_program(program):
     if isinstance(expected, type):
         assert isinstance(got, type) or not torch.isfinite(got[0]) or got, "torch refuses this"
         return
+    if got is CheckpointError and programs.writes_after_a_checkpoint(program):
+        return  # torch refuses the second run in words: it fuses what the first run did, or not
     assert not isinstance(got, type), f"refused with {got}"
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)

@@ -175,6 +175,14 @@ programs = st.tuples(
     st.booleans(),  # whether a compiled function is called in between
 )
 
+
+def writes_after_a_checkpoint(program):
+    """Whether logits are written into between the two runs of a checkpointed loss."""
+    names = [name for (_, name), _ in program[0]]
+    kinds = [kind for (kind, _), _ in program[0]]
+    return "checkpoint" in names and "write" in kinds[names.index("checkpoint") :]
+
+
 _compiled = None
 
 
