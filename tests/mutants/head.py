@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "head: function transforms",
-        "if torch._C._functorch.maybe_current_level() is not None:\n        return \"a transform",
-        "False",
+        'if torch._C._functorch.maybe_current_level() is not None:\n        return "a transform',
+        'if False:\n        return "a transform',
         "head/test_tensors.py -k transforms",
     ),
     Mutant(
