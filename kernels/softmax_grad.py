@@ -183,7 +183,9 @@ def softmax_grad_kernel(
         if shifts is not None:
             shift = tl.load(shifts + c)
             size += tl.abs(shift)
-        size = tl.where(size == 0.0, 1.0, size)
+        # A power of two: the products' other operand takes it in without being rounded again.
+        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+        size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
         g *= (a + b) / size
         p = exp(z, top) * inverse * logits_slope(z, scale, softcap)
         g_label = (a / size) * g_label + (b / size) * p

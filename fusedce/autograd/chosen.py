@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.derivatives import detached, refuse_second_derivatives, transformed
-from fusedce.backends.gradients import Gradients
+from fusedce.backends.gradients import Gradients, of_inputs
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem, Wanted, schema_of
 from fusedce.contract.projection import Projection
@@ -111,13 +111,13 @@ def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
     slope = head.slope(z)
     if slope is not None:
         g = g * slope
-    grads = Gradients(problem, wanted, dtype=problem.hidden.dtype, chunks=0, accumulate=True)
+    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=0, accumulate=True)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         for rows in _chunks(problem, classes):
             h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
             if grads.hidden is not None:
                 w = problem.weight[own].to(head.acc)
-                grads.hidden[rows] = torch.bmm(factors[:, None], w)[:, 0].to(grads.dtype)
+                grads.hidden[rows] = torch.bmm(factors[:, None], w)[:, 0].to(grads.hidden.dtype)
             K = classes.shape[1]
             grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
     written: tuple[Tensor, ...] = grads.written()

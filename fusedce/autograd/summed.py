@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusedce.autograd.derivatives import detached, refuse_second_derivatives
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import waiting_dtype
+from fusedce.backends.gradients import waiting
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
 
 
@@ -87,10 +87,9 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     if not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
     inputs = (problem.hidden, problem.weight, problem.bias)
-    waiting = waiting_dtype(problem.hidden.dtype)
     grads = (
-        total.new_empty(x.shape if want and x is not None else (0,), dtype=waiting)
-        for x, want in zip(inputs, wanted.gradients(), strict=True)
+        total.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
+        for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
     )
     return total, n_valid, argmax, torch.empty_like(total), *grads
 

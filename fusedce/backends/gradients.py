@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem, Wanted
 
+SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
 
-def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a gradient waits for its upstream factor.
 
-    The unscaled gradient of a sum can leave float16's range although the scaled one fits it, so
-    float16 waits in float32. The other dtypes have the range of float32 or more.
+class Dtypes(NamedTuple):
+    """Of the gradients."""
+
+    hidden: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype
+
+
+def of_inputs(problem: Problem) -> Dtypes:
+    """Gradients in the dtype of what they are of."""
+    return Dtypes(*[problem.hidden.dtype] * 3)
+
+
+def waiting(problem: Problem) -> Dtypes:
+    """Dtypes in which the gradients of a sum wait for their upstream factor.
+
+    In float32 they are rounded once, whatever comes from upstream. A large weight's waits in its
+    own dtype, for twice its memory would be felt: there a factor that was not expected costs a
+    second rounding. Not in float16, whose range the gradient of a sum can leave although that of a
+    mean fits it.
     """
-    return torch.float32 if dtype == torch.float16 else dtype
+    dtype = problem.hidden.dtype
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    large = dtype != torch.float16 and problem.weight.numel() > SMALL_HEAD
+    return Dtypes(acc, dtype if large else acc, acc)
 
 
 class Gradients:
-    """Gradients of hidden, weight and bias, in ``dtype``; ``None`` where not wanted.
+    """Gradients of hidden, weight and bias; ``None`` where not wanted.
 
     The weight's is summed in float32 (float64) over the chunks. Where there is one chunk alone,
     that sum is inside of a product, and the buffer has the dtype that is wanted in the end.
@@ -29,7 +51,7 @@ class Gradients:
         problem: Problem,
         wanted: Wanted,
         *,
-        dtype: torch.dtype,
+        dtypes: Dtypes,
         chunks: int,  # 0: all gradients are 0
         every_row: bool = False,  # every row of hidden will be written
         accumulate: bool = False,  # also over a single chunk
@@ -37,15 +59,15 @@ class Gradients:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
         device = hidden.device
         acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.hidden = self.weight = self.bias = None
         if wanted.hidden:
             fill = torch.empty if every_row and chunks else torch.zeros
-            self.hidden = fill(hidden.shape, dtype=dtype, device=device)
+            self.hidden = fill(hidden.shape, dtype=dtypes.hidden, device=device)
         if wanted.weight:
             narrow = chunks == 1 and not accumulate
             fill = torch.empty if chunks else torch.zeros
-            self.weight = fill(weight.shape, dtype=dtype if narrow else acc, device=device)
+            self.weight = fill(weight.shape, dtype=dtypes.weight if narrow else acc, device=device)
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 
@@ -62,10 +84,11 @@ class Gradients:
             _add_rows(self.bias, y, coefficient)
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``d_hidden, d_weight, d_bias`` in ``dtype``, (0,) where not wanted."""
+        """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
         grads = (self.hidden, self.weight, self.bias)
         d_hidden, d_weight, d_bias = (
-            torch.empty(0, dtype=self.dtype) if g is None else g.to(self.dtype) for g in grads
+            torch.empty(0, dtype=dtype) if g is None else g.to(dtype)
+            for g, dtype in zip(grads, self.dtypes, strict=True)
         )
         return d_hidden, d_weight, d_bias
 

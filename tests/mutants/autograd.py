@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "backward: fp16 waits in fp16",
-        "torch.float32 if dtype == torch.float16 else dtype",
-        "dtype",
+        "large = dtype != torch.float16 and problem.weight",
+        "large = problem.weight",
         f"{CONTRACT} -k may_overflow",
     ),
     Mutant(

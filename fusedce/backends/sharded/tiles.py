@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.backends.gradients import waiting_dtype
+from fusedce.backends.gradients import waiting
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.rows import chunks_of, valid_rows
@@ -90,9 +90,9 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_hidden = None
     if d_rows is not None:
         d_hidden = _sum_over_ranks(d_rows, rows, N, n_here, shard)
-    waits = waiting_dtype(hidden.dtype)
     grads = (
-        hidden.new_empty(0) if d is None else d.to(waits) for d in (d_hidden, d_weight, d_bias)
+        hidden.new_empty(0, dtype=dtype) if d is None else d.to(dtype)
+        for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
     )
     return Summed(total.to(acc), n_valid, factor, *grads)
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients
+from fusedce.backends.gradients import Gradients, of_inputs
 from fusedce.backends.torch.products import add_product, fast_bf16
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
@@ -81,7 +81,9 @@ def token_grads(
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
     chunks = chunks_of(rows, problem.chunk_tokens or (1 if device.type == "cpu" else 8) * _CHUNK)
-    grads = Gradients(problem, wanted, dtype=dtype, chunks=len(chunks), accumulate=True)
+    grads = Gradients(
+        problem, wanted, dtypes=of_inputs(problem), chunks=len(chunks), accumulate=True
+    )
     c = None if problem.class_weight is None else problem.class_weight.to(acc)[:, None]
 
     for number, chunk in enumerate(chunks):

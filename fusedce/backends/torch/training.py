@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, waiting_dtype
+from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
@@ -65,12 +65,12 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         V,
         H,
         logit_bytes=stored.itemsize,
-        accumulator=wanted.weight and waiting_dtype(dtype) != acc,
+        accumulator=wanted.weight and waiting(problem).weight != acc,
         on_cpu=device.type == "cpu",
         chunk_tokens=problem.chunk_tokens,
     )
     chunks = chunks_of(rows, size)
-    grads = Gradients(problem, wanted, dtype=waiting_dtype(dtype), chunks=len(chunks))
+    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
@@ -114,7 +114,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
 
         if grads.hidden is not None and dh is not None:
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
-            grads.hidden[chunk] = dh.to(grads.dtype)
+            grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         grads.add_rows(y, h, at_label)
 
     return Summed(total.to(acc), n_valid, factor.clone(), *grads.written())

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients
+from fusedce.backends.gradients import Gradients, of_inputs
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import Chunks
@@ -119,7 +119,7 @@ def token_grads(
         grads = Gradients(
             problem,
             wanted,
-            dtype=dtype,
+            dtypes=of_inputs(problem),
             chunks=-(-n // C) if n else 0,
             # In float16 the factors of the rows would not fit the gradient before they are in.
             accumulate=dtype == torch.float16,
@@ -152,7 +152,7 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """``size, alpha, beta, gamma, at_label`` of the rows, fp32; the last four divided by the first.
 
-    So what the kernel stores is at most about 1 times the scale of the logits, whatever comes from
+    So what the kernel stores is at most about 2 times the scale of the logits, whatever comes from
     upstream, as the range of float16 asks for.
     """
     alpha, at_label = upstream.alpha[rows], upstream.at_label[rows]
@@ -163,7 +163,8 @@ def _factors(
         size += beta.abs()
     if gamma is not None:
         size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
-    size.masked_fill_(size == 0, 1)
+    # A power of two: the products' other operand takes it in without being rounded again.
+    size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
     return (
         size.float(),
         (alpha / size).float(),

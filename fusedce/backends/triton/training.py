@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, waiting_dtype
+from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
@@ -43,7 +43,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             V,
             H,
             logit_bytes=dtype.itemsize + (4 if problem.label_smoothing else 0),
-            accumulator=wanted.weight and dtype != torch.float32,
+            accumulator=wanted.weight and waiting(problem).weight != torch.float32,
             on_cpu=False,
             chunk_tokens=problem.chunk_tokens,
         )
@@ -52,7 +52,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         grads = Gradients(
             problem,
             wanted,
-            dtype=waiting_dtype(dtype),
+            dtypes=waiting(problem),
             chunks=-(-n // C) if n else 0,
             every_row=every_row,
         )
