@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant("gradient: steps are not checked", LAZY + "make.py",
            "if any(t.left or t.call is not call for t in terms):", "if False:",
            "head/test_functions.py -k derivative"),
-    Mutant("gradient: any permutation undoes one", LAZY + "grad.py",
+    Mutant("gradient: any slice undoes one", LAZY + "grad.py",
            "if any(not t.left or t.left[0] != step for t in x.terms):",
            "if any(not t.left for t in x.terms):", "head/test_functions.py -k derivative"),
     Mutant("gradient: dense part dropped", LAZY + "grad.py",

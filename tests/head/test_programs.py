@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch.utils.checkpoint import CheckpointError
 from support import programs
 from support.heads import plain_model, tokens
+from torch.utils.checkpoint import CheckpointError
 
 from fusedce import replace_loss_head
 
