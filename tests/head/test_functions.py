@@ -71,6 +71,17 @@ class WrongRows(torch.autograd.Function):
         return out
 
 
+class WrongSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.shape = z.shape
+        return z[:, 1:]
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.ops.aten.slice_backward(g, ctx.shape, 1, 0, ctx.shape[1] - 1, 1)
+
+
 VIEWS = {
     "itself": lambda z: z,
     "flat": lambda z: z.view(-1, V),
@@ -100,7 +111,7 @@ def test_a_librarys_own_cross_entropy():
     both(lambda m, x, y: OwnCrossEntropy.apply(m(x).view(-1, V), y.view(-1)))
 
 
-@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongRows])
+@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongRows, WrongSlice])
 def test_a_backward_that_is_no_derivative(function):
     def program(m, x, y):
         z = function.apply(m(x))

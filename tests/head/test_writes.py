@@ -45,6 +45,12 @@ def root_written_after_a_copy(z, y):
     return ce(shifted, y[:, 1:])
 
 
+def copy_looked_at_after_a_write(z, y):
+    half = z * 0.5
+    z[..., 3] = 1.0
+    return half.exp().mean() + ce(z, y)
+
+
 def reshape_that_copies(z, y):
     rows = z[:, :-1].reshape(-1, V)
     rows[:, 3] = 1.0
@@ -232,6 +238,7 @@ def mapped(z, y):
 
 WRITES = [
     view_written, root_written_after_a_view, root_written_after_a_copy, reshape_that_copies,
+    copy_looked_at_after_a_write,
     real_view_written, real_view_of_a_view_written, data_written, view_scaled, scaled_after_a_view,
     scaled_after_a_look, scaled_before, copies_written, own_type_is_no_copy,
     looked_then_written, real_view_written_without_grad, through_a_detached_real_view,

@@ -51,7 +51,8 @@ class Memory:
         self.call, self.history = call, history
         self.values: Tensor | None = None
         self._written = False
-        self._given_away: list[tuple[Tensor, int]] = []  # to compiled code, with its version
+        self._compiled: list[tuple[Tensor, int]] = []  # what compiled code got, and its version
+        self._before: Tensor | None = None  # the values when they were given to others unseen
         # A copy can be made from what it is a copy of, as long as that has not changed since.
         self.parent = None if parent is None else weakref.ref(parent.memory)
         self.length = 0 if parent is None else len(parent.memory.history)
@@ -59,7 +60,13 @@ class Memory:
     @property
     def written(self) -> bool:
         """Whether only the values count."""
-        return self._written or any(x._version != before for x, before in self._given_away)
+        if not self._written:
+            self._written = any(x._version != before for x, before in self._compiled) or (
+                self._before is not None
+                and self.values is not None
+                and not torch.equal(self.values, self._before)
+            )
+        return self._written
 
     @written.setter
     def written(self, value: bool) -> None:
@@ -68,7 +75,7 @@ class Memory:
     def give_away(self, x: Tensor) -> Tensor:
         """The same memory, but no view of anything: torch.compile has no views of subclasses."""
         new = unviewed(x)
-        self._given_away.append((new, new._version))
+        self._compiled.append((new, new._version))
         return new
 
     def look(self, operation: str) -> Tensor:
@@ -136,8 +143,10 @@ class LazyLogits(torch.Tensor):
 
     def expose(self, operation: str) -> Tensor:
         """Real logits for somebody who may write into them unseen."""
-        values = self.look(operation)
-        self.memory.written = True
+        values, memory = self.look(operation), self.memory
+        if memory._before is None and not memory.written:
+            with torch.no_grad():
+                memory._before = memory.look(operation).clone()
         return values
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -346,7 +355,7 @@ def _iterate(func: Any, x: LazyLogits) -> Any:
 
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
-        (T.numpy, T.__array__, T.tolist, T.data_ptr, T.__dlpack__, T.share_memory_), _values
+        (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_), _values
     ),
     **dict.fromkeys(
         (T.split, torch.split, T.chunk, torch.chunk, T.tensor_split, torch.tensor_split,
@@ -354,6 +363,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
         _split,
     ),
     T._is_view: lambda func, x: False,  # see `unviewed`
+    T.tolist: lambda func, x: x.look("tolist").tolist(),
     T.register_hook: _hook,
     T.retain_grad: _hook,
     T.unbind: _unbind,
