@@ -345,7 +345,7 @@ MUTANTS = [
            "head/test_tensors.py -k transforms"),
     Mutant("head: a view where there is a bias", "head/forward.py",
            "recipe.bias is not None and not recipe.adapters and len(leading) > 1", "False",
-           "head/test_programs.py"),
+           "head/test_hooks.py -k before_and_after"),
     Mutant("probe: in evaluation alone", "head/replace.py",
            "(True, False) if can_probe", "(False,) if can_probe", "head/test_probe.py -k one_mode"),
     Mutant("probe: in training alone", "head/replace.py",
