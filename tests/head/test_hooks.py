@@ -160,3 +160,17 @@ def test_gradients_of_many_uses_add_up():
         return loss + ce(z.transpose(0, 1), y.t()) + ce(z[y > 10], y[y > 10])
 
     both(program)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_hook_before_and_after_a_write_in_place(bias):
+    """With a bias torch's logits are a view of a matrix, whose hooks a write replaces."""
+
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(lambda g: g * 2)
+        z.mul_(0.5)
+        z.register_hook(lambda g: g * 3)
+        return ce(z, y) + z.square().mean()
+
+    both(program, bias=bias)

@@ -67,7 +67,7 @@ MUTANTS = [
         "head: a view where there is a bias",
         "recipe.bias is not None and not recipe.adapters and len(leading) > 1",
         "False",
-        "head/test_programs.py",
+        "head/test_hooks.py -k before_and_after",
     ),
     Mutant(
         "probe: in evaluation alone",

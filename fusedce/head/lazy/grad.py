@@ -77,6 +77,7 @@ class LogitsGrad(torch.Tensor):
     writes: int
     seen: int  # how many writes of the base are in these
     handle: Handle
+    reshaped: bool  # of the base: the same values in the same order
 
     @staticmethod
     def __new__(
@@ -92,7 +93,7 @@ class LogitsGrad(torch.Tensor):
         )
         new.like, new.terms, new.dense, new.make = like, terms, dense, make
         new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
-        new.handle = CLOCK.keep(new)
+        new.handle, new.reshaped = CLOCK.keep(new), False
         return new
 
     @classmethod
@@ -218,6 +219,12 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = kwargs.get("dtype") or x.dtype
         like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
         return LogitsGrad(like, x.device, (), None, x.make)
+    if func is aten.new_empty_strided.default:
+        dtype = kwargs.get("dtype") or x.dtype
+        like = torch.empty_strided(args[1], args[2], dtype=dtype, device="meta")
+        return LogitsGrad(like, x.device, (), None, x.make)
+    if func is aten.copy_.default:
+        return _copy(x, args[1])
     if func is aten.sum.dim_IntList:
         return _sum(x, *args[1:], **kwargs)
     if func is aten._to_copy.default:
@@ -229,7 +236,9 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         like = func(x.like, *args[1:], **kwargs)
         view = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
         if func in _RESHAPES:  # a dense part may be laid out in another way
-            return _moved(x, like, lambda t: t.reshape(like.shape), x.terms, view)
+            new = _moved(x, like, lambda t: t.reshape(like.shape), x.terms, view)
+            new.reshaped = True
+            return new
         return _moved(x, like, view, x.terms, view if effects_of(func).is_view else None)
     row = UNDOING.get(func)
     step = None if row is None or row.undo is None else row.undo(x, *args[1:], **kwargs)
@@ -267,6 +276,23 @@ def _moved(
     if view is not None:
         new.base, new.move, new.seen = x, view, x.writes
     return new
+
+
+def _copy(x: LogitsGrad, source: Any) -> Any:
+    """``x.copy_(source)``, as autograd does around what was written in place into a view."""
+    base = x.base
+    if not isinstance(source, LogitsGrad) or source.shape != x.shape or x.exposed:
+        return NotImplemented
+    if base is not None:
+        if base.base is not None or base.exposed or not x.reshaped:
+            return NotImplemented
+        shape, make = base.shape, source.make
+        base.terms, base.numbers = source.terms, None
+        base.dense = None if source.dense is None else source.dense.reshape(shape)
+        base.make = lambda name: make(name).reshape(shape)
+    x.terms, x.dense, x.make, x.numbers = source.terms, source.dense, source.make, None
+    x.written()
+    return x
 
 
 def _is_factor(args: tuple[Any, ...]) -> bool:
