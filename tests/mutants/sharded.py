@@ -48,8 +48,10 @@ MUTANTS = [
         "mine.copy_(d_hidden[: len(mine)])",
         SHARDS,
     ),
-    Mutant("shards: smoothing left out of the gradient", "g -= (outer", "g -= 0 * (outer", SHARDS),
-    Mutant("shards: z-loss left out at the label", "+ (of_p - 1) * (-self.nll).exp()", "", SHARDS),
+    Mutant(
+        "shards: smoothing left out of the gradient", "g += shift.to", "g += 0 * shift.to", SHARDS
+    ),
+    Mutant("shards: z-loss left out at the label", "+ by.lse * (-self.nll).exp()", "", SHARDS),
     Mutant(
         "shards: no slope",
         "return g if self.slope is None else g.mul_(self.slope)",

@@ -23,7 +23,7 @@ from fusedce.backends.gradients import waiting
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.contract.objective import expected_upstream
+from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 
 # torch 2.13 gave these two new names
@@ -51,7 +51,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     n_here = len(problem.hidden)
     if shard.tokens is not None:
         problem = _all_tokens(problem, max(shard.tokens), shard.group)
-    hidden, labels, token_weight = problem.hidden, problem.labels, problem.token_weight
+    hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     rows, n_valid = valid_rows(problem, shard.V)
@@ -73,8 +73,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     begin = 0
     for chunk in chunks_of(rows, size):
         h = hidden[chunk]
-        scale = None if token_weight is None else token_weight[chunk].double()
-        tile = _Tile(local, h, labels[chunk].long(), scale)
+        tile = _Tile(local, problem.rows(chunk), h, labels[chunk].long())
         total += tile.losses.sum()
         if any(wanted.gradients()):
             g = tile.gradient(factor)  # (C, real)
@@ -129,24 +128,24 @@ class _Tile:
     def __init__(
         self,
         local: LocalRows,
+        problem: Problem,  # its weights of tokens are the chunk's
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,) int64
-        scale: Tensor | None,  # (C,) float64
     ) -> None:
-        options, shard = local.problem, local.shard
+        shard = local.shard
         z = local.logits(h)
         place = y - shard.first
         self.inside = (place >= 0) & (place < local.real)
         self.at = place.clamp(0, max(local.real - 1, 0))[:, None]
-        self.local, self.scale = local, 1.0 if scale is None else scale
+        self.local, self.problem, self.y = local, problem, y
         if local.real:
             z_label = z.gather(1, self.at)[:, 0].masked_fill(~self.inside, -math.inf)
             k = z.amax(1).clamp_(min=torch.finfo(z.dtype).min)  # all -inf: exp must give 0
         else:
             z_label = z.new_full((len(z),), -math.inf)
             k = z.new_full((len(z),), torch.finfo(z.dtype).min)
-        z_sum = z.sum(1, dtype=torch.float64) if options.label_smoothing else None
-        cap = options.softcap
+        z_sum = z.sum(1, dtype=torch.float64) if problem.label_smoothing else None
+        cap = problem.softcap
         self.slope = None if cap is None else 1 - (z / cap).square_()
         self.e = z.sub_(k[:, None]).exp_()
         self._set_label(torch.zeros_like(k))
@@ -162,28 +161,20 @@ class _Tile:
         self.nll = torch.logaddexp(gap, torch.zeros_like(gap))  # (C,) float64
         self.lse = torch.logaddexp(log_others, z_label)
         self.k = k.double()
-        losses = self.nll
-        if z_sums:
-            smooth = self.lse - z_sums[0].sum(0) / shard.V
-            losses = losses + options.label_smoothing * (smooth - losses)
-        if options.z_loss:
-            losses = losses + options.z_loss * self.lse.square()
-        self.losses = losses * self.scale  # (C,) float64
+        zmean = z_sums[0].sum(0) / shard.V if z_sums else None
+        self.losses = token_losses(problem, y, self.nll, self.lse, zmean)  # (C,) float64
 
     def gradient(self, factor: Tensor) -> Tensor:
-        """``(C, real)``: ``factor`` times that of the sum of ``losses`` in the raw products.
-
-        ``(1 + 2 z_loss lse) p - (1 - eps) onehot - eps / V``, and the chain's slopes.
-        """
-        options, V = self.local.problem, self.local.shard.V
-        eps = options.label_smoothing
-        outer = factor * self.scale * options.logit_scale
-        of_p = 1 + 2 * options.z_loss * self.lse
-        g = self.e.mul_((outer * of_p * (self.k - self.lse).exp()).to(self.e.dtype)[:, None])
-        if eps:
-            g -= (outer * torch.full_like(self.lse, eps / V)).to(g.dtype)[:, None]
-        of_label = torch.expm1(-self.nll) + (of_p - 1) * (-self.nll).exp() + (eps - eps / V)
-        self._set_label((outer * of_label).to(g.dtype))
+        """``(C, real)``: ``factor`` times that of the sum of ``losses`` in the raw products."""
+        by = slopes(self.problem, self.y, self.lse)
+        outer = factor * self.problem.logit_scale
+        of_p = outer * (by.nll + by.lse) * (self.k - self.lse).exp()
+        g = self.e.mul_(of_p.to(self.e.dtype)[:, None])
+        shift = outer * by.zmean / self.local.shard.V * torch.ones_like(self.lse)
+        if self.problem.label_smoothing:
+            g += shift.to(g.dtype)[:, None]
+        of_label = by.nll * torch.expm1(-self.nll) + by.lse * (-self.nll).exp()
+        self._set_label((outer * of_label + shift).to(g.dtype))
         return g if self.slope is None else g.mul_(self.slope)
 
     def _set_label(self, values: Tensor) -> None:
