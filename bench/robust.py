@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib import prediction
 from lib.engine import peak_of_call
 from lib.problems import Spec, gradient_bytes, make_inputs
 from lib.results import FOLDER, device_name, source, versions, write
@@ -26,6 +25,7 @@ from lib.tables import markdown
 from torch import Tensor
 
 import fusedce
+from fusedce import prediction
 
 LARGE, SMALL = (8192, 4096, 128256), (200, 128, 2500)
 Found = tuple[bool | None, str]  # None: left out

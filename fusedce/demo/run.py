@@ -270,16 +270,14 @@ def exactly_repeatable() -> Iterator[None]:
     """Deterministic algorithms and full float32 products, undone at the end."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     deterministic = torch.are_deterministic_algorithms_enabled()
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    precision = torch.get_float32_matmul_precision()
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = cudnn
 
 
 # ---- what the loss costs --------------------------------------------------------------------
