@@ -15,17 +15,14 @@ bottleneck); memory is what the device's allocator saw.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.measure import memory_method, peak_extra_bytes
 
 from .pool import Pool
-
-_BURST_SECONDS = 2.0  # slow calls are made fewer times
 
 
 class Call(NamedTuple):
@@ -132,52 +129,3 @@ class Engine:
 def median(row: Mapping[str, Any]) -> float | None:
     """Seconds: the device's own where there are any."""
     return statistics.median(row["seconds"]) if row.get("seconds") else None
-
-
-# ---- in the processes -------------------------------------------------------------------------
-
-
-def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, list[float]]:
-    """``seconds`` of each of ``calls`` calls, and ``wall_seconds``; one more warms up."""
-    if torch.device(device).type == "cpu":
-        return {"seconds": median_seconds({"": call}, calls)[""]}
-    module = torch.get_device_module(device)
-    begin = time.perf_counter()
-    call()  # untimed: the allocator was emptied for the others
-    module.synchronize()
-    once = time.perf_counter() - begin
-    calls = max(min(calls, int(_BURST_SECONDS / max(once, 1e-9))), 3)
-    events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    begin = time.perf_counter()
-    for first, last in events:
-        first.record()
-        call()
-        last.record()
-    module.synchronize()
-    wall = (time.perf_counter() - begin) / calls
-    return {
-        "seconds": [first.elapsed_time(last) / 1e3 for first, last in events],
-        "wall_seconds": [wall],
-    }
-
-
-def peak_of_call(call: Callable[[], object], device: str) -> int:
-    """Peak of the device's allocator during one call, in bytes above the level before it."""
-    module = torch.get_device_module(device)
-    call()
-    free(device)
-    module.reset_peak_memory_stats()
-    before = module.memory_allocated()
-    result = call()
-    module.synchronize()
-    peak = module.max_memory_allocated() - before
-    del result
-    return int(peak)
-
-
-def free(device: str) -> None:
-    """Give back what the allocator keeps: the other processes want it."""
-    if torch.device(device).type != "cpu":
-        module = torch.get_device_module(device)
-        module.synchronize()
-        module.empty_cache()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import timing
+
 
 def _serve(connection: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -41,24 +43,18 @@ def _prepare(calls: dict[str, Any], name: str, target: str, kwargs: dict[str, An
 
 
 def _time(calls: dict[str, Any], name: str, device: str, number: int) -> dict[str, list[float]]:
-    from . import engine
-
-    found = engine.time_call(calls[name], device, number)
-    engine.free(device)
+    found = timing.time_call(calls[name], device, number)
+    timing.free(device)
     return found
 
 
 def _peak(calls: dict[str, Any], name: str, device: str) -> int:
-    from . import engine
-
-    return engine.peak_of_call(calls[name], device)
+    return timing.peak_of_call(calls[name], device)
 
 
 def _drop(calls: dict[str, Any], name: str, device: str) -> None:
-    from . import engine
-
     calls.pop(name, None)
-    engine.free(device)
+    timing.free(device)
 
 
 _ORDERS = {"run": _run, "prepare": _prepare, "time": _time, "peak": _peak, "drop": _drop}

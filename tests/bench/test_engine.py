@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib import engine
+from lib import engine, timing
 from lib.engine import Call, Engine
 from support.fake_device import FakeDevice
 
@@ -47,12 +47,12 @@ def device(monkeypatch):
     """Stands for torch's module of the device, and for the wall clock."""
     fake = FakeDevice(call_seconds=0.25, held=1000, peak=700)
     monkeypatch.setattr(torch, "get_device_module", lambda name: fake)
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: fake.clock)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.clock)
     return fake
 
 
 def test_on_a_device_calls_follow_each_other_between_events(device):
-    found = engine.time_call(device.call, "cuda", 10)
+    found = timing.time_call(device.call, "cuda", 10)
     # Two seconds of burst at most: eight calls of a quarter of one, none waited for on its own.
     assert found == {"seconds": [0.25] * 8, "wall_seconds": [0.25]}
     assert device.calls == 9
@@ -61,13 +61,13 @@ def test_on_a_device_calls_follow_each_other_between_events(device):
 
 def test_few_calls_are_made_of_a_slow_one_and_no_more_than_asked_of_a_fast_one(device):
     device.call_seconds = 5.0
-    assert len(engine.time_call(device.call, "cuda", 10)["seconds"]) == 3
+    assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 3
     device.call_seconds = 0.01
-    assert len(engine.time_call(device.call, "cuda", 10)["seconds"]) == 10
+    assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 10
 
 
 def test_peak_of_a_device_is_its_allocators_above_the_level_before(device):
-    assert engine.peak_of_call(device.call, "cuda") == 700
+    assert timing.peak_of_call(device.call, "cuda") == 700
 
 
 def test_the_median_is_of_the_devices_own_seconds():
