@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fusedce.head.clock import Tick
 from fusedce.head.recipe import Operands, Recipe, as_they_are, merged_into, recipe_of
@@ -46,37 +47,38 @@ class HeadCall:
         Raises:
             RuntimeError: they are no longer those that the head ran with.
         """
+        if self.has_changed():
+            raise RuntimeError(_CHANGED)
         tensors = self.recipe.tensors()
         if any(_is_gone(x) for x in tensors):
-            self._check(stepped=self._steps_since() > 0)
             return self._gathered(tensors)
-        changed = [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen
-        merged = self.recipe.merged != merged_into(self.module)
-        self._check(changed or merged or self._has_stepped())
         return [x.detach() for x in tensors]
 
-    def _check(self, stepped: bool) -> None:
-        if stepped:
-            raise RuntimeError(_CHANGED)
+    def has_changed(self) -> bool:
+        """Whether the values are, or may be, no longer those that the head ran with."""
+        if self.recipe.merged != merged_into(self.module):
+            return True
+        tensors = self.recipe.tensors()
+        if any(_is_gone(x) for x in tensors):
+            return self.tick.next is not None
+        if [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen:
+            return True
+        return any(o is None or self.changes_with(o) for o in self.tick.steps())
 
-    def _steps_since(self) -> int:
-        return sum(1 for _ in self.tick.steps())
+    def changes_with(self, optimizer: Optimizer) -> bool:
+        """Whether a step of this optimizer changes what the head ran with, or may do so.
 
-    def _has_stepped(self) -> bool:
-        """Whether an optimizer has stepped that may have changed a parameter of this head."""
-        if self.tick.next is None:
-            return False
-        params = [x for x, made in zip(self.recipe.tensors(), self.made, strict=True) if not made]
-        ours = {id(x) for x in params}
+        It does where it holds a parameter, or memory of one. Of a parameter that is a view, or
+        trained as a part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), nobody knows
+        which optimizer's step is copied into it.
+        """
+        tensors = self.recipe.tensors()
         known = {id(p) for p in self.module.parameters()}
-        if not ours <= known or any(hasattr(x, "ds_id") for x in params):
-            return True  # views of a flat parameter, parts of it: the optimizer has others
-        for optimizer in self.tick.steps():
-            if optimizer is None:
+        for x, made, wanted in zip(tensors, self.made, self.wanted, strict=True):
+            if not made and (id(x) not in known or hasattr(x, "ds_id") or (wanted and _is_part(x))):
                 return True
-            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                return True
-        return False
+        ours = {_memory(x) for x in (self.hidden, *tensors)}
+        return any(_memory(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
         """Whole parameters of a head that has been sharded again since it ran.
@@ -155,6 +157,14 @@ def _fingerprint(x: Tensor) -> Any:
     """What tells that a tensor was written into, or given other data."""
     version = 0 if x.is_inference() else x._version
     return version, x.dtype, x.untyped_storage()._cdata
+
+
+def _memory(x: Tensor) -> int:
+    return getattr(x, "_local_tensor", x).untyped_storage()._cdata
+
+
+def _is_part(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
 def _is_gone(x: Tensor) -> bool:

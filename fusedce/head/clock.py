@@ -40,8 +40,8 @@ class Handle:
 class Clock:
     def __init__(self) -> None:
         self.now = Tick()
-        # Gradients to be made before a step. Python's weak references to tensors may find them
-        # where C++ alone holds them; torch's know that, and this handle dies with the tensor.
+        # Gradients to be made before a step that changes their logits. Torch's weak references to
+        # tensors know of those that C++ alone holds, and this handle dies with the tensor.
         self.kept: weakref.WeakKeyDictionary[Handle, TensorWeakRef] = weakref.WeakKeyDictionary()
 
     def keep(self, grad: Any) -> Handle:
@@ -52,9 +52,8 @@ class Clock:
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         for reference in list(self.kept.values()):
             grad: Any = reference()
-            if grad is not None:
+            if grad is not None and grad.changes_with(optimizer):
                 grad.look("optimizer.step")
-        self.kept.clear()
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         old, self.now = self.now, Tick()

@@ -1,13 +1,16 @@
 """Logits that outlive the parameters they were made of are refused, in words."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from support.heads import V, ce, compiled, plain_model, tokens
 from torch import nn
 
-from fusedce import replace_loss_head
+from fusedce import head_report, replace_loss_head
+from fusedce.head.lazy.grad import LogitsGrad
+from fusedce.head.lazy.logits import LazyLogits
 
 
 def stepped(make, fused_loss=False, model=None, run=None):
@@ -132,3 +135,122 @@ def test_lbfgs_may_run_the_model_inside_its_step():
         optimizer.step(closure)
         losses.append(ce(model(x), y).detach())
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+# ---- gradients that outlive a step ----------------------------------------------------------
+
+
+def kept_gradient(model, **kwargs):
+    """The lazy gradient of logits that somebody has kept, and what it is."""
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    grads = []
+    for m in (model, replace_loss_head(copy.deepcopy(model))):
+        z = m(x)
+        z.retain_grad()
+        ce(z, y).backward()
+        grads.append(z.grad)
+    return grads[1], grads[0], m
+
+
+OWN = {
+    "head": lambda m: torch.optim.SGD([m[1].weight], 0.1),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), 0.1, fused=True),
+    "a view": lambda m: torch.optim.SGD([m[1].weight.data.view(-1).requires_grad_()], 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_step_makes_the_gradients_of_its_own_parameters_alone(name):
+    grad, expected, model = kept_gradient(plain_model())
+    other, _, others = kept_gradient(plain_model())
+    unrelated = nn.Linear(3, 3)
+    unrelated(torch.ones(3)).sum().backward()
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), 0.1),  # the hidden state was computed before
+        torch.optim.AdamW(unrelated.parameters(), fused=True),
+    ]
+    for optimizer in optimizers:
+        optimizer.step()
+        assert head_report(model).logits_made == 0
+    own = OWN[name](model)
+    own.step()
+    assert head_report(model).logits_made == 1
+    assert head_report(others).logits_made == 0
+    torch.testing.assert_close(grad + 0, expected)
+    torch.testing.assert_close(other + 0, expected)
+
+
+def test_a_gradient_that_cannot_be_made_any_more_stops_no_step():
+    grad, _, model = kept_gradient(plain_model())
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    before = model[1].weight.detach().clone()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert not torch.equal(model[1].weight, before)
+    with pytest.raises(RuntimeError, match="has changed"):
+        grad.sum()
+
+
+def test_a_head_that_is_a_part_of_a_larger_memory_may_be_changed_by_any_step():
+    """As where an engine holds all parameters in one buffer, and an optimizer copies of it."""
+    model = plain_model()
+    buffer = torch.zeros(2 * model[1].weight.numel())
+    part = buffer[: model[1].weight.numel()].view_as(model[1].weight)
+    replaced = copy.deepcopy(model)
+    replaced[1].weight.data = part.copy_(model[1].weight.detach())
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    z, unread = replace_loss_head(replaced)(x), replaced(x)
+    z.retain_grad()
+    ce(z, y).backward()
+    copies = buffer.clone().requires_grad_()
+    copies.grad = torch.ones_like(copies)
+    torch.optim.SGD([copies], 0.1).step()
+    buffer.copy_(copies.detach())  # no version counter of the parameter sees that
+    native = model(x)
+    native.retain_grad()
+    ce(native, y).backward()
+    torch.testing.assert_close(z.grad + 0, native.grad)
+    with pytest.raises(RuntimeError, match="has changed"):
+        unread.argmax(-1)
+
+
+STEPS_OF_TRAINING = {
+    "plain": lambda m, z, loss: loss.backward(),
+    "hook": lambda m, z, loss: (z.register_hook(lambda g: g * 2), loss.backward()),
+    "a hook that looks": lambda m, z, loss: (z.register_hook(lambda g: g + 0), loss.backward()),
+    "kept": lambda m, z, loss: (z.retain_grad(), loss.backward()),
+    "a view's": lambda m, z, loss: (z.view(-1).retain_grad(), loss.backward()),
+    "clipped": lambda m, z, loss: (
+        loss.backward(), nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    ),
+    "twice": lambda m, z, loss: (loss.backward(retain_graph=True), loss.backward()),
+    "written in place": lambda m, z, loss: (
+        z.register_hook(lambda g: g * 2), z.mul_(0.5),
+        z.register_hook(lambda g: g * 3), ce(z, tokens(3, 7)).backward(),
+    ),
+    "looked at": lambda m, z, loss: (z.argmax(-1), loss.backward(), z.detach() + 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS_OF_TRAINING)
+def test_a_step_leaves_nothing_for_the_garbage_collector(name):
+    model, x, y = replace_loss_head(plain_model(bias=True)), tokens(3, 7), tokens(3, 7, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    gc.collect()
+    before = lazy_tensors()
+    gc.disable()
+    try:
+        z = model(x)
+        loss = ce(z * 0.5, y) + ce(z, y)
+        STEPS_OF_TRAINING[name](model, z, loss)
+        assert len(lazy_tensors()) > len(before)
+        del z, loss
+        optimizer.step()
+        optimizer.zero_grad()
+        assert lazy_tensors() == before
+    finally:
+        gc.enable()
+
+
+def lazy_tensors():
+    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, LogitsGrad)}

@@ -17,21 +17,45 @@ MUTANTS = [
     ),
     Mutant(
         "stale: every step is one of the head",
-        "if not ours <= known or any(",
-        "if True or any(",
+        "return any(_memory(p) in ours for",
+        "return any(True for",
         "head/test_stale.py -k unrelated",
     ),
     Mutant(
+        "stale: parts of a larger memory are nobody's",
+        "return x.untyped_storage().nbytes() > x.numel() * x.element_size()",
+        "return False",
+        "head/test_stale.py -k larger",
+    ),
+    Mutant(
         "stale: writes unseen",
-        "changed or merged or self._has_stepped()",
-        "merged or self._has_stepped()",
+        "if [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen:",
+        "if False:",
         "head/test_tensors.py -k change",
     ),
     Mutant(
         "stale: merged adapters unseen",
-        "changed or merged or self._has_stepped()",
-        "changed or self._has_stepped()",
+        "if self.recipe.merged != merged_into(self.module):",
+        "if False:",
         "head/test_peft_trl.py -k merging",
+    ),
+    Mutant(
+        "gradient: made for the steps of others",
+        "if grad is not None and grad.changes_with(optimizer):",
+        "if grad is not None:",
+        "head/test_stale.py -k own_parameters",
+    ),
+    Mutant(
+        "gradient: what is stale stops a step",
+        "return any(t.call.changes_with(optimizer) and not t.call.has_changed() for t in self.terms)",
+        "return bool(self.terms)",
+        "head/test_stale.py -k stops_no_step",
+    ),
+    Mutant(
+        "gradient: holds itself",
+        "view = lambda t: func(t, *rest, **kwargs)",
+        "view = lambda t: func(t, *args[1:], **kwargs)",
+        "head/test_stale.py -k garbage",
     ),
     Mutant(
         "head: values hold the graph",
@@ -41,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "head: sharded again, not gathered",
-        "if any(_is_gone(x) for x in tensors):",
-        "if False:",
+        "if any(_is_gone(x) for x in tensors):\n            return self._gathered(tensors)",
+        "pass",
         "head/test_ranks.py -k fsdp",
     ),
     Mutant(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Handle
@@ -135,6 +136,13 @@ class LogitsGrad(torch.Tensor):
                     self.numbers = new.copy_(self.numbers)
         return self.numbers
 
+    def changes_with(self, optimizer: Optimizer) -> bool:
+        """Whether the numbers can be computed now, but perhaps not after this optimizer's step."""
+        self.sync()
+        if self.numbers is not None:
+            return False
+        return any(t.call.changes_with(optimizer) and not t.call.has_changed() for t in self.terms)
+
     def expose(self, operation: str) -> Tensor:
         """The numbers for somebody who may write into them."""
         self.sync()
@@ -214,37 +222,38 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.mul.Tensor and isinstance(args[1], LogitsGrad):
             return _lazily(func, (args[1], x), kwargs)
         return NotImplemented
+    rest = args[1:]  # for closures that are kept: they must not hold x, which may come to hold them
     if func in _ZEROS:
-        sizes = args[1] if func is aten.new_zeros.default else x.shape
+        sizes = rest[0] if func is aten.new_zeros.default else x.shape
         dtype = kwargs.get("dtype") or x.dtype
         like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
         return LogitsGrad(like, x.device, (), None, x.make)
     if func is aten.new_empty_strided.default:
         dtype = kwargs.get("dtype") or x.dtype
-        like = torch.empty_strided(args[1], args[2], dtype=dtype, device="meta")
+        like = torch.empty_strided(rest[0], rest[1], dtype=dtype, device="meta")
         return LogitsGrad(like, x.device, (), None, x.make)
     if func is aten.copy_.default:
-        return _copy(x, args[1])
+        return _copy(x, rest[0])
     if func is aten.sum.dim_IntList:
-        return _sum(x, *args[1:], **kwargs)
+        return _sum(x, *rest, **kwargs)
     if func is aten._to_copy.default:
         dtype = kwargs.get("dtype") or x.dtype
         if kwargs.get("device") not in (None, x.device) or not dtype.is_floating_point:
             return NotImplemented
         return _moved(x, x.like.to(dtype), lambda t: t.to(dtype), x.terms)
     if func in _SAME:
-        like = func(x.like, *args[1:], **kwargs)
-        view = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+        like = func(x.like, *rest, **kwargs)
+        view = lambda t: func(t, *rest, **kwargs)  # noqa: E731
         if func in _RESHAPES:  # a dense part may be laid out in another way
             new = _moved(x, like, lambda t: t.reshape(like.shape), x.terms, view)
             new.reshaped = True
             return new
         return _moved(x, like, view, x.terms, view if effects_of(func).is_view else None)
     row = UNDOING.get(func)
-    step = None if row is None or row.undo is None else row.undo(x, *args[1:], **kwargs)
-    if isinstance(step, Scale) or (row is not None and _is_factor(args[1:])):
-        terms = tuple(_scaled(t, step, func, args[1:]) for t in x.terms)
-        return _moved(x, x.like, lambda t: func(t, *args[1:], **kwargs), terms)
+    step = None if row is None or row.undo is None else row.undo(x, *rest, **kwargs)
+    if isinstance(step, Scale) or (row is not None and _is_factor(rest)):
+        terms = tuple(_scaled(t, step, func, rest) for t in x.terms)
+        return _moved(x, x.like, lambda t: func(t, *rest, **kwargs), terms)
     if step is None:
         return NotImplemented
     if any(not t.left or t.left[0] != step for t in x.terms):
@@ -255,10 +264,10 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
     if isinstance(step, Cap):
-        lazy = args[1]
+        lazy = rest[0]
         return _moved(x, x.like, lambda t: func(t, lazy.look("tanh_backward")), terms)
-    like = func(x.like, *args[1:], **kwargs)
-    move = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+    like = func(x.like, *rest, **kwargs)
+    move = lambda t: func(t, *rest, **kwargs)  # noqa: E731
     return _moved(x, like, move, terms, move if effects_of(func).is_view else None)
 
 
@@ -353,13 +362,13 @@ def _put_back(into: Any, indices: Any, grad: Any, *_: Any, **__: Any) -> Any:
             return NotImplemented
         if step.before != tuple(into.shape) or step.after != tuple(grad.shape):
             return NotImplemented
-    terms = tuple(t._replace(left=t.left[1:]) for t in grad.terms)
+    terms, like = tuple(t._replace(left=t.left[1:]) for t in grad.terms), into.like
 
     def move(t: Tensor) -> Tensor:
-        zeros = torch.zeros_like(into.like, device=t.device, dtype=t.dtype)
+        zeros = torch.zeros_like(like, device=t.device, dtype=t.dtype)
         return aten.index_put.default(zeros, indices, t, True)
 
-    return _moved(grad, into.like, move, terms)
+    return _moved(grad, like, move, terms)
 
 
 def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
