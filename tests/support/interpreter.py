@@ -16,6 +16,7 @@ def as_on_hardware():
 
     builder = interpreter.InterpreterBuilder
     create_dot, cast_impl = builder.create_dot, builder.cast_impl
+    grid_call = interpreter.GridExecutor.__call__
 
     def dot(self, a, b, d, *precision):
         # numpy asks BLAS, which blocks by CPU and shape: there a row's sums depend on the rows
@@ -38,7 +39,29 @@ def as_on_hardware():
         for stride in self.strides[:-1]:
             assert stride.data.item() * itemsize % 16 == 0, "stride must be 16-byte aligned"
 
-    mended = [(builder, "create_dot", dot), (builder, "cast_impl", cast)]
+    patched: set[int] = set()  # modules whose names of Triton's language are, in this launch
+
+    def launch(self, *args, **kwargs):
+        patched.clear()
+        return grid_call(self, *args, **kwargs)
+
+    def call(self, *args, **kwargs):
+        # One function of a kernel calls another: the interpreter would patch the language again at
+        # each such call, which is most of its time.
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as e:
+            raise interpreter.InterpreterError(repr(e)) from e
+
+    mended = [
+        (builder, "create_dot", dot),
+        (builder, "cast_impl", cast),
+        (interpreter.GridExecutor, "__call__", launch),
+        (interpreter.InterpretedFunction, "__call__", call),
+    ]
     if version("triton").startswith("3.4."):
         mended.append((interpreter.TensorDescHandle, "validate", validate))
     with contextlib.ExitStack() as stack:
@@ -50,11 +73,8 @@ def as_on_hardware():
 def product(a, b, d):
     """``a @ b + d`` in ``d``'s dtype: (M, K), (K, N), (M, N), each row by itself.
 
-    Elementwise operations alone, added in the order of K: the same bits on every CPU.
+    einsum without ``optimize`` asks no BLAS: its loops are those of every CPU, and rows of one
+    layout are added in one order.
     """
-    a, b = np.ascontiguousarray(a.T, dtype=d.dtype), b.astype(d.dtype, copy=False)
-    total = np.zeros_like(d)
-    term = np.empty_like(d)
-    for column, row in zip(a, b, strict=True):
-        total += np.multiply(column[:, None], row[None], out=term)
-    return total + d
+    a, b = (np.ascontiguousarray(x, dtype=d.dtype) for x in (a, b))
+    return np.einsum("mk,kn->mn", a, b) + d
