@@ -241,3 +241,21 @@ def test_streaming_bf16_factor_is_not_rounded():
         acc.backward(((weight.float().sum() * n), torch.tensor(n)))
     acc.finish([weight])
     torch.testing.assert_close(weight.grad.float(), torch.ones(4), rtol=2**-8, atol=0)
+
+
+def test_an_empty_first_micro_batch_does_not_overflow():
+    """A first estimate of one token would let the sums of the next micro-batches leave fp16."""
+    hidden, labels = torch.rand(40000, 8).half() + 6, torch.zeros(40000, dtype=torch.int64)
+    for empty_window in (False, True):
+        weight = torch.randn(13, 8, generator=torch.Generator().manual_seed(0)).half()
+        exact = weight.clone().requires_grad_()
+        (fused_ce(hidden, exact, labels).loss_sum / 40000).backward()
+        weight.requires_grad_()
+        acc = LossAccumulator()
+        acc.backward(fused_ce(hidden[:9], weight, torch.full((9,), -100)))
+        if empty_window:
+            acc.finish([weight])
+            weight.grad = None
+        acc.backward(fused_ce(hidden, weight, labels))
+        acc.finish([weight])
+        torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-2, atol=1e-3)

@@ -284,3 +284,17 @@ def test_what_a_wrapper_has_cast_is_refused():
         for call in (LossAccumulator().backward, LossAccumulator().add):
             with pytest.raises(TypeError, match=f"must be float32 or float64, got {dtype}"):
                 call(out)
+
+
+def without_gradient(rank):
+    weight, acc = new_weight(), LossAccumulator()
+    acc.backward(out_of(weight, batches([2])[0]))
+    if rank == 0:
+        weight.grad = None
+    return ranks.error_of(acc.finish, [weight])
+
+
+def test_a_rank_without_gradients_does_not_leave_the_others_waiting():
+    first, second = ranks.of(ranks.run({"missing": without_gradient}), "missing")
+    assert "no parameter given has a .grad" in first
+    assert first == second

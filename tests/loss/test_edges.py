@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support import ranks
 
-from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 6, 8, 13
@@ -121,107 +119,3 @@ def test_denominators_are_numbers_and_never_0():
             out.mean(number)
     with pytest.raises(TypeError, match="denominator must be a number, got str"):
         out.mean("a")
-
-
-# ---- memory -----------------------------------------------------------------------------------
-
-
-# ---- the accumulator ------------------------------------------------------------------------
-
-
-def test_an_empty_first_micro_batch_does_not_overflow():
-    """A first estimate of one token would let the sums of the next micro-batches leave fp16."""
-    hidden, labels = torch.rand(40000, H).half() + 6, torch.zeros(40000, dtype=torch.int64)
-    for empty_window in (False, True):
-        weight = torch.randn(V, H, generator=torch.Generator().manual_seed(0)).half()
-        exact = weight.clone().requires_grad_()
-        (fused_ce(hidden, exact, labels).loss_sum / 40000).backward()
-        weight.requires_grad_()
-        acc = LossAccumulator()
-        acc.backward(fused_ce(hidden[:9], weight, torch.full((9,), -100)))
-        if empty_window:
-            acc.finish([weight])
-            weight.grad = None
-        acc.backward(fused_ce(hidden, weight, labels))
-        acc.finish([weight])
-        torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-2, atol=1e-3)
-
-
-def test_parameters_are_not_one_tensor():
-    _, weight, _ = inputs()
-    acc = LossAccumulator()
-    acc.backward(fused_ce(*inputs()))
-    with pytest.raises(TypeError, match=r"iterable of tensors, such as .*, got Tensor"):
-        acc.finish(weight)
-
-
-def without_gradient(rank):
-    hidden, weight, labels = inputs()
-    acc = LossAccumulator()
-    acc.backward(fused_ce(hidden, weight, labels))
-    if rank == 0:
-        weight.grad = None
-    return ranks.error_of(acc.finish, [weight])
-
-
-def masked_label(rank):
-    """A class whose logit is -inf, as a label: the same gradients as with a whole vocabulary."""
-    hidden, weight, labels = inputs()
-    bias = torch.zeros(V)
-    bias[labels[0]] = -math.inf
-    whole = fused_ce(hidden, weight, labels, bias=bias).loss_sum
-    wanted = torch.autograd.grad(whole, (hidden, weight))
-    rows = slice(0, 5) if rank == 0 else slice(5, V)
-    shard = weight.detach()[rows].requires_grad_()
-    loss = fused_ce(hidden, shard, labels, bias=bias[rows], process_group=dist.group.WORLD).loss_sum
-    grads = torch.autograd.grad(loss, (hidden, shard))
-    torch.testing.assert_close((loss, *grads), (whole, wanted[0], wanted[1][rows]))
-
-
-def checks(rank):
-    hidden, weight, labels = inputs()
-    group = dist.group.WORLD
-    weights = {
-        "grad": torch.ones(N, requires_grad=True),
-        "complex": torch.ones(N, dtype=torch.complex64),
-    }
-    found = {
-        name: ranks.error_of(
-            fused_ce, hidden, weight, labels, process_group=group, token_weight=token_weight
-        )
-        for name, token_weight in weights.items()
-    }
-    found["backend"] = ranks.error_of(
-        fused_ce, hidden, weight, labels, process_group=group, backend="nope"
-    )
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
-    for function in (fused_cross_entropy, fused_logprobs):
-        found[function.__name__] = ranks.error_of(function, hidden, sharded, labels)
-    return found
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    return ranks.run({f.__name__: f for f in (masked_label, checks, without_gradient)})
-
-
-def test_a_rank_without_gradients_does_not_leave_the_others_waiting(two_ranks):
-    first, second = ranks.of(two_ranks, "without_gradient")
-    assert "no parameter given has a .grad" in first
-    assert first == second
-
-
-def test_a_masked_label_with_a_sharded_vocabulary(two_ranks):
-    ranks.of(two_ranks, "masked_label")
-
-
-def test_a_sharded_vocabulary_checks_what_a_whole_one_does(two_ranks):
-    for found in ranks.of(two_ranks, "checks"):
-        assert "ValueError: token_weight must not require grad" in found["grad"]
-        assert "TypeError: token_weight must be real numbers" in found["complex"]
-        assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
-        for name in ("fused_cross_entropy", "fused_logprobs"):
-            assert "TypeError: weight must be a plain tensor here, got a DTensor" in found[name]

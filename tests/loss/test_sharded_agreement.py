@@ -1,6 +1,7 @@
 """Ranks that share a vocabulary and ask for different things raise the same words, soon."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.loss.sharded import sharded_ce
 
 SOON = 10  # seconds; the process group gives up after 120
@@ -71,6 +73,53 @@ def bad_label_of_a_shard(rank):
 CASES["bad label"] = bad_label_of_a_shard
 
 
+def plain_inputs():
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=rng, requires_grad=True)
+    weight = torch.randn(V, H, generator=rng, requires_grad=True)
+    return hidden, weight, torch.randint(1, V, (N,), generator=rng)
+
+
+def masked_label(rank):
+    """A class whose logit is -inf, as a label: the same gradients as with a whole vocabulary."""
+    hidden, weight, labels = plain_inputs()
+    bias = torch.zeros(V)
+    bias[labels[0]] = -math.inf
+    whole = fused_ce(hidden, weight, labels, bias=bias).loss_sum
+    wanted = torch.autograd.grad(whole, (hidden, weight))
+    rows = slice(0, 2) if rank == 0 else slice(2, V)
+    shard = weight.detach()[rows].requires_grad_()
+    loss = fused_ce(hidden, shard, labels, bias=bias[rows], process_group=dist.group.WORLD).loss_sum
+    grads = torch.autograd.grad(loss, (hidden, shard))
+    torch.testing.assert_close((loss, *grads), (whole, wanted[0], wanted[1][rows]))
+
+
+def checks(rank):
+    hidden, weight, labels = plain_inputs()
+    group = dist.group.WORLD
+    weights = {
+        "grad": torch.ones(N, requires_grad=True),
+        "complex": torch.ones(N, dtype=torch.complex64),
+    }
+    found = {
+        name: ranks.error_of(
+            fused_ce, hidden, weight, labels, process_group=group, token_weight=token_weight
+        )
+        for name, token_weight in weights.items()
+    }
+    found["backend"] = ranks.error_of(
+        fused_ce, hidden, weight, labels, process_group=group, backend="nope"
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    for function in (fused_cross_entropy, fused_logprobs):
+        found[function.__name__] = ranks.error_of(function, hidden, sharded, labels)
+    return found
+
+
+CASES |= {"masked label": masked_label, "checks": checks}
+
+
 def mesh_2d(same, rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = inputs(0 if same else mesh.get_local_rank("dp"))
@@ -127,3 +176,16 @@ def test_a_weight_replicated_over_other_tokens_is_refused():
     assert "weight is replicated over a dimension of its mesh over which the labels differ" in (
         errors.pop()
     )
+
+
+def test_a_masked_label_with_a_sharded_vocabulary():
+    ranks.of(results(), "masked label")
+
+
+def test_a_sharded_vocabulary_checks_what_a_whole_one_does():
+    for found in ranks.of(results(), "checks"):
+        assert "ValueError: token_weight must not require grad" in found["grad"]
+        assert "TypeError: token_weight must be real numbers" in found["complex"]
+        assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
+        for name in ("fused_cross_entropy", "fused_logprobs"):
+            assert "TypeError: weight must be a plain tensor here, got a DTensor" in found[name]

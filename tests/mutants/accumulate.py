@@ -331,13 +331,13 @@ MUTANTS = [
         "edge: first estimate of one token",
         "torch.where(met > 0, met, float(UNKNOWN))",
         "met.clamp(min=1)",
-        "test_edges.py",
+        "accumulate/test_accumulator.py -k empty_first",
     ),
     Mutant(
         "edge: first window of one token",
         "torch.tensor(float(UNKNOWN))",
         "torch.tensor(1.0)",
-        "test_edges.py",
+        "accumulate/test_accumulator.py -k empty_first",
     ),
     Mutant(
         "sum: counts are not added",

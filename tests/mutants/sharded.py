@@ -3,7 +3,6 @@
 from mutants import Mutant
 
 SHARDS = "test_sharded.py"
-EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
@@ -74,6 +73,6 @@ MUTANTS = [
         "edge: -inf at the label of a shard",
         "torch.logaddexp(log_others, z_label)",
         "z_label + self.nll",
-        EDGES,
+        "test_sharded_agreement.py -k masked_label",
     ),
 ]
