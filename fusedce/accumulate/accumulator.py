@@ -345,7 +345,7 @@ class LossAccumulator:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included. A gradient of
                 one of its parameters that is not given to ``finish`` is an error there.
             module: the model (DDP around it, where there is one): the same for its parameters, and
-                DDP's ``Join`` is refused before it hangs.
+                DDP's ``Join`` is refused though the model was made after the first window.
 
         Raises:
             TypeError: they are something else.

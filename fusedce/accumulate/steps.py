@@ -262,7 +262,8 @@ class Steps:
         return window.progress()
 
     def _check_ready(self) -> None:
-        self.guard.check_join()
+        if self.meeting.ranks.size() > 1:
+            self.guard.check_join()
         if self._dropped and leftovers():
             raise RuntimeError(
                 "FSDP2 still holds gradients of micro-batches that were dropped "

@@ -18,12 +18,13 @@ from fusedce import LossAccumulator, fused_ce
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
 
 
-def joined(rank):
-    """DDP's own way for uneven data, with a model that the accumulator knows, on all ranks."""
+def joined(guarded, rank):
+    """DDP's own way for uneven data, whether or not the accumulator was told of the model."""
     model = DistributedDataParallel(parallel.Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acc = LossAccumulator()
-    acc.guard(optimizer, model)
+    if guarded:
+        acc.guard(optimizer, model)
 
     def loop(declared):
         with Join([model]):
@@ -33,16 +34,17 @@ def joined(rank):
             else:
                 acc.backward(model(*one))
 
-    return ranks.error_of(loop, True), ranks.error_of(start_joined, acc, model, rank)
+    refused = ranks.error_of(loop, True), ranks.error_of(start_joined, acc, model, rank)
+    Join([model], enable=False)  # as the message says: a Join that is over leaves its mark
+    acc.backward(model(*parallel.micro_batches(0, rank)[0]))
+    assert acc.finish(model.parameters())
+    return refused
 
 
 def start_joined(acc, model, rank):
     acc.discard_window()
-    model._join_config = model._join_config._replace(enable=True)
-    try:
-        acc.backward((new_weight().sum(), torch.tensor(1)))
-    finally:
-        model._join_config = model._join_config._replace(enable=False)
+    Join([model])
+    acc.backward((new_weight().sum(), torch.tensor(1)))
 
 
 def ran_out_and_helped(rank):
@@ -90,7 +92,8 @@ def collate(rows):
 
 
 CASES = {
-    "joined": joined,
+    "joined": functools.partial(joined, False),
+    "joined, guarded": functools.partial(joined, True),
     "helped": ran_out_and_helped,
     "masked": functools.partial(evaluation, True),
     "counted twice": functools.partial(evaluation, False),
@@ -102,8 +105,9 @@ def results():
     return ranks.run(CASES)
 
 
-def test_join_is_refused_in_the_same_words():
-    (a, b), (c, d) = ranks.of(results(), "joined")
+@pytest.mark.parametrize("name", ["joined", "joined, guarded"])
+def test_join_is_refused_in_the_same_words(name):
+    (a, b), (c, d) = ranks.of(results(), name)
     assert a == c
     assert b == d
     for words in (a, b):

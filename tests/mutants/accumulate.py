@@ -142,6 +142,12 @@ MUTANTS = [
         "test_forgetting.py -k parameters_that",
     ),
     Mutant(
+        "guard: Join of a model nobody told of",
+        "self._replicas = weakref.WeakSet(found)",
+        "self._replicas = weakref.WeakSet()",
+        "test_uneven.py -k join",
+    ),
+    Mutant(
         "guard: Join hangs",
         '            if getattr(getattr(module, "_join_config", None), "enable", False):',
         "            if False:",
