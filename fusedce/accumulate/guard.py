@@ -88,7 +88,7 @@ class Guard:
         """
         if self._replicas is None:
             kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
-            found = [x for x in gc.get_referrers(*kinds) if isinstance(x, kinds)]
+            found = [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]
             self._replicas = weakref.WeakSet(found)
         for module in (*self._modules, *self._replicas):
             if getattr(getattr(module, "_join_config", None), "enable", False):
