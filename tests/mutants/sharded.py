@@ -76,4 +76,22 @@ MUTANTS = [
         "z_label + self.nll",
         EDGES,
     ),
+    Mutant(
+        "replicas: hidden states may differ",
+        "mine[_SKETCH] = _sketch(problem).view(torch.int64)",
+        "pass",
+        "test_sharded_agreement.py -k replicated",
+    ),
+    Mutant(
+        "replicas: ignored positions are looked at",
+        "wide = wide.masked_fill(~valid[:, None], 0)",
+        "pass",
+        "test_sharded_agreement.py -k replicated",
+    ),
+    Mutant(
+        "replicas: an error stays in one dimension of the mesh",
+        '            mine[_TEXT] = torch.tensor(struct.unpack(f"{_WORDS}q", words), device=mine.device)',
+        "            pass",
+        "test_sharded_agreement.py -k replicated",
+    ),
 ]
