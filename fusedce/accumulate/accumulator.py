@@ -65,7 +65,7 @@ class LossAccumulator:
     once; on several ranks at the window's end. What goes wrong on one rank is raised on all of
     them in the same words.
 
-    Collectives, each an all-reduce of 148 float64 on ``process_group`` (under gloo, on a group of
+    Collectives, each an all-reduce of 244 float64 on ``process_group`` (under gloo, on a group of
     the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
     it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
     ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
@@ -364,11 +364,11 @@ class LossAccumulator:
             TypeError: ``out`` is something else.
             ValueError: a label was out of range (at once on a CPU, else when metrics are read).
         """
-        loss_sum, n_valid = unpack(out, [ONLY])[ONLY]
-        if not loss_sum.requires_grad:
+        one = unpack(out, [ONLY])[ONLY]
+        if not one.loss_sum.requires_grad:
             self._engine.check_evaluated()
-        self._evaluated_faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        self._evaluated = add(self._evaluated, sums_of(ONLY, loss_sum, n_valid))
+        self._evaluated_faults.note(_faults.bad_label, one.n_valid < 0, one.n_valid)
+        self._evaluated = add(self._evaluated, sums_of(ONLY, one))
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch with the labels of samples ignored that were only repeated to fill it.
@@ -393,8 +393,10 @@ class LossAccumulator:
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
             ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
             (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
-            ``loss`` is their weighted sum, and each has ``name/loss``, ``name/perplexity`` and
-            ``name/n_tokens``.
+            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
+            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
+            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
+            nats per token.
 
         Raises:
             RuntimeError: a window is still open (an epoch's last, shorter window must be finished

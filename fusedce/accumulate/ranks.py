@@ -32,7 +32,7 @@ WINDOW, ESTIMATE, FINISH, CLOSE, METRICS = PLACES = (
     "read metrics",
 )
 
-VALUES = 32  # numbers to be added over ranks, in one message
+VALUES = 128  # numbers to be added over ranks, in one message
 _TEXT, _BYTES = 64, 5  # numbers that hold the words of an error; 8192 * 2**40 is exact in float64
 _GRACE = timedelta(seconds=1)  # how long a rank that failed waits for the others to hear of it
 _AGREE = ("micro_batches", "losses", "estimate")

@@ -174,7 +174,8 @@ class Steps:
         told = torch.cat([told, _faults.moved(torch.cat([estimate * speaks, speaks]), told.device)])
         terms = self._terms(micro_batches=seen)
         faults = None if window is None else window.faults
-        loss_sum, total, estimate, n = self.meeting.send(FINISH, told, terms, faults).wait()
+        told = self.meeting.send(FINISH, told, terms, faults).wait()
+        total, (estimate, n) = told[1], told[-2:]
         if seen == 0 and self.has_loss:
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
         self.ends()
@@ -190,7 +191,7 @@ class Steps:
         previous = _faults.moved(previous.double(), total.device)
         self.totals.previous_count = torch.where(total > 0, total, previous)
         self._agreed_estimate = True
-        self._count_window(window, torch.stack([loss_sum, total]))
+        self._count_window(window, told[:-2])
         return self.should_step
 
     def discard(self, module: torch.nn.Module | None) -> None:

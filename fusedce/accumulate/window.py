@@ -20,9 +20,10 @@ from torch.autograd.variable import Variable
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import Sent
 from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.contract.monitors import MonitoredLossSum
 
-Losses = dict[str, tuple[Tensor, Tensor]]
-"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch."""
+Losses = dict[str, MonitoredLossSum]
+"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch, and what it carries."""
 
 
 class Window:
@@ -137,8 +138,8 @@ class Window:
                 everywhere = torch.ones((), dtype=torch.bool, device=counts.device)
                 self.faults.note(_faults.too_many, everywhere, len(self.declared))
         self.seen += 1
-        for name, (loss_sum, n_valid) in losses.items():
-            self.sums = add(self.sums, sums_of(name, loss_sum, n_valid))
+        for name, out in losses.items():
+            self.sums = add(self.sums, sums_of(name, out))
 
     def take_auxiliary(self) -> Tensor | None:
         """The sum of what waits, divided by the number of micro-batches."""

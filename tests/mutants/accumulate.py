@@ -281,8 +281,8 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: mean of window means",
-        'numbers[key(loss, "loss_sum")] / n_tokens if n_tokens',
-        'numbers[key(loss, "loss_sum")] / n_tokens / 2 if n_tokens',
+        'numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens if',
+        'numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens / 2 if',
         "test_accumulator.py -k any_split",
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
     ),
     Mutant(
         "state: named losses forgotten",
-        '"named": [[name, x] for name, x in numbers.items()]',
+        '"named": [[name, x] for name, x in numbers.items() if x]',
         '"named": []',
         "test_state.py -k several",
     ),
@@ -374,5 +374,29 @@ MUTANTS = [
         "trained = pull < 0",
         "trained = pull < 1",
         "test_audit.py -k plain_loop",
+    ),
+    Mutant(
+        "sums: equal to no number",
+        '        if isinstance(other, (int, float, Tensor)):\n            raise _no_loss("a comp',
+        '        if False:\n            raise _no_loss("a comp',
+        "contract/test_results.py -k asks",
+    ),
+    Mutant(
+        "monitors: lost by a factor",
+        "return MonitoredLossSum.of(out, monitors)",
+        "return out",
+        "test_monitors.py -k scaled",
+    ),
+    Mutant(
+        "monitors: z-loss as it was",
+        'monitors["z_loss"] = scale(monitors["z_loss"])',
+        'monitors["z_loss"] = monitors["z_loss"]',
+        "test_monitors.py -k scaled",
+    ),
+    Mutant(
+        "metrics: over tokens that were not monitored",
+        "summed / of",
+        "summed / n_tokens",
+        "accumulate/test_ranks.py -k carry",
     ),
 ]
