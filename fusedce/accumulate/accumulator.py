@@ -248,6 +248,7 @@ class LossAccumulator:
         losses = unpack(out, [ONLY] if steps.window is None else steps.window.weights)
         window = steps.window or steps.start_streaming(losses[ONLY][1], self._engine.no_streaming)
         window.check_usable()
+        steps.check_nobody_has_ended(window)
         for _, n_valid in losses.values():
             window.faults.note(_faults.bad_label, n_valid < 0, n_valid)
 

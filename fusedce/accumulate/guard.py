@@ -124,6 +124,9 @@ class Guard:
         """Whether this accumulator's window will correct the gradients at its end."""
         (_STREAMING.add if now else _STREAMING.discard)(self)
 
+    def others_stream(self) -> bool:
+        return any(guard is not self for guard in _STREAMING)
+
     def touch_others(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
         """Tell other accumulators that stream whose gradients are not theirs alone."""
         others = [guard for guard in _STREAMING if guard is not self]

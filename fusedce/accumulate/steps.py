@@ -152,6 +152,13 @@ class Steps:
                 return torch.where(met > 0, met, float(UNKNOWN))
         return previous
 
+    def check_nobody_has_ended(self, window: Window) -> None:
+        """Before a micro-batch: raise what ranks that have ended this window would wait with."""
+        streams = window.declared is None
+        if not streams or not self.guard.others_stream():
+            terms = self._terms(micro_batches=streams * (window.seen + 1))
+            self.meeting.join_who_has_ended(window.seen, streams, terms)
+
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         window = self.window
         if window is not None and window.declared is not None:

@@ -399,4 +399,16 @@ MUTANTS = [
         "summed / n_tokens",
         "accumulate/test_ranks.py -k carry",
     ),
+    Mutant(
+        "ended windows: the rank that goes on does not look",
+        "ended is not None and ended <= seen",
+        "ended is not None and ended < seen",
+        "test_uneven.py -k runs_out",
+    ),
+    Mutant(
+        "ended windows: of any accumulator",
+        "if not streams or not self.guard.others_stream():",
+        "if True:",
+        "test_uneven.py -k two_accumulators",
+    ),
 ]

@@ -224,10 +224,11 @@ def _sketch(problem: Problem) -> Tensor:
         valid = labels != problem.ignore_index
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     wide = wide.masked_fill(~valid[:, None], 0)
+    eight = torch.arange(8, device=wide.device)
     rows = torch.arange(len(wide), device=wide.device)[:, None]
     columns = torch.arange(wide.shape[1], device=wide.device)
-    sums = _signs(rows * 8 + torch.arange(8, device=wide.device)).to(wide).t() @ wide  # (8, H)
-    sums = (sums.double() * _signs(columns)).sum(1)
+    sums = _signs(rows * 8 + eight).to(wide).t() @ wide  # (8, H)
+    sums = (sums.double() * _signs(columns + eight[:, None] * len(columns))).sum(1)
     return torch.cat([wide.square().sum(dtype=torch.float64)[None], sums])
 
 
