@@ -79,9 +79,10 @@ def sharded_ce(
       within 1% of their norm;
     * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
       exponentials, the label's logit, the sum of logits;
-    * where ``hidden`` requires grad, one all-reduce of ``(N_valid, H)`` in float32;
+    * per chunk, where ``hidden`` requires grad, one all-reduce of its valid rows ``(C, H)`` in
+      float32, which runs while the next chunk is computed;
     * with sharded tokens, one all-gather each of hidden, labels and token weights before, and a
-      reduce-scatter of ``(N, H)`` in place of the all-reduce.
+      reduce-scatter of ``(N, H)`` in place of the all-reduces.
 
     Args:
         hidden: ``(..., H)``, the same on all ranks, or each rank's own tokens; a ``DTensor`` on the

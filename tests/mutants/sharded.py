@@ -9,9 +9,21 @@ MUTANTS = [
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",
-        "dist.all_reduce(d_rows, group=shard.group)",
+        "self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))",
         "pass",
         SHARDS,
+    ),
+    Mutant(
+        "shards: the last chunk's d_hidden of this rank only",
+        "sums.start(len(rows))",
+        "pass",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: nothing overlaps",
+        "        sums.start(begin)  #",
+        "        # ",
+        f"{SHARDS} -k coll",
     ),
     Mutant(
         "shards: the label counts twice", "self._set_label(torch.zeros_like(k))", "pass", SHARDS
