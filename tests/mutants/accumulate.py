@@ -5,7 +5,7 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        "factors = divisor * (1 if steps.adds else ranks)",
+        "factors = divisor * (1 if adds else ranks)",
         "factors = divisor * 1",
         "accumulate/test_ranks.py -k big_batch",
     ),
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "losses: weights forgotten",
-        "factor * window.weights[name]",
+        "factor * self.weights[name]",
         "factor",
         "test_several_losses.py -k own_tokens",
     ),
@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: a collective after training",
-        "if self._evaluated or not steps.has_trained:",
+        "if self._evaluated.sums or not steps.has_trained:",
         "if True:",
         "accumulate/test_ranks.py -k collectives",
     ),
@@ -323,13 +323,13 @@ MUTANTS = [
     ),
     Mutant(
         "auxiliary: not divided",
-        "torch.stack(self.auxiliary).sum() / len(self.declared)",
-        "torch.stack(self.auxiliary).sum()",
+        "torch.stack(self._auxiliary).sum() / len(self.declared)",
+        "torch.stack(self._auxiliary).sum()",
         "test_accumulator.py -k auxiliary",
     ),
     Mutant(
         "auxiliary: not divided by ranks",
-        "(divisor / (ranks if steps.adds else 1))",
+        "(divisor / (ranks if adds else 1))",
         "divisor",
         "accumulate/test_ranks.py -k auxiliary",
     ),
