@@ -9,6 +9,7 @@ from support import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fusedce.backends.sharded.layout import _signs
 from fusedce.loss.sharded import sharded_ce
 
 SOON = 10  # seconds; the process group gives up after 120
@@ -133,6 +134,15 @@ def test_a_weight_replicated_over_other_tokens_is_refused():
     for name, words in REFUSED.items():
         (error,) = {error for error, _ in ranks.of(found, name)}
         assert words in error, name
+
+
+def test_signs_have_no_pattern():
+    signs = _signs(torch.arange(100_000)).double()
+    assert set(signs.tolist()) == {1, -1}
+    assert abs(float(signs.mean())) < 0.01
+    for apart in (1, 2, 3, 4, 8, 64, 4096):
+        assert abs(float((signs[:-apart] * signs[apart:]).mean())) < 0.015
+    assert len({tuple(row) for row in signs[:64].view(8, 8).tolist()}) == 8
 
 
 REPLICAS = {

@@ -233,8 +233,10 @@ def _sketch(problem: Problem) -> Tensor:
 
 
 def _signs(i: Tensor) -> Tensor:
-    """1 or -1 for each number, the same on every rank."""
-    return 1 - 2 * (((i + 1) * 2654435761 >> 15) & 1)
+    """1 or -1 for each number below 2**32, the same on every rank, without a pattern."""
+    for _ in range(2):  # mix bits as a hash does, where a product alone alternates
+        i = ((i ^ (i >> 16)) + 1) * 0x45D9F3B & 0xFFFFFFFF
+    return 1 - 2 * ((i >> 16) & 1)
 
 
 def check_vocab_size(vocab_size: object) -> None:
