@@ -11,23 +11,21 @@ https://huggingface.co/blog/gradient_accumulation).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import check_auxiliary, check_settings, unpack
-from fusedce.accumulate.engines import AccelerateEngine, Engine, token_mesh
+from fusedce.accumulate.constructors import OnEmpty, from_accelerator, from_mesh
+from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.steps import Steps
-from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
-from fusedce.accumulate.window import Opening
-from fusedce.contract.groups import Ranks, submesh
+from fusedce.accumulate.totals import ONLY
+from fusedce.accumulate.window import Evaluated, Opening, no_auxiliary
+from fusedce.contract.groups import Ranks
 
-OnEmpty = Literal["zero", "skip", "raise"]
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
 
@@ -65,7 +63,7 @@ class LossAccumulator:
     once; on several ranks at the window's end. What goes wrong on one rank is raised on all of
     them in the same words.
 
-    Collectives, each an all-reduce of 148 float64 on ``process_group`` (under gloo, on a group of
+    Collectives, each an all-reduce of 244 float64 on ``process_group`` (under gloo, on a group of
     the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
     it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
     ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
@@ -111,83 +109,12 @@ class LossAccumulator:
         check_settings(grad_reduction, on_empty)
         self._engine = Engine(backward_divisor)
         self._steps = Steps(Meeting(Ranks(process_group)), grad_reduction == "sum", on_empty)
-        self._evaluated: Sums = {}  # added on this rank, not summed over ranks yet
-        self._evaluated_faults = self._steps.new_faults()
+        self._evaluated = Evaluated(self._steps.new_faults())
 
-    @classmethod
-    def from_mesh(
-        cls,
-        mesh: Any,
-        token_dims: str | Sequence[str],
-        *,
-        pipeline_dim: str | None = None,
-        has_loss: bool | None = None,
-        grad_reduction: Literal["mean", "sum"] = "mean",
-        backward_divisor: float = 1,
-        on_empty: OnEmpty = "zero",
-    ) -> LossAccumulator:
-        """For the ranks along ``token_dims`` of a ``DeviceMesh`` with named dimensions.
-
-        Args:
-            mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
-            token_dims: the dimensions over which tokens differ: data and context parallel ones,
-                not tensor parallel ones. None at all: every rank holds the same tokens.
-            pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
-                same windows (``acc.window()`` without counts where there is no loss) and call
-                ``finish``; the schedule needs ``scale_grads=False``, and
-                ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
-            has_loss: whether this rank computes the loss; by default, the last stage does.
-            grad_reduction, backward_divisor, on_empty: as for the class.
-
-        Collectives: several dimensions make one new group, on all ranks of the mesh, once.
-
-        Raises:
-            TypeError, ValueError: ``mesh`` is not a ``DeviceMesh`` or has no such dimensions.
-
-        Example:
-            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-            >>> acc = LossAccumulator.from_mesh(mesh, "dp")
-        """
-        new = cls(
-            submesh(mesh, token_dims),
-            grad_reduction=grad_reduction,
-            backward_divisor=backward_divisor,
-            on_empty=on_empty,
-        )
-        if pipeline_dim is not None:
-            dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
-            new._steps.meeting = Meeting(Ranks(submesh(mesh, [*dims, pipeline_dim])))
-            last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
-            new._steps.has_loss = last if has_loss is None else has_loss
-        return new
-
-    @classmethod
-    def from_accelerator(cls, accelerator: Any, *, on_empty: OnEmpty = "zero") -> LossAccumulator:
-        """For a loop that uses ``accelerate``: its ranks, its division, its backward.
-
-        ``backward`` calls ``accelerator.backward``, and its constant division by
-        ``gradient_accumulation_steps``, also in a shorter last window, is undone. Streaming fits
-        ``accelerator.accumulate``; with declared counts draw the micro-batches of a window first
-        and do without ``accumulate``, which takes each of the last ones for the end of the epoch
-        once the dataloader is exhausted (``examples/accelerate_loop.py`` shows both).
-
-        Args:
-            accelerator: an ``accelerate.Accelerator``, on one device, with DDP, FSDP or DeepSpeed
-                (declared counts only).
-            on_empty: as for the class.
-
-        Raises:
-            TypeError: not an ``Accelerator``.
-            ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-            >>> acc = LossAccumulator.from_accelerator(accelerator)
-        """
-        new = cls(token_mesh(accelerator), on_empty=on_empty)
-        new._engine = AccelerateEngine(accelerator)
-        return new
+    from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
+    from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
+        from_accelerator
+    )
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -248,21 +175,10 @@ class LossAccumulator:
         losses = unpack(out, [ONLY] if steps.window is None else steps.window.weights)
         window = steps.window or steps.start_streaming(losses[ONLY][1], self._engine.no_streaming)
         window.check_usable()
-        for _, n_valid in losses.values():
-            window.faults.note(_faults.bad_label, n_valid < 0, n_valid)
-
-        divisor, ranks = self._engine.divisor(), steps.tokens.ranks.size()
-        factors = divisor * (1 if steps.adds else ranks) / window.denominators()
-        terms = []
-        for factor, (name, (loss_sum, _)) in zip(factors, losses.items(), strict=True):
-            factor = _faults.moved(factor * window.weights[name], loss_sum.device)
-            terms.append(loss_sum * factor.to(loss_sum.dtype))
-        auxiliary = window.take_auxiliary()
-        if auxiliary is not None:
-            terms.append(auxiliary.to(terms[0]) * (divisor / (ranks if steps.adds else 1)))
-        scaled = reduce(torch.add, terms)
-        window.follow(scaled, losses)
-        return scaled
+        steps.check_nobody_has_ended(window)
+        return window.scaled(
+            losses, self._engine.divisor(), steps.tokens.ranks.size(), adds=steps.adds
+        )
 
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
@@ -288,14 +204,9 @@ class LossAccumulator:
             TypeError, ValueError: not a floating tensor of one element.
         """
         check_auxiliary(auxiliary)
-        window = self._steps.window
-        if window is None or window.declared is None:
-            raise RuntimeError(
-                "add_auxiliary needs a window with declared counts: use "
-                "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
-                "all gradients by one factor in finish(), which would rescale the auxiliary loss."
-            )
-        window.auxiliary.append(auxiliary.reshape(()))
+        if self._steps.window is None:
+            raise no_auxiliary()
+        self._steps.window.add_auxiliary(auxiliary)
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -345,7 +256,7 @@ class LossAccumulator:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included. A gradient of
                 one of its parameters that is not given to ``finish`` is an error there.
             module: the model (DDP around it, where there is one): the same for its parameters, and
-                DDP's ``Join`` is refused before it hangs.
+                DDP's ``Join`` is refused though the model was made after the first window.
 
         Raises:
             TypeError: they are something else.
@@ -364,11 +275,10 @@ class LossAccumulator:
             TypeError: ``out`` is something else.
             ValueError: a label was out of range (at once on a CPU, else when metrics are read).
         """
-        loss_sum, n_valid = unpack(out, [ONLY])[ONLY]
-        if not loss_sum.requires_grad:
+        one = unpack(out, [ONLY])[ONLY]
+        if not one.loss_sum.requires_grad:
             self._engine.check_evaluated()
-        self._evaluated_faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        self._evaluated = add(self._evaluated, sums_of(ONLY, loss_sum, n_valid))
+        self._evaluated.add(one)
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch with the labels of samples ignored that were only repeated to fill it.
@@ -393,8 +303,10 @@ class LossAccumulator:
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
             ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
             (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
-            ``loss`` is their weighted sum, and each has ``name/loss``, ``name/perplexity`` and
-            ``name/n_tokens``.
+            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
+            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
+            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
+            nats per token.
 
         Raises:
             RuntimeError: a window is still open (an epoch's last, shorter window must be finished
@@ -408,7 +320,7 @@ class LossAccumulator:
             1.5
         """
         steps = self._steps
-        if self._evaluated or not steps.has_trained:
+        if self._evaluated.sums or not steps.has_trained:
             self._sum_evaluated()
         else:
             steps.refuse_open_window("read metrics")
@@ -430,12 +342,12 @@ class LossAccumulator:
         """
         steps = self._steps
         steps.refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
-        if self._evaluated and steps.meeting.ranks.size() > 1:
+        if self._evaluated.sums and steps.meeting.ranks.size() > 1:
             raise RuntimeError(
                 "cannot save the state: batches were added on this rank that are not summed over "
                 "ranks yet. Call metrics() on all ranks first"
             )
-        if self._evaluated:
+        if self._evaluated.sums:
             self._sum_evaluated()
         steps.raise_noted()
         return steps.totals.state()
@@ -450,7 +362,7 @@ class LossAccumulator:
             TypeError, ValueError: ``state`` is something else.
         """
         self._steps.load(state)
-        self._evaluated = {}
+        self._evaluated = Evaluated(self._steps.new_faults())
 
     # ---- itself -----------------------------------------------------------------------------
 
@@ -475,6 +387,7 @@ class LossAccumulator:
         self._steps.load(state)
 
     def _sum_evaluated(self) -> None:
-        faults, self._evaluated_faults = self._evaluated_faults, self._steps.new_faults()
-        self._steps.sum_evaluated(self._evaluated, faults)
-        self._evaluated = {}
+        evaluated, new = self._evaluated, self._steps.new_faults()
+        faults, evaluated.faults = evaluated.faults, new
+        self._steps.sum_evaluated(evaluated.sums, faults)
+        evaluated.sums = {}

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import VALUES
-from fusedce.accumulate.totals import ONLY
+from fusedce.accumulate.totals import ONLY, names_of
 from fusedce.accumulate.window import Losses
+from fusedce.contract.monitors import MONITORS, MonitoredLossSum
+from fusedce.contract.results import LossSum
 
-_MOST_LOSSES = VALUES // 2
+_MOST_LOSSES = VALUES // len(names_of([ONLY]))
 
 
 def as_counts(counts: Any) -> list[Tensor]:
@@ -104,7 +106,7 @@ def unpack(out: Any, names: Iterable[str]) -> Losses:
     return {name: _unpack(out[name]) for name in names}
 
 
-def _unpack(out: Any) -> tuple[Tensor, Tensor]:
+def _unpack(out: Any) -> MonitoredLossSum:
     if (
         not isinstance(out, tuple)
         or len(out) != 2
@@ -122,7 +124,11 @@ def _unpack(out: Any) -> tuple[Tensor, Tensor]:
             f"sum over tokens. Has a wrapper cast it (FSDP's MixedPrecisionPolicy(output_dtype=), "
             f"accelerate)? Let it return float32"
         )
-    return out[0].reshape(()), out[1].detach().reshape(()).long()
+    monitors = getattr(out, "monitors", {})
+    return MonitoredLossSum.of(
+        LossSum(out[0].reshape(()), out[1].detach().reshape(()).long()),
+        {name: monitors[name] for name in MONITORS if name in monitors},
+    )
 
 
 def check_settings(grad_reduction: Any, on_empty: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 
@@ -18,6 +20,7 @@ class Guard:
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP's, once looked for
         self._handle: Any = None
         self._warned = False
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # since our window was opened
@@ -79,13 +82,22 @@ class Guard:
             )
 
     def check_join(self) -> None:
-        """Raise under DDP's ``Join``, whose ranks run out of micro-batches by design."""
-        for module in self._modules:
+        """Raise under DDP's ``Join``, whose ranks run out of micro-batches by design.
+
+        Nobody tells a loss which DDP it came through: the process is searched for them, once.
+        """
+        if self._replicas is None:
+            kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
+            found = [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]
+            self._replicas = weakref.WeakSet(found)
+        for module in (*self._modules, *self._replicas):
             if getattr(getattr(module, "_join_config", None), "enable", False):
                 raise RuntimeError(
                     "Join lets a rank leave while others train on; a LossAccumulator needs each "
                     "rank in every window, the others would wait for it. Without Join, give the "
-                    "rank that has run out micro-batches whose labels are all ignore_index"
+                    "rank that has run out micro-batches whose labels are all ignore_index. (A "
+                    "Join that is over leaves its mark on the model until it is told otherwise: "
+                    "Join([model], enable=False))"
                 )
 
     # ---- gradients --------------------------------------------------------------------------
@@ -111,6 +123,9 @@ class Guard:
     def streams(self, now: bool) -> None:
         """Whether this accumulator's window will correct the gradients at its end."""
         (_STREAMING.add if now else _STREAMING.discard)(self)
+
+    def others_stream(self) -> bool:
+        return any(guard is not self for guard in _STREAMING)
 
     def touch_others(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
         """Tell other accumulators that stream whose gradients are not theirs alone."""

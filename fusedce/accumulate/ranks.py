@@ -12,15 +12,14 @@ import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.channel import FAILED, GRACE, Channel, channel_of
 from fusedce.contract.groups import Ranks
 
 # What ranks meet for.
@@ -32,9 +31,8 @@ WINDOW, ESTIMATE, FINISH, CLOSE, METRICS = PLACES = (
     "read metrics",
 )
 
-VALUES = 32  # numbers to be added over ranks, in one message
+VALUES = 128  # numbers to be added over ranks, in one message
 _TEXT, _BYTES = 64, 5  # numbers that hold the words of an error; 8192 * 2**40 is exact in float64
-_GRACE = timedelta(seconds=1)  # how long a rank that failed waits for the others to hear of it
 _AGREE = ("micro_batches", "losses", "estimate")
 
 
@@ -81,6 +79,7 @@ class Sent:
     n_values: int
     meeting: Meeting
     work: dist.Work | None = None
+    ends_after: int | None = None  # micro-batches of a streaming window
     _done: bool = field(default=False, init=False)
 
     def wait(self) -> Tensor:
@@ -93,15 +92,40 @@ class Sent:
         if not self._done:
             self._done = True
             if self.work is not None:
-                self.work.wait()
+                self._wait(self.work)
             self.meeting.heard(self.message)
         return self.message[_SLICES["values"]][: self.n_values]
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait, unless another rank waits for this one: it has begun one more micro-batch."""
+        if self.ends_after is None or not _faults.readable(self.message.device):
+            work.wait()
+            return
+        before = None
+        while True:
+            try:
+                work.wait(GRACE)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            else:
+                return
+            ahead = self.meeting.channel().ahead(self.ends_after)
+            if ahead is not None and ahead == before:  # it had the time to come here as well
+                raise RuntimeError(
+                    f"ranks have different numbers of micro-batches in this window: this one ends "
+                    f"it after {self.ends_after}, rank {ahead[0]} has begun number {ahead[1]}. "
+                    f"Each rank needs the same number; empty ones may be all ignored. (If DDP "
+                    f"reduces gradients in that one's backward, it waits there until this process "
+                    f"ends.)"
+                )
+            before = ahead
 
     def error(self) -> Exception | None:
         """What is known to be wrong within the time of grace, on a CPU."""
         if self.work is not None and not self._done:
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone
-                self._done = self.work.wait(_GRACE)
+                self._done = self.work.wait(GRACE)
         if self.work is None or not self._done or not _faults.readable(self.message.device):
             return None
         return self.meeting.explain(self.message)
@@ -164,6 +188,26 @@ class Meeting:
             if error is not None:
                 raise error
 
+    def channel(self) -> Channel:
+        group = self.ranks.group()
+        assert group is not None
+        return channel_of(group)
+
+    def join_who_has_ended(self, seen: int, streams: bool, terms: Terms) -> None:
+        """Before another micro-batch: meet ranks that have ended the window, and raise why.
+
+        Args:
+            seen: micro-batches of this window so far.
+            streams: whether this window ends when the rank says so; of another one, only errors.
+        """
+        if self.ranks.group() is None:
+            return
+        ended = self.channel().begins(seen + 1)
+        if ended == FAILED or (streams and ended is not None and ended <= seen):
+            nothing = torch.zeros(0, dtype=torch.float64)
+            self.send(FINISH if streams else CLOSE, nothing, terms).wait()
+            self.raise_unread()
+
     def explain(self, message: Tensor) -> Exception | None:
         return explain(message.tolist(), self.ranks.size())
 
@@ -203,31 +247,15 @@ class Meeting:
         n_told = len(told)
         host = _faults.moved(host, device)
         message = torch.cat([_faults.moved(values, device), host[:n_told], row, host[n_told:]])
-        if _faults.readable(message.device):
-            group = _channel(group)
-        work = dist.all_reduce(message, group=group, async_op=True)
-        return Sent(message, n_values, self, work)
-
-
-_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for our messages alone, made when they first meet.
-
-    On the engine's own group, a rank that leaves a window early would meet another one in the
-    middle of an all-reduce of gradients; gloo ends the process of both.
-    """
-    if dist.get_backend(group) != "gloo":
-        return group
-    if group not in _CHANNELS:
-        members = dist.get_process_group_ranks(group)
-        _CHANNELS[group] = dist.new_group(
-            members,
-            backend="gloo",
-            use_local_synchronization=len(members) < dist.get_world_size(),
-        )
-    return _CHANNELS[group]
+        channel = channel_of(group)
+        ends = None
+        if failure is not None and place in (FINISH, CLOSE):
+            channel.ends(FAILED)
+        elif place == FINISH and terms.has_loss:
+            channel.ends(ends := terms.micro_batches)
+        channel.sends()
+        work = dist.all_reduce(message, group=channel.group, async_op=True)
+        return Sent(message, n_values, self, work, ends)
 
 
 def _is_error(message: Tensor, ranks: int) -> Tensor:

@@ -152,6 +152,13 @@ class Steps:
                 return torch.where(met > 0, met, float(UNKNOWN))
         return previous
 
+    def check_nobody_has_ended(self, window: Window) -> None:
+        """Before a micro-batch: raise what ranks that have ended this window would wait with."""
+        streams = window.declared is None
+        if not streams or not self.guard.others_stream():
+            terms = self._terms(micro_batches=streams * (window.seen + 1))
+            self.meeting.join_who_has_ended(window.seen, streams, terms)
+
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         window = self.window
         if window is not None and window.declared is not None:
@@ -174,7 +181,8 @@ class Steps:
         told = torch.cat([told, _faults.moved(torch.cat([estimate * speaks, speaks]), told.device)])
         terms = self._terms(micro_batches=seen)
         faults = None if window is None else window.faults
-        loss_sum, total, estimate, n = self.meeting.send(FINISH, told, terms, faults).wait()
+        told = self.meeting.send(FINISH, told, terms, faults).wait()
+        total, (estimate, n) = told[1], told[-2:]
         if seen == 0 and self.has_loss:
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
         self.ends()
@@ -190,7 +198,7 @@ class Steps:
         previous = _faults.moved(previous.double(), total.device)
         self.totals.previous_count = torch.where(total > 0, total, previous)
         self._agreed_estimate = True
-        self._count_window(window, torch.stack([loss_sum, total]))
+        self._count_window(window, told[:-2])
         return self.should_step
 
     def discard(self, module: torch.nn.Module | None) -> None:
@@ -262,7 +270,8 @@ class Steps:
         return window.progress()
 
     def _check_ready(self) -> None:
-        self.guard.check_join()
+        if self.meeting.ranks.size() > 1:
+            self.guard.check_join()
         if self._dropped and leftovers():
             raise RuntimeError(
                 "FSDP2 still holds gradients of micro-batches that were dropped "

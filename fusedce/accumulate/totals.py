@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
+from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 
 Sums = dict[str, Tensor]
-"""Named sums over tokens, each ``()`` float64: ``loss_sum`` and ``n_valid``; of a loss with a name
-``name/loss_sum`` and ``name/n_valid``."""
+"""Named sums over tokens, each ``()`` float64: ``loss_sum`` and ``n_valid``, and what a loss
+carried beside it (``correct``) with the number of tokens that it was carried for (``correct of``);
+of a loss with a name ``name/loss_sum`` and so on."""
 
 ONLY = ""
 """The name of the loss where there is one without a name."""
@@ -23,12 +25,16 @@ def key(loss: str, kind: str) -> str:
     return f"{loss}/{kind}" if loss else kind
 
 
-def sums_of(loss: str, loss_sum: Tensor, n_valid: Tensor) -> Sums:
+_KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
+
+
+def sums_of(loss: str, out: MonitoredLossSum) -> Sums:
     """The sums of one micro-batch. A negative count reports a bad label, and is no token."""
-    return {
-        key(loss, "loss_sum"): loss_sum.detach().double(),
-        key(loss, "n_valid"): n_valid.clamp(min=0).double(),
-    }
+    n_valid = out.n_valid.clamp(min=0).double()
+    found = {"loss_sum": out.loss_sum.detach().double(), "n_valid": n_valid}
+    for name, monitored in out.monitors.items():
+        found |= {name: monitored.detach().double().to(n_valid.device), f"{name} of": n_valid}
+    return {key(loss, kind): x for kind, x in found.items()}
 
 
 def add(a: Sums, b: Mapping[str, Tensor]) -> Sums:
@@ -45,7 +51,7 @@ def stacked(sums: Sums, names: Iterable[str]) -> Tensor:
 
 def names_of(losses: Iterable[str]) -> list[str]:
     """The sums of these losses, in the order in which ranks exchange them."""
-    return [key(loss, kind) for loss in losses for kind in ("loss_sum", "n_valid")]
+    return [key(loss, kind) for loss in losses for kind in _KINDS]
 
 
 class Totals:
@@ -96,7 +102,7 @@ class Totals:
             "n_windows": self.n_windows,
             "previous_count": None if previous is None else int(previous),
             # Pairs in lists: a checkpoint that looks for the keys of a new object finds them all.
-            "named": [[name, x] for name, x in numbers.items()],
+            "named": [[name, x] for name, x in numbers.items() if x],
             "weights": [[name, x] for name, x in self.weights.items()],
         }
 
@@ -131,16 +137,26 @@ class Totals:
             self.previous_count = torch.tensor(float(previous), dtype=torch.float64)
 
 
+_MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
+
+
 def _per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
     n_tokens = numbers.get(key(loss, "n_valid"), 0.0)
-    mean = numbers[key(loss, "loss_sum")] / n_tokens if n_tokens else math.nan
-    return {
+    mean = numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens if n_tokens else math.nan
+    found: dict[str, float] = {
         key(loss, "loss"): mean,
         key(loss, "perplexity"): (
             math.exp(mean) if mean < 709 else math.inf if mean == mean else math.nan
         ),
         key(loss, "n_tokens"): int(n_tokens),
     }
+    for name in MONITORS:
+        if of := numbers.get(key(loss, f"{name} of")):
+            summed = numbers.get(key(loss, name), 0.0)
+            if name == "correct":
+                found[key(loss, "correct_tokens")] = int(summed)
+            found[key(loss, _MEANS[name])] = summed / of
+    return found
 
 
 def _is_whole(x: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import Sent
-from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
+from fusedce.contract.monitors import MonitoredLossSum
 
-Losses = dict[str, tuple[Tensor, Tensor]]
-"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch."""
+Losses = dict[str, MonitoredLossSum]
+"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch, and what it carries."""
 
 
 class Window:
@@ -47,7 +48,7 @@ class Window:
         self.faults = faults
         self.sums: Sums = {}
         self.seen = 0  # micro-batches that were differentiated
-        self.auxiliary: list[Tensor] = []  # waiting for the next loss
+        self._auxiliary: list[Tensor] = []  # waiting for the next loss
         self.is_open = True
         self._denominators = denominators
         self._scaled = 0
@@ -90,7 +91,29 @@ class Window:
         if self.declared is not None and self.is_complete():
             raise _faults.too_many(len(self.declared))
 
-    def follow(self, scaled: Tensor, losses: Losses) -> None:
+    def scaled(self, losses: Losses, divisor: float, ranks: int, *, adds: bool) -> Tensor:
+        """The loss to differentiate: counted once it has been.
+
+        Args:
+            losses: of one micro-batch.
+            divisor: what the engine divides by on its own.
+            ranks: whose gradients are averaged, or with ``adds`` added.
+        """
+        for _, n_valid in losses.values():
+            self.faults.note(_faults.bad_label, n_valid < 0, n_valid)
+        factors = divisor * (1 if adds else ranks) / self.denominators()
+        terms = []
+        for factor, (name, (loss_sum, _)) in zip(factors, losses.items(), strict=True):
+            factor = _faults.moved(factor * self.weights[name], loss_sum.device)
+            terms.append(loss_sum * factor.to(loss_sum.dtype))
+        auxiliary = self._take_auxiliary()
+        if auxiliary is not None:
+            terms.append(auxiliary.to(terms[0]) * (divisor / (ranks if adds else 1)))
+        scaled = reduce(torch.add, terms)
+        self._follow(scaled, losses)
+        return scaled
+
+    def _follow(self, scaled: Tensor, losses: Losses) -> None:
         """Count the micro-batch when ``scaled`` has been differentiated.
 
         One without a graph counts at once, since no gradient will ever lack it; but not where
@@ -137,16 +160,22 @@ class Window:
                 everywhere = torch.ones((), dtype=torch.bool, device=counts.device)
                 self.faults.note(_faults.too_many, everywhere, len(self.declared))
         self.seen += 1
-        for name, (loss_sum, n_valid) in losses.items():
-            self.sums = add(self.sums, sums_of(name, loss_sum, n_valid))
+        for name, out in losses.items():
+            self.sums = add(self.sums, sums_of(name, out))
 
-    def take_auxiliary(self) -> Tensor | None:
+    def add_auxiliary(self, auxiliary: Tensor) -> None:
+        """It waits for the next loss."""
+        if self.declared is None:
+            raise no_auxiliary()
+        self._auxiliary.append(auxiliary.reshape(()))
+
+    def _take_auxiliary(self) -> Tensor | None:
         """The sum of what waits, divided by the number of micro-batches."""
-        if not self.auxiliary:
+        if not self._auxiliary:
             return None
         assert self.declared is not None
-        total = torch.stack(self.auxiliary).sum() / len(self.declared)
-        self.auxiliary = []
+        total = torch.stack(self._auxiliary).sum() / len(self.declared)
+        self._auxiliary = []
         return total
 
     # ---- its end ----------------------------------------------------------------------------
@@ -165,9 +194,9 @@ class Window:
                 f"window: {len(self.declared)} micro-batches were declared, {self.seen} were "
                 f"seen{never}: the gradients are divided by tokens that never came"
             )
-        if self.auxiliary:
+        if self._auxiliary:
             raise RuntimeError(
-                f"{len(self.auxiliary)} auxiliary losses were added after the last micro-batch: "
+                f"{len(self._auxiliary)} auxiliary losses were added after the last micro-batch: "
                 f"call add_auxiliary before the backward it belongs to"
             )
 
@@ -187,6 +216,14 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
+
+
+def no_auxiliary() -> RuntimeError:
+    return RuntimeError(
+        "add_auxiliary needs a window with declared counts: use "
+        "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
+        "all gradients by one factor in finish(), which would rescale the auxiliary loss."
+    )
 
 
 def _trains(roots: list[Any]) -> bool:
@@ -228,6 +265,18 @@ def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
                 yield node.variable, node
             following += [x for x, _ in node.next_functions if x is not None]
         level = following
+
+
+class Evaluated:
+    """What was added on this rank without training, and is not summed over ranks yet."""
+
+    def __init__(self, faults: _faults.Faults) -> None:
+        self.sums: Sums = {}
+        self.faults = faults
+
+    def add(self, out: MonitoredLossSum) -> None:
+        self.faults.note(_faults.bad_label, out.n_valid < 0, out.n_valid)
+        self.sums = add(self.sums, sums_of(ONLY, out))
 
 
 class Opening:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,24 @@ class MonitoredLossSum(LossSum):
         theirs = getattr(other, "monitors", {})
         both = {name: x + theirs[name] for name, x in self.monitors.items() if name in theirs}
         return MonitoredLossSum.of(total, both)
+
+    def __mul__(self, factor: Any) -> LossSum:
+        """The same tokens, as often right and as uncertain; the z-loss is a part of the loss."""
+        return self._scaled(super().__mul__(factor), lambda x: x * factor)
+
+    def __truediv__(self, divisor: Any) -> LossSum:
+        return self._scaled(super().__truediv__(divisor), lambda x: x / divisor)
+
+    def __neg__(self) -> LossSum:
+        return self._scaled(super().__neg__(), lambda x: -x)
+
+    def _scaled(self, out: LossSum, scale: Callable[[Tensor], Tensor]) -> LossSum:
+        if not isinstance(out, LossSum):
+            return out  # NotImplemented
+        monitors = dict(self.monitors)
+        if "z_loss" in monitors:
+            monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
+        return MonitoredLossSum.of(out, monitors)
 
 
 def check_monitor(monitor: Collection[str]) -> None:

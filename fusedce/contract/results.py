@@ -99,6 +99,17 @@ class LossSum(NamedTuple):
     def __float__(self) -> float:
         raise _no_loss("float()")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (int, float, Tensor)):
+            raise _no_loss("a comparison")
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
+
     def __lt__(self, other: object) -> bool:
         raise _no_loss("a comparison")
 

@@ -14,7 +14,7 @@ from fusedce.autograd import sharded
 from fusedce.backends.sharded.layout import (
     agree,
     check_vocab_size,
-    group_of,
+    groups_of,
     is_dtensor,
     layout_of,
     on_the_way,
@@ -73,14 +73,16 @@ def sharded_ce(
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 54 int64: do all ranks hold the same tokens and options, how many rows has
+    * one all-gather of 63 int64: do all ranks hold the same tokens and options, how many rows has
       each, and has one found an error; for a weight that is replicated over other dimensions of its
-      mesh one of a checksum of the labels on each of those;
+      mesh, before it one on each of those, over which labels must be equal and hidden states
+      within 1% of their norm;
     * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
       exponentials, the label's logit, the sum of logits;
-    * where ``hidden`` requires grad, one all-reduce of ``(N_valid, H)`` in float32;
+    * per chunk, where ``hidden`` requires grad, one all-reduce of its valid rows ``(C, H)`` in
+      float32, which runs while the next chunk is computed;
     * with sharded tokens, one all-gather each of hidden, labels and token weights before, and a
-      reduce-scatter of ``(N, H)`` in place of the all-reduce.
+      reduce-scatter of ``(N, H)`` in place of the all-reduces.
 
     Args:
         hidden: ``(..., H)``, the same on all ranks, or each rank's own tokens; a ``DTensor`` on the
@@ -108,7 +110,8 @@ def sharded_ce(
 
     Raises:
         TypeError, ValueError: as :func:`fusedce.fused_ce`; ranks disagree on tokens, labels or
-            rows (on all ranks); a placement other than those above.
+            rows, or hold other tokens where the weight is replicated (on all ranks); a placement
+            other than those above.
 
     Example:
         >>> # every rank; alone, it holds the whole vocabulary
@@ -134,7 +137,7 @@ def sharded_ce(
         chunk_tokens=chunk_tokens,
         backend="torch",
     )
-    with on_the_way(group_of(weight, process_group), getattr(labels, "device", None)):
+    with on_the_way(groups_of(weight, process_group), getattr(labels, "device", None)):
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)

@@ -1,6 +1,7 @@
 """What goes wrong on one rank is raised on all of them, in the same words, soon."""
 
 import functools
+import os
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from support.loops import batches, distance, new_weight, run_window, weight_and_
 from fusedce import LossAccumulator, fused_ce
 from fusedce.accumulate import faults as _faults
 
+SCHEDULES = int(os.environ.get("FUSEDCE_SCHEDULES", "40"))  # random ones of two ranks
 SOON = 10  # seconds; the process group gives up after 120
 
 
@@ -444,10 +446,11 @@ def check_schedules(results):
 
 
 def test_random_schedules_with_errors_on_one_rank():
-    found = ranks.of(ranks.run({"schedules": functools.partial(schedules, 0, 40)}), "schedules")
-    right, refused = check_schedules(found)
-    assert right > 20
-    assert refused > 20
+    found = ranks.run({"schedules": functools.partial(schedules, 0, SCHEDULES)})
+    right, refused = check_schedules(ranks.of(found, "schedules"))
+    print(f"{SCHEDULES} schedules: {right} windows right, {refused} refused")
+    assert right > SCHEDULES // 2
+    assert refused > SCHEDULES // 2
 
 
 def test_run_window_is_right_after_all_that():

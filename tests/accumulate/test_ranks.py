@@ -123,6 +123,35 @@ def collectives(rank):
     return found
 
 
+def monitored(rank):
+    """What losses carry beside them, in windows of each kind and in evaluation."""
+    acc, weight, parts = LossAccumulator(), new_weight(), []
+
+    def loss(seed, n, monitor):
+        hidden, labels = batches([n], 10 * seed + rank)[0]
+        labels[: n // 2] = (hidden @ weight.detach().t())[: n // 2].argmax(1)
+        parts.append((hidden, labels))
+        return fused_ce(hidden, weight, labels, monitor=monitor, z_loss=0.01)
+
+    every = ("correct", "entropy", "z_loss")
+    with acc.window([6, 4 * rank]):
+        acc.backward(loss(0, 6, every))
+        acc.backward(loss(1, 4 * rank, every))
+    for seed in (2, 3):
+        acc.backward(loss(seed, 3 + rank, every))
+    acc.finish([weight])
+    acc.add(loss(4, 5, every))
+    found = acc.metrics()
+    state = acc.state_dict()
+    again = LossAccumulator()
+    again.load_state_dict(state)
+    assert again.metrics() == found
+    rows = [torch.cat(x) for x in zip(*parts, strict=True)]
+    with acc.window({"a": [2], "b": [2]}):
+        acc.backward({"a": loss(5, 2, ("correct",)), "b": loss(6, 2, () if rank else every)})
+    return rows, found, acc.metrics()
+
+
 def meshes(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     acc = {
@@ -150,7 +179,7 @@ EQUAL = {
     for reduction in ("mean", "sum")
     for streaming in (False, True)
 }
-OTHERS = (on_empty, auxiliary, collectives)
+OTHERS = (on_empty, auxiliary, collectives, monitored)
 TWO = EQUAL | {f.__name__: f for f in (any_split, *OTHERS)}
 FOUR = EQUAL | {f.__name__: f for f in (any_split, meshes)}
 
@@ -201,6 +230,26 @@ def test_the_collectives_are_those_of_the_docstring():
             "add": [],
             "metrics after add": one,
         }
+
+
+def test_what_losses_carry_is_in_the_metrics():
+    (rows, found, named), (rows_too, *others) = ranks.of(results(2), "monitored")
+    assert [found, named] == others
+    hidden, labels = (torch.cat(x) for x in zip(rows, rows_too, strict=True))
+    hidden, labels = hidden[labels != -100].double(), labels[labels != -100]
+    z = hidden @ new_weight().detach().double().t()
+    p = z.log_softmax(1)
+    n = len(labels)
+    assert found["n_tokens"] == n
+    assert found["correct_tokens"] == int((z.argmax(1) == labels).sum())
+    assert found["mean_token_accuracy"] == found["correct_tokens"] / n
+    assert found["entropy"] == pytest.approx(float(-(p.exp() * p).sum() / n), rel=1e-5)
+    z_loss = 0.01 * z.logsumexp(1).square().sum() / n
+    assert found["z_loss"] == pytest.approx(float(z_loss), rel=1e-5)
+    # Of the second loss one rank's two tokens are all that was monitored.
+    assert named["a/mean_token_accuracy"] >= 0.5
+    assert "a/entropy" not in named
+    assert named["b/correct_tokens"] / named["b/mean_token_accuracy"] == pytest.approx(2)
 
 
 def test_meshes():

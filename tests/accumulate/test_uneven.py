@@ -1,6 +1,7 @@
 """Ranks and batches that do not come out even: refused before they hang, or counted once."""
 
 import functools
+import time
 import warnings
 
 import pytest
@@ -14,16 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, fused_ce
+from fusedce.accumulate.channel import channel_of
+
+SOON = 10  # seconds; the process group gives up after 120
 
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
 
 
-def joined(rank):
-    """DDP's own way for uneven data, with a model that the accumulator knows, on all ranks."""
+def joined(guarded, rank):
+    """DDP's own way for uneven data, whether or not the accumulator was told of the model."""
     model = DistributedDataParallel(parallel.Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acc = LossAccumulator()
-    acc.guard(optimizer, model)
+    if guarded:
+        acc.guard(optimizer, model)
 
     def loop(declared):
         with Join([model]):
@@ -33,16 +38,17 @@ def joined(rank):
             else:
                 acc.backward(model(*one))
 
-    return ranks.error_of(loop, True), ranks.error_of(start_joined, acc, model, rank)
+    refused = ranks.error_of(loop, True), ranks.error_of(start_joined, acc, model, rank)
+    Join([model], enable=False)  # as the message says: a Join that is over leaves its mark
+    acc.backward(model(*parallel.micro_batches(0, rank)[0]))
+    assert acc.finish(model.parameters())
+    return refused
 
 
 def start_joined(acc, model, rank):
     acc.discard_window()
-    model._join_config = model._join_config._replace(enable=True)
-    try:
-        acc.backward((new_weight().sum(), torch.tensor(1)))
-    finally:
-        model._join_config = model._join_config._replace(enable=False)
+    Join([model])
+    acc.backward((new_weight().sum(), torch.tensor(1)))
 
 
 def ran_out_and_helped(rank):
@@ -57,6 +63,91 @@ def ran_out_and_helped(rank):
         with acc.window([(labels != -100).sum()]):
             acc.backward(model(hidden, labels))
     return parallel.whole(model.module.head.weight.grad), acc.metrics()
+
+
+def runs_out(first, rank):
+    """Rank 1 has two micro-batches, rank 0 three; DDP reduces gradients in every backward.
+
+    ``first``: which of them is first, the end of rank 1's window or rank 0's third micro-batch.
+    """
+    model = DistributedDataParallel(parallel.Model())
+    acc = LossAccumulator()
+    channel = stream(acc, model, 2, rank)
+    mark = f"end/{channel._met}"
+
+    def goes_on():
+        if first == "end":
+            channel._store.wait([mark])
+        stream(acc, model, 1, rank)
+        acc.finish(model.parameters())
+
+    def ends():
+        wait_for(channel, f"{channel._met} 3" if first == "third" else None)
+        acc.finish(model.parameters())
+
+    error, seconds = ranks.timed(ends if rank else goes_on)
+    if rank and first == "third":
+        model(*parallel.micro_batches(1, 0)[0]).loss_sum.backward()  # what rank 0 waits for
+    return error, seconds, goes_on_afterwards(acc, model, rank)
+
+
+def fails(rank):
+    """Rank 1 raises in a window of known counts, before DDP's backward."""
+    model = DistributedDataParallel(parallel.Model())
+    acc = LossAccumulator()
+
+    def window():
+        with acc.window([1, 1]):
+            channel = stream(acc, model, 1, rank)
+            if rank:
+                raise ZeroDivisionError("a bug in the loop")
+            channel._store.wait([f"end/{channel._met}"])
+            stream(acc, model, 1, rank)
+
+    error, seconds = ranks.timed(window)
+    return error, seconds, goes_on_afterwards(acc, model, rank)
+
+
+def two_at_once(rank):
+    """One ends after two micro-batches, while the other accumulator's third is on its way."""
+    (a, one), (b, two) = ((LossAccumulator(), new_weight()) for _ in range(2))
+    hidden, labels = ones()
+    for acc, weight in ((a, one), (b, two), (a, one), (b, two)):
+        acc.backward(fused_ce(hidden, weight, labels))
+    channel = channel_of(dist.group.WORLD)
+    if not rank:
+        channel._store.wait([f"end/{channel._met}"])
+        b.backward(fused_ce(hidden, two, labels))
+    a.finish([one])
+    if rank:
+        b.backward(fused_ce(hidden, two, labels))
+    b.finish([two])
+    return a.metrics()["n_tokens"], b.metrics()["n_tokens"]
+
+
+def stream(acc, model, times, rank):
+    for _ in range(times):
+        acc.backward(model(*ones()))
+    return channel_of(dist.group.WORLD)
+
+
+def ones():
+    """One valid token."""
+    hidden, labels = parallel.micro_batches(0, 2)[0]
+    labels[1:] = -100
+    return hidden, labels
+
+
+def wait_for(channel, text):
+    while text is not None and channel._store.get("at/0").decode() != text:
+        time.sleep(0.01)
+
+
+def goes_on_afterwards(acc, model, rank):
+    acc.discard_window()
+    model.zero_grad()
+    stream(acc, model, 1, rank)
+    return acc.finish(model.parameters())
 
 
 def evaluation(masked, rank):
@@ -90,8 +181,13 @@ def collate(rows):
 
 
 CASES = {
-    "joined": joined,
+    "joined": functools.partial(joined, False),
+    "joined, guarded": functools.partial(joined, True),
     "helped": ran_out_and_helped,
+    "ends first": functools.partial(runs_out, "end"),
+    "begins first": functools.partial(runs_out, "third"),
+    "fails": fails,
+    "two at once": two_at_once,
     "masked": functools.partial(evaluation, True),
     "counted twice": functools.partial(evaluation, False),
 }
@@ -102,13 +198,41 @@ def results():
     return ranks.run(CASES)
 
 
-def test_join_is_refused_in_the_same_words():
-    (a, b), (c, d) = ranks.of(results(), "joined")
+@pytest.mark.parametrize("name", ["joined", "joined, guarded"])
+def test_join_is_refused_in_the_same_words(name):
+    (a, b), (c, d) = ranks.of(results(), name)
     assert a == c
     assert b == d
     for words in (a, b):
         assert "Join lets a rank leave while others train on" in words
         assert "micro-batches whose labels are all ignore_index" in words
+
+
+def test_a_rank_that_runs_out_of_micro_batches():
+    words = "RuntimeError: ranks have different numbers of micro-batches in this window: "
+    (a, fast, after), (b, fast_too, after_too) = ranks.of(results(), "ends first")
+    assert a == b
+    assert a.startswith(words + "5 on 2 ranks together")
+    assert after
+    assert after_too
+    assert max(fast, fast_too) < SOON
+    (a, *_), (b, fast, _) = ranks.of(results(), "begins first")
+    assert a.startswith(words)
+    assert b.startswith(words + "this one ends it after 2, rank 0 has begun number 3")
+    assert fast < SOON
+
+
+def test_a_rank_that_fails_is_not_waited_for_in_backward():
+    (told, fast, after), (own, _, after_too) = ranks.of(results(), "fails")
+    assert own == "ZeroDivisionError: a bug in the loop"
+    assert told == f"RuntimeError: {own} (on rank 1 of 2)"
+    assert fast < SOON
+    assert after
+    assert after_too
+
+
+def test_two_accumulators_do_not_wait_for_each_other():
+    assert ranks.of(results(), "two at once") == [(4, 6), (4, 6)]
 
 
 def test_a_rank_without_data_takes_part():

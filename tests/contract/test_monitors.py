@@ -64,6 +64,19 @@ def test_sums_of_losses_add_their_monitors():
         assert total.monitors == {"correct": 2 * other.monitors["correct"]}
 
 
+@pytest.mark.parametrize("factor", [0.5, torch.tensor([0.5], requires_grad=True)])
+def test_a_scaled_loss_keeps_its_monitors(factor):
+    out = fused_ce(*inputs(), ignore_index=-1, monitor=MONITORS, z_loss=0.1)
+    for scaled, by in ((out * factor, 0.5), (factor * out, 0.5), (out / factor, 2.0), (-out, -1.0)):
+        assert scaled.monitors["correct"] == out.monitors["correct"]
+        assert scaled.monitors["entropy"] == out.monitors["entropy"]
+        # a part of the loss, and no more to be differentiated than before
+        torch.testing.assert_close(scaled.monitors["z_loss"], by * out.monitors["z_loss"])
+        assert scaled.monitors["z_loss"].shape == ()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        out * out
+
+
 def test_monitors_under_compile():
     def step(hidden, weight, labels):
         out = fused_ce(hidden, weight, labels, ignore_index=-1, monitor=MONITORS, z_loss=0.1)

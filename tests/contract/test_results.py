@@ -47,6 +47,11 @@ def test_a_factor_scales_the_loss_and_keeps_the_count(x):
         lambda a: a >= 1.0,
         lambda a: a > 1.0,
         lambda a: a <= 1.0,
+        lambda a: a == 1.0,
+        lambda a: a != 1,
+        lambda a: a == torch.tensor(1.0),
+        lambda a: torch.tensor(1.0) == a,
+        lambda a: a in [2.0],
         lambda a: min(a, a_sum(1, 1)),
         lambda a: a + 1.0,
         lambda a: a + torch.tensor(1.0),
@@ -67,5 +72,11 @@ def test_it_is_still_a_tuple_of_two():
     a = a_sum(2, 3)
     assert LossSum._fields == ("loss_sum", "n_valid")
     assert len(a) == 2
+    same = LossSum(*a)
+    assert a == same == tuple(a)
+    assert a != a_sum(2, 4)
+    assert a is not None
+    assert a != None  # noqa: E711
+    assert len({a, same}) == 1
     leaves, spec = _pytree.tree_flatten(a)
     assert isinstance(_pytree.tree_unflatten(leaves, spec), LossSum)

@@ -1,6 +1,7 @@
 """A vocabulary spread over real gloo processes equals the whole one, option by option."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def collectives(rank):
         kept[name] = getattr(dist, name)
 
         def spy(out, *args, _name=name, **kwargs):
-            calls.append((_name, out.numel()))
+            calls.append((_name, out.numel(), kwargs.get("async_op", False)))
             return kept[_name](out, *args, **kwargs)
 
         setattr(dist, name, spy)
@@ -327,9 +328,17 @@ def test_the_collectives_are_those_of_the_docstring(world):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * 54),
-            *[(ALL_GATHER, world * 3 * C) for C in chunks],
-            ("all_reduce", n_valid * H),
+            (ALL_GATHER, world * 63, False),
+            (ALL_GATHER, world * 3 * chunks[0], False),
+            *[
+                call  # the sum of one chunk's rows runs while the next chunk is computed
+                for C, following in itertools.pairwise(chunks)
+                for call in (
+                    (ALL_GATHER, world * 3 * following, False),
+                    ("all_reduce", C * H, True),
+                )
+            ],
+            ("all_reduce", chunks[-1] * H, True),
         ]
 
 

@@ -5,7 +5,7 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        "factors = divisor * (1 if steps.adds else ranks)",
+        "factors = divisor * (1 if adds else ranks)",
         "factors = divisor * 1",
         "accumulate/test_ranks.py -k big_batch",
     ),
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "losses: weights forgotten",
-        "factor * window.weights[name]",
+        "factor * self.weights[name]",
         "factor",
         "test_several_losses.py -k own_tokens",
     ),
@@ -140,6 +140,12 @@ MUTANTS = [
         "            if p.grad is not None and id(p) not in known",
         "            if False",
         "test_forgetting.py -k parameters_that",
+    ),
+    Mutant(
+        "guard: Join of a model nobody told of",
+        "self._replicas = weakref.WeakSet(found)",
+        "self._replicas = weakref.WeakSet()",
+        "test_uneven.py -k join",
     ),
     Mutant(
         "guard: Join hangs",
@@ -275,8 +281,8 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: mean of window means",
-        'numbers[key(loss, "loss_sum")] / n_tokens if n_tokens',
-        'numbers[key(loss, "loss_sum")] / n_tokens / 2 if n_tokens',
+        'numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens if',
+        'numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens / 2 if',
         "test_accumulator.py -k any_split",
     ),
     Mutant(
@@ -287,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: a collective after training",
-        "if self._evaluated or not steps.has_trained:",
+        "if self._evaluated.sums or not steps.has_trained:",
         "if True:",
         "accumulate/test_ranks.py -k collectives",
     ),
@@ -311,19 +317,19 @@ MUTANTS = [
     ),
     Mutant(
         "state: named losses forgotten",
-        '"named": [[name, x] for name, x in numbers.items()]',
+        '"named": [[name, x] for name, x in numbers.items() if x]',
         '"named": []',
         "test_state.py -k several",
     ),
     Mutant(
         "auxiliary: not divided",
-        "torch.stack(self.auxiliary).sum() / len(self.declared)",
-        "torch.stack(self.auxiliary).sum()",
+        "torch.stack(self._auxiliary).sum() / len(self.declared)",
+        "torch.stack(self._auxiliary).sum()",
         "test_accumulator.py -k auxiliary",
     ),
     Mutant(
         "auxiliary: not divided by ranks",
-        "(divisor / (ranks if steps.adds else 1))",
+        "(divisor / (ranks if adds else 1))",
         "divisor",
         "accumulate/test_ranks.py -k auxiliary",
     ),
@@ -368,5 +374,41 @@ MUTANTS = [
         "trained = pull < 0",
         "trained = pull < 1",
         "test_audit.py -k plain_loop",
+    ),
+    Mutant(
+        "sums: equal to no number",
+        '        if isinstance(other, (int, float, Tensor)):\n            raise _no_loss("a comp',
+        '        if False:\n            raise _no_loss("a comp',
+        "contract/test_results.py -k asks",
+    ),
+    Mutant(
+        "monitors: lost by a factor",
+        "return MonitoredLossSum.of(out, monitors)",
+        "return out",
+        "test_monitors.py -k scaled",
+    ),
+    Mutant(
+        "monitors: z-loss as it was",
+        'monitors["z_loss"] = scale(monitors["z_loss"])',
+        'monitors["z_loss"] = monitors["z_loss"]',
+        "test_monitors.py -k scaled",
+    ),
+    Mutant(
+        "metrics: over tokens that were not monitored",
+        "summed / of",
+        "summed / n_tokens",
+        "accumulate/test_ranks.py -k carry",
+    ),
+    Mutant(
+        "ended windows: the rank that goes on does not look",
+        "ended is not None and ended <= seen",
+        "ended is not None and ended < seen",
+        "test_uneven.py -k runs_out",
+    ),
+    Mutant(
+        "ended windows: of any accumulator",
+        "if not streams or not self.guard.others_stream():",
+        "if True:",
+        "test_uneven.py -k two_accumulators",
     ),
 ]

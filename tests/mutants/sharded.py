@@ -8,9 +8,21 @@ MUTANTS = [
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",
-        "dist.all_reduce(d_rows, group=shard.group)",
+        "self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))",
         "pass",
         SHARDS,
+    ),
+    Mutant(
+        "shards: the last chunk's d_hidden of this rank only",
+        "sums.start(len(rows))",
+        "pass",
+        SHARDS,
+    ),
+    Mutant(
+        "shards: nothing overlaps",
+        "        sums.start(begin)  #",
+        "        # ",
+        f"{SHARDS} -k coll",
     ),
     Mutant(
         "shards: the label counts twice", "self._set_label(torch.zeros_like(k))", "pass", SHARDS
@@ -23,8 +35,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: all of one size",
-        "first=sum(rows[: dist.get_rank(layout.group)])",
-        "first=len(layout.weight) * dist.get_rank(layout.group)",
+        "first=sum(rows[: dist.get_rank(group)])",
+        "first=len(problem.weight) * dist.get_rank(group)",
         SHARDS,
     ),
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
@@ -74,5 +86,23 @@ MUTANTS = [
         "torch.logaddexp(log_others, z_label)",
         "z_label + self.nll",
         "test_sharded_agreement.py -k masked_label",
+    ),
+    Mutant(
+        "replicas: hidden states may differ",
+        "mine[_SKETCH] = _sketch(problem).view(torch.int64)",
+        "pass",
+        "test_sharded_agreement.py -k replicated",
+    ),
+    Mutant(
+        "replicas: ignored positions are looked at",
+        "wide = wide.masked_fill(~valid[:, None], 0)",
+        "pass",
+        "test_sharded_agreement.py -k replicated",
+    ),
+    Mutant(
+        "replicas: an error stays in one dimension of the mesh",
+        "mine[_TEXT] = ",
+        "_ = ",
+        "test_sharded_agreement.py -k replicated",
     ),
 ]

@@ -20,9 +20,8 @@ class Layout(NamedTuple):
     """What lies here, and who holds the rest of the vocabulary."""
 
     problem: Problem  # of local tensors
-    group: dist.ProcessGroup
+    groups: list[dist.ProcessGroup]  # as :func:`groups_of`, the vocabulary's last
     tokens_sharded: bool
-    replicas: tuple[dist.ProcessGroup, ...] = ()  # must hold the same tokens, by the placements
 
 
 def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Layout:
@@ -33,10 +32,10 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
     """
     weight: Any = problem.weight
     if not is_dtensor(weight):
-        group = Ranks(process_group).group()
-        if group is None:
+        groups = groups_of(weight, process_group)
+        if not groups:
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return Layout(problem, group, tokens_sharded)
+        return Layout(problem, groups, tokens_sharded)
     if process_group is not None:
         raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
     mesh, dim = weight.device_mesh, shard_dim("weight", weight)
@@ -53,17 +52,24 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
                     f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
                 )
             local[name] = x.to_local()
-    others = () if is_dtensor(problem.hidden) else set(range(mesh.ndim)) - {dim}
-    replicas = tuple(mesh.get_group(i) for i in sorted(others) if mesh.size(i) > 1)
-    return Layout(problem.but(**local), mesh.get_group(dim), tokens_sharded, replicas)
+    return Layout(problem.but(**local), groups_of(weight, None), tokens_sharded)
 
 
-def group_of(weight: Any, process_group: Any) -> dist.ProcessGroup | None:
-    """The ranks that share the vocabulary, as far as they are known before anything is checked."""
+def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
+    """Whom this rank meets, as far as they are known before anything is checked.
+
+    Over each dimension of the mesh on which the weight is replicated, the ranks that must hold the
+    same; last, those that share the vocabulary.
+    """
     if not is_dtensor(weight):
-        return Ranks(process_group).group()
+        group = Ranks(process_group).group()
+        return [] if group is None else [group]
     sharded = [i for i, p in enumerate(weight.placements) if p.is_shard()]
-    return weight.device_mesh.get_group(sharded[0]) if len(sharded) == 1 else None
+    if len(sharded) != 1:
+        return []
+    mesh = weight.device_mesh
+    others = (i for i in range(mesh.ndim) if i not in sharded and mesh.size(i) > 1)
+    return [mesh.get_group(i) for i in (*others, *sharded)]
 
 
 def is_dtensor(x: object) -> bool:
@@ -112,6 +118,13 @@ _WHOLE = ("ignore_index", "chunk_tokens")
 _NONE = -(2**63) + 1
 _WORDS = 40  # int64, 8 bytes of an error each
 
+# A rank's row: sizes, settings, an error's words, a checksum of labels, a sketch of hidden states.
+_TEXT = slice(4 + len(_SETTINGS), 4 + len(_SETTINGS) + _WORDS)
+_CHECKSUM = _TEXT.stop
+_SKETCH = slice(_CHECKSUM + 1, _CHECKSUM + 10)
+_LENGTH = _SKETCH.stop
+_NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
+
 
 def _settings(problem: Problem) -> list[int]:
     """The settings as int64: floats by their bits, tensors by whether they are there."""
@@ -136,29 +149,94 @@ def _shown(name: str, values: list[int]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def on_the_way(group: dist.ProcessGroup | None, device: torch.device | None) -> Iterator[None]:
-    """Tell the ranks that share the vocabulary of an error before they meet to :func:`agree`."""
+def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> Iterator[None]:
+    """Tell the ranks of ``groups`` of an error before they meet to :func:`agree`."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if group is None:
+        if not groups:
             raise
-        words = f"{type(error).__name__}: {error}".encode()[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
-        empty = [0] * (4 + len(_SETTINGS))
-        told = torch.tensor([*empty, *struct.unpack(f"{_WORDS}q", words), 0], device=device)
-        _exchange(told, group)  # raises what the first rank with an error has told all
+        where = f" (on rank {dist.get_rank()})"
+        text = str(error).encode()[: 8 * _WORDS - len(where) - 12].decode(errors="ignore")
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        nothing = torch.zeros(_LENGTH, dtype=torch.int64, device=device)
+        _meet(nothing, groups, kind(text + where))
 
 
-def _exchange(mine: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """Every rank's row; raises the same error on all of them if one has told of one."""
-    told = all_gather(mine, group).view(-1, len(mine)).tolist()
-    for rank, row in enumerate(told):
-        words = struct.pack(f"{_WORDS}q", *row[-1 - _WORDS : -1]).rstrip(b"\0")
+def _meet(
+    mine: Tensor, groups: list[dist.ProcessGroup], error: Exception | None = None
+) -> list[list[int]]:
+    """Rows of the ranks that share the vocabulary, after one all-gather in each of ``groups``.
+
+    Every rank takes part in all of them, one that knows of an error too: so it gets from one
+    dimension of the mesh to the next, and all ranks raise it.
+    """
+    told: list[list[int]] = []
+    for group in groups:
+        if error is not None:
+            words = f"{type(error).__name__}: {error}".encode().ljust(8 * _WORDS, b"\0")
+            mine[_TEXT] = torch.tensor(struct.unpack(f"{_WORDS}q", words), device=mine.device)
+        told = all_gather(mine, group).view(-1, _LENGTH).tolist()
+        error = _first_words(told)
+        if error is None and group is not groups[-1]:
+            error = _other_tokens(told)
+    if error is not None:
+        raise error
+    return told
+
+
+def _first_words(told: list[list[int]]) -> Exception | None:
+    for row in told:
+        words = struct.pack(f"{_WORDS}q", *row[_TEXT]).rstrip(b"\0")
         if words:
             name, _, text = words.decode(errors="ignore").partition(": ")
-            kind = TypeError if name == "TypeError" else ValueError
-            raise kind(f"{text} (on rank {rank} of {len(told)})")
-    return told
+            return (TypeError if name == "TypeError" else ValueError)(text)
+    return None
+
+
+def _other_tokens(told: list[list[int]]) -> Exception | None:
+    """What ranks over which the weight is replicated must not differ in."""
+    what = "labels" if len({row[_CHECKSUM] for row in told}) > 1 else ""
+    first, *others = (struct.unpack("9d", struct.pack("9q", *row[_SKETCH])) for row in told)
+    for other in others:
+        apart = sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
+        if apart > _NOISE**2 * max(first[0], other[0]):
+            what = what or "hidden states"
+    if not what:
+        return None
+    return ValueError(
+        f"weight is replicated over a dimension of its mesh over which the {what} differ: its "
+        f"gradient would claim to be the same there, and differ. Put the weight on the "
+        f'vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP reduce over the other'
+    )
+
+
+def _sketch(problem: Problem) -> Tensor:
+    """``(9,)`` float64 that tell how far apart two ranks' hidden states are.
+
+    The squared norm, and eight sums with random signs (Alon, Matias and Szegedy 1996): the squared
+    distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
+    """
+    hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
+    labels = problem.labels.reshape(-1)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    if problem.ignore_index is not None:
+        valid = labels != problem.ignore_index
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    wide = wide.masked_fill(~valid[:, None], 0)
+    eight = torch.arange(8, device=wide.device)
+    rows = torch.arange(len(wide), device=wide.device)[:, None]
+    columns = torch.arange(wide.shape[1], device=wide.device)
+    sums = _signs(rows * 8 + eight).to(wide).t() @ wide  # (8, H)
+    sums = (sums.double() * _signs(columns + eight[:, None] * len(columns))).sum(1)
+    return torch.cat([wide.square().sum(dtype=torch.float64)[None], sums])
+
+
+def _signs(i: Tensor) -> Tensor:
+    """1 or -1 for each number below 2**32, the same on every rank, without a pattern."""
+    for _ in range(2):  # mix bits as a hash does, where a product alone alternates
+        i = ((i ^ (i >> 16)) + 1) * 0x45D9F3B & 0xFFFFFFFF
+    return 1 - 2 * ((i >> 16) & 1)
 
 
 def check_vocab_size(vocab_size: object) -> None:
@@ -168,23 +246,18 @@ def check_vocab_size(vocab_size: object) -> None:
 
 def agree(layout: Layout, vocab_size: int | None) -> Shard:
     """What ranks must know of each other; raises on all of them where they do not fit."""
-    problem = layout.problem
+    problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
     order = torch.arange(1, len(labels) + 1, device=labels.device)
     checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
     sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0]
-    mine = torch.tensor([*sizes, *_settings(problem), *[0] * _WORDS], device=labels.device)
-    told = _exchange(torch.cat([mine, checksum[None]]), layout.group)
-    for group in layout.replicas:
-        if len(set(all_gather(checksum[None], group).tolist())) > 1:
-            raise ValueError(
-                "weight is replicated over a dimension of its mesh over which the labels differ: "
-                "its gradient would claim to be the same there, and differ. Put the weight on the "
-                'vocabulary\'s dimension alone (mesh["tp"]) and let DDP or FSDP reduce over the '
-                "other one"
-            )
+    mine = torch.tensor([*sizes, *_settings(problem), *[0] * (_WORDS + 10)], device=labels.device)
+    mine[_CHECKSUM] = checksum
+    if len(layout.groups) > 1:
+        mine[_SKETCH] = _sketch(problem).view(torch.int64)
+    told = _meet(mine, layout.groups)
     rows, tokens, H, V = (list(x) for x in zip(*(row[:4] for row in told), strict=True))
-    checksums = [row[-1] for row in told]
+    checksums = [row[_CHECKSUM] for row in told]
     for i, name in enumerate(_SETTINGS, start=4):
         if len({row[i] for row in told}) > 1:
             raise ValueError(
@@ -203,8 +276,8 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
     return Shard(
-        group=layout.group,
-        first=sum(rows[: dist.get_rank(layout.group)]),
+        group=group,
+        first=sum(rows[: dist.get_rank(group)]),
         V=vocab_size or sum(rows),
         largest=max(rows),
         tokens=tuple(tokens) if layout.tokens_sharded else None,

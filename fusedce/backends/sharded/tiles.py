@@ -5,7 +5,8 @@ and never more, and tells the others four numbers a token: the largest logit, th
 exponentials, the label's logit where it is here, and (for label smoothing) the sum of logits. From
 these every rank knows log-sum-exp and loss, turns its tile into gradients of the logits, and
 multiplies: its rows of the weight gradient are complete, its part of ``d_hidden`` is added to the
-others' once at the end.
+others' while the next chunk is computed. In float32: bfloat16 halves the traffic, and makes the
+error 1.4 times that of torch's whole bfloat16 loss on 2 ranks, 1.8 on 4, 2.3 on 8, 3.5 on 16.
 
 As in `chunked`, the label's own exponential stays out of the sums: nothing cancels at p -> 1.
 """
@@ -70,10 +71,12 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
     factor = expected_upstream(problem, n_valid)
+    sums = _RunningSums(d_rows if shard.tokens is None else None, shard.group)
     begin = 0
     for chunk in chunks_of(rows, size):
         h = hidden[chunk]
         tile = _Tile(local, problem.rows(chunk), h, labels[chunk].long())
+        sums.start(begin)  # after the tile's own small messages, which must not wait for it
         total += tile.losses.sum()
         if any(wanted.gradients()):
             g = tile.gradient(factor)  # (C, real)
@@ -88,7 +91,9 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
 
     d_hidden = None
     if d_rows is not None:
-        d_hidden = _sum_over_ranks(d_rows, rows, N, n_here, shard)
+        sums.start(len(rows))
+        sums.wait()
+        d_hidden = _of_all_tokens(d_rows, rows, N, n_here, shard)
     grads = (
         hidden.new_empty(0, dtype=dtype) if d is None else d.to(dtype)
         for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
@@ -224,16 +229,33 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
+class _RunningSums:
+    """Adds up the ranks' ``d_rows (N_valid, H)`` piece by piece, while others are computed."""
+
+    def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
+        self._d_rows, self._group = d_rows, group
+        self._started = 0  # rows
+        self._works: list[dist.Work] = []
+
+    def start(self, end: int) -> None:
+        """With the rows up to ``end`` that have not been started yet."""
+        if self._d_rows is not None and end > self._started:
+            rows = self._d_rows[self._started : end]
+            self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
+            self._started = end
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+    """``d_hidden`` of this rank's tokens, from that of the valid rows."""
     H = d_rows.shape[1]
     d_hidden = d_rows.new_zeros(N, H)
-    if shard.tokens is None:
-        if len(rows):
-            dist.all_reduce(d_rows, group=shard.group)
-        d_hidden[rows] = d_rows
-        return d_hidden
     d_hidden[rows] = d_rows
+    if shard.tokens is None:
+        return d_hidden
     mine = d_rows.new_empty(max(shard.tokens), H)
     if N:
         getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
