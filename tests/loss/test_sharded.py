@@ -327,7 +327,7 @@ def test_the_collectives_are_those_of_the_docstring(world):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * 54),
+            (ALL_GATHER, world * 58),
             *[(ALL_GATHER, world * 3 * C) for C in chunks],
             ("all_reduce", n_valid * H),
         ]

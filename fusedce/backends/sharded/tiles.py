@@ -50,7 +50,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
     n_here = len(problem.hidden)
     if shard.tokens is not None:
-        problem = _all_tokens(problem, max(shard.tokens), shard.group)
+        problem = all_tokens(problem, max(shard.tokens), shard.group)
     hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -88,7 +88,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
 
     d_hidden = None
     if d_rows is not None:
-        d_hidden = _sum_over_ranks(d_rows, rows, N, n_here, shard)
+        d_hidden = sum_over_ranks(d_rows, rows, N, n_here, shard)
     grads = (
         hidden.new_empty(0, dtype=dtype) if d is None else d.to(dtype)
         for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
@@ -197,9 +197,9 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
 
 
-def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
+def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
     """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
-    token_weight = problem.token_weight
+    token_weight, temperature = problem.token_weight, problem.temperature
     assert problem.ignore_index is not None
     return problem.but(
         hidden=_gather_tokens(problem.hidden, most, 0, group),
@@ -207,6 +207,7 @@ def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Proble
         token_weight=(
             None if token_weight is None else _gather_tokens(token_weight, most, 0, group)
         ),
+        temperature=None if temperature is None else _gather_tokens(temperature, most, 1, group),
     )
 
 
@@ -224,7 +225,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
     """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
     H = d_rows.shape[1]
     d_hidden = d_rows.new_zeros(N, H)
