@@ -268,7 +268,7 @@ def sharded_argmax(
     with on_the_way(group_of(weight, process_group), device_of(hidden)):
         if not isinstance(hidden, Tensor):
             raise not_a_tensor("hidden", hidden)
-    labels = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
+    labels = torch.zeros_like(hidden.sum(-1), dtype=torch.int64)  # a DTensor like hidden
     problem = Problem(
         hidden,
         weight,
