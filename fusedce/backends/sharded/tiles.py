@@ -251,7 +251,7 @@ class _RunningSums:
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows, in one message."""
+    """``d_hidden`` of this rank's tokens from all ranks' parts of the valid rows, in one message."""
     sums = _RunningSums(d_rows if shard.tokens is None else None, shard.group)
     sums.start(len(rows))
     sums.wait()
