@@ -24,7 +24,7 @@ from fusedce.accumulate.engines import AccelerateEngine, Engine, token_mesh
 from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.steps import Steps
 from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
-from fusedce.accumulate.window import Opening
+from fusedce.accumulate.window import Opening, Window
 from fusedce.contract.groups import Ranks, submesh
 
 OnEmpty = Literal["zero", "skip", "raise"]
@@ -220,7 +220,9 @@ class LossAccumulator:
             TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
         """
         steps = self._steps
-        steps.announced = opening = Opening(self, lambda: steps.enter(counts, weights), steps.leave)
+        steps.announced = opening = Opening(
+            self, lambda: steps.enter(counts, weights), steps.leave, self._expected
+        )
         return opening
 
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
@@ -251,18 +253,34 @@ class LossAccumulator:
         for _, n_valid in losses.values():
             window.faults.note(_faults.bad_label, n_valid < 0, n_valid)
 
-        divisor, ranks = self._engine.divisor(), steps.tokens.ranks.size()
-        factors = divisor * (1 if steps.adds else ranks) / window.denominators()
         terms = []
-        for factor, (name, (loss_sum, _)) in zip(factors, losses.items(), strict=True):
-            factor = _faults.moved(factor * window.weights[name], loss_sum.device)
+        for factor, (loss_sum, _) in zip(self._factors(window), losses.values(), strict=True):
+            factor = _faults.moved(factor, loss_sum.device)
             terms.append(loss_sum * factor.to(loss_sum.dtype))
+        divisor, ranks = self._engine.divisor(), steps.tokens.ranks.size()
         auxiliary = window.take_auxiliary()
         if auxiliary is not None:
             terms.append(auxiliary.to(terms[0]) * (divisor / (ranks if steps.adds else 1)))
         scaled = reduce(torch.add, terms)
         window.follow(scaled, losses)
         return scaled
+
+    def _factors(self, window: Window) -> list[Tensor]:
+        """What the window's losses are multiplied by, ``()`` float64 each, in their order."""
+        steps = self._steps
+        factor = self._engine.divisor() * (1 if steps.adds else steps.tokens.ranks.size())
+        factors = factor / window.denominators()
+        return [x * weight for x, weight in zip(factors, window.weights.values(), strict=True)]
+
+    def _expected(self) -> Tensor | None:
+        """The factor that backward will bring to a loss of the open window, where it has but one.
+
+        Raises what :meth:`scale` would: it waits for the other ranks' counts.
+        """
+        window = self._steps.window
+        if window is None or len(window.weights) > 1:
+            return None
+        return self._factors(window)[0] * self._engine.upstream()
 
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.

@@ -20,6 +20,7 @@ from torch.autograd.variable import Variable
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import Sent
 from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.contract.denominator import expecting
 
 Losses = dict[str, tuple[Tensor, Tensor]]
 """``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch."""
@@ -231,16 +232,28 @@ def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
 
 
 class Opening:
-    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one."""
+    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one.
+
+    Inside, losses expect the factor that the window will scale them by (``expected``).
+    """
 
     def __init__(
-        self, owner: Any, enter: Callable[[], None], leave: Callable[[BaseException | None], None]
+        self,
+        owner: Any,
+        enter: Callable[[], None],
+        leave: Callable[[BaseException | None], None],
+        expected: Callable[[], Tensor | None],
     ) -> None:
         self._owner, self._enter, self._leave = owner, enter, leave
+        self._expecting = expecting(expected)
 
     def __enter__(self) -> Any:
         self._enter()
+        self._expecting.__enter__()
         return self._owner
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._leave(error)
+        try:
+            self._leave(error)
+        finally:
+            self._expecting.__exit__(None, None, None)

@@ -49,9 +49,9 @@ def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Se
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), seen
-    total, n_valid, argmax = summed.loss_sum(
-        with_expected_upstream(problem), wanted.but(argmax=monitored.argmax)
-    )
+    if any(wanted):
+        problem = with_expected_upstream(problem)
+    total, n_valid, argmax = summed.loss_sum(problem, wanted.but(argmax=monitored.argmax))
     return LossSum(total, n_valid), Seen(argmax)
 
 

@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        "factors = divisor * (1 if steps.adds else ranks)",
-        "factors = divisor * 1",
+        "(1 if steps.adds else steps.tokens.ranks.size())",
+        "1",
         "accumulate/test_ranks.py -k big_batch",
     ),
     Mutant(
