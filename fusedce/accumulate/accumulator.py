@@ -275,12 +275,15 @@ class LossAccumulator:
     def _expected(self) -> Tensor | None:
         """The factor that backward will bring to a loss of the open window, where it has but one.
 
-        Raises what :meth:`scale` would: it waits for the other ranks' counts.
+        Waits for the other ranks' counts; an error among them is for :meth:`scale` to raise.
         """
         window = self._steps.window
         if window is None or len(window.weights) > 1:
             return None
-        return self._factors(window)[0] * self._engine.upstream()
+        try:
+            return self._factors(window)[0] * self._engine.upstream()
+        except (RuntimeError, TypeError, ValueError):
+            return None
 
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.

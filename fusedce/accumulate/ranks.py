@@ -91,10 +91,10 @@ class Sent:
                 the same on all of them. On a device it is raised when something is read there.
         """
         if not self._done:
-            self._done = True
             if self.work is not None:
                 self.work.wait()
             self.meeting.heard(self.message)
+            self._done = True  # an error is raised to everybody who asks
         return self.message[_SLICES["values"]][: self.n_values]
 
     def error(self) -> Exception | None:

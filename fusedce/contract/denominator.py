@@ -37,11 +37,16 @@ def expecting(factor: Factor | Callable[[], Factor]) -> Iterator[None]:
         _expected.reset(token)
 
 
+def expected() -> Factor | Callable[[], Factor]:
+    """What the innermost :func:`expecting` says."""
+    return _expected.get()
+
+
 def with_expected_upstream(problem: Problem) -> Problem:
     """The problem with what :func:`expecting` says, unless it knows better itself."""
     if problem.expected_upstream is not None or torch.compiler.is_compiling():
         return problem
-    factor = _expected.get()
+    factor = expected()
     if callable(factor):
         factor = factor()
     if factor is None:

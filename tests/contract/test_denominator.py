@@ -32,7 +32,9 @@ def gradients(backend, loss_of, chunk_tokens=None):
     The latter in units of the error of the exact gradient rounded once.
     """
     options = {"chunk_tokens": chunk_tokens}
-    return exactness(backend, lambda x, labels, **more: grads(loss_of(*x, labels, **more), x), options)
+    return exactness(
+        backend, lambda x, labels, **more: grads(loss_of(*x, labels, **more), x), options
+    )
 
 
 def grads(loss, x):

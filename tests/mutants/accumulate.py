@@ -369,4 +369,22 @@ MUTANTS = [
         "trained = pull < 1",
         "test_audit.py -k plain_loop",
     ),
+    Mutant(
+        "known denominator: a window does not say",
+        "self._expecting = expecting(expected)",
+        "self._expecting = expecting(None)",
+        "contract/test_denominator.py -k declared",
+    ),
+    Mutant(
+        "known denominator: the engine's division forgotten",
+        "return 1 / self.divisor()",
+        "return 1.0",
+        "contract/test_denominator.py -k declared",
+    ),
+    Mutant(
+        "known denominator: an error of other ranks is raised once",
+        "            self.meeting.heard(self.message)\n            self._done = True",
+        "            self._done = True\n            self.meeting.heard(self.message)",
+        "accumulate/test_agreement.py",
+    ),
 ]
