@@ -113,14 +113,14 @@ MUTANTS = [
     ),
     Mutant(
         "losses: one denominator for all",
-        "zip(factors, losses.items(), strict=True)",
-        "zip([factors[0]] * len(losses), losses.items(), strict=True)",
+        "zip(factors, window.weights.values(), strict=True)",
+        "zip([factors[0]] * len(factors), window.weights.values(), strict=True)",
         "test_several_losses.py -k own_tokens",
     ),
     Mutant(
         "losses: weights forgotten",
-        "factor * window.weights[name]",
-        "factor",
+        "[x * weight for x, weight",
+        "[x for x, weight",
         "test_several_losses.py -k own_tokens",
     ),
     Mutant(
