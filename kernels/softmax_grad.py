@@ -103,7 +103,7 @@ def exp_tile_kernel(
 @triton.jit(
     do_not_specialize=[
         "labels", "maxima", "sums", "z_label", "losses", "residuals", "terms", "shifts", "lse",
-        "row_factors", "best", "argmax", "first", "stride_block", "stride_terms",
+        "row_factors", "best", "argmax", "rows", "first", "stride_block", "stride_terms",
     ]
 )  # fmt: skip
 def softmax_grad_kernel(
@@ -122,7 +122,8 @@ def softmax_grad_kernel(
     lse,  # (C,) fp32 out, with terms
     row_factors,  # (C,) fp32 out, with terms: what the row is to be multiplied by
     best,  # (blocks, rows) int32, or None
-    argmax,  # (C,) int64 out, where there is best
+    argmax,  # (N,) int64 out, where there is best
+    rows,  # (N,) int32: where each row belongs, with argmax
     first,
     V,
     width,  # V rounded up to a multiple of 16
@@ -142,8 +143,8 @@ def softmax_grad_kernel(
     block = tl.program_id(1)
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < width
-    out = grads + c * stride_gc + offs_v
     if first + c >= tl.load(count):
+        out = grads + c * stride_gc + offs_v
         tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_v)
         tl.store(losses + c, 0.0)
         tl.store(residuals + c, 0.0)
@@ -152,8 +153,9 @@ def softmax_grad_kernel(
             tl.store(row_factors + c, 0.0)
         return
 
-    label = tl.load(labels + c).to(tl.int64)
+    label = tl.load(labels + c)
     known = (label >= 0) & (label < V)  # a bad label poisons its row, and was never looked up
+    label = tl.where(known, label, -1).to(tl.int32)
     z = tl.where(known, tl.load(z_label + c), float("nan"))
     offs_b = tl.arange(0, BLOCKS)
     m = tl.load(maxima + offs_b * stride_block + c, mask=offs_b < blocks, other=float("-inf"))
@@ -209,22 +211,22 @@ def softmax_grad_kernel(
         tl.store(residuals + c, g_label - rounded * (1.0 / AMPLIFY))
         if best is not None:
             index = tl.load(best + tl.argmax(m, axis=0) * stride_block + c)
-            tl.store(argmax + c, tl.where(z * LOG2E > m_others, label, index.to(tl.int64)))
+            index = tl.where(z * LOG2E > m_others, label, index)
+            tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
     g = tl.where(offs_v == label, rounded, g)
-    g = tl.where(known, g, float("nan"))
+    out = grads + c * stride_gc + offs_v  # (not kept in registers from the beginning)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_v)
 
 
-@triton.jit(do_not_specialize=["labels", "residuals", "row_factors", "first"])
+@triton.jit(do_not_specialize=["labels", "residuals", "row_factors", "rows"])
 def hidden_grad_kernel(
     products,  # (C, H) fp32: gradient of the logits @ weight, AMPLIFY times
     weight,  # (V, H)
     labels,  # (C,) int
     residuals,  # (C,) fp32
     row_factors,  # (C,) fp32 or None: multiply all of the above
-    rows,  # (N,) int32: where each row belongs
+    rows,  # (C,) int32: where each row belongs
     d_hidden,  # (N, H) out
-    first,  # place of the first row in `rows`
     H,
     V,
     stride_wv,
@@ -236,12 +238,12 @@ def hidden_grad_kernel(
     c = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
-    label = tl.load(labels + c).to(tl.int64)
-    at = tl.where((label >= 0) & (label < V), label, 0)  # of a bad one the residual is NaN
+    label = tl.load(labels + c).to(tl.uint32)  # negative ones are large then
+    at = tl.where(label < V, label, 0).to(tl.int64)  # of a bad one the residual is NaN
     if row_factors is not None:
         factor *= tl.load(row_factors + c)
-    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) * (factor * (1.0 / AMPLIFY))
-    w = tl.load(weight + at * stride_wv + offs_h, mask=mask_h, other=0.0)
-    g += (tl.load(residuals + c) * factor) * w.to(tl.float32)
-    row = tl.load(rows + first + c).to(tl.int64)
+    w = tl.load(weight + at * stride_wv + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0)
+    g = (g * (1.0 / AMPLIFY) + tl.load(residuals + c) * w) * factor
+    row = tl.load(rows + c).to(tl.int64)
     tl.store(d_hidden + row * stride_dn + offs_h, g.to(d_hidden.dtype.element_ty), mask=mask_h)

@@ -186,7 +186,7 @@ def _softmax_grad(
         yield Variant(f"exp_tile {label}", exp_tile_kernel, dtype, constants | more)
         without = _without(constants, "bias") | {"BLOCKS": 64, "EXP_BLOCK_V": row.exp_block_v}
         if not extra:
-            more |= dict.fromkeys(("argmax", "terms", "lse", "row_factors"))
+            more |= dict.fromkeys(("argmax", "rows", "terms", "lse", "row_factors"))
         # label smoothing is a shift, with no soft-cap beside it
         for shift in (False, True) if extra else (False,):
             unused = {"softcap": None} if shift else {"shifts": None, "class_weight": None}

@@ -147,7 +147,9 @@ class LossAccumulator:
             TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
         """
         steps = self._steps
-        steps.announced = opening = Opening(self, lambda: steps.enter(counts, weights), steps.leave)
+        steps.announced = opening = Opening(
+            self, lambda: steps.enter(counts, weights), steps.leave, self._expected
+        )
         return opening
 
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
@@ -176,9 +178,25 @@ class LossAccumulator:
         window = steps.window or steps.start_streaming(losses[ONLY][1], self._engine.no_streaming)
         window.check_usable()
         steps.check_nobody_has_ended(window)
-        return window.scaled(
-            losses, self._engine.divisor(), steps.tokens.ranks.size(), adds=steps.adds
-        )
+        return window.scaled(losses, self._factor(), steps.tokens.ranks.size())
+
+    def _factor(self) -> float:
+        """What a sum of this rank's tokens is multiplied by, but for the denominator."""
+        steps = self._steps
+        return self._engine.divisor() * (1 if steps.adds else steps.tokens.ranks.size())
+
+    def _expected(self) -> Tensor | None:
+        """The factor that backward will bring to a loss of the open window, where it has but one.
+
+        Waits for the other ranks' counts; an error among them is for :meth:`scale` to raise.
+        """
+        window = self._steps.window
+        if window is None or len(window.weights) > 1:
+            return None
+        try:
+            return window.factors(self._factor())[0] * self._engine.upstream()
+        except (RuntimeError, TypeError, ValueError):
+            return None
 
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.

@@ -27,6 +27,10 @@ class Engine:
     def divisor(self) -> float:
         return self._divisor
 
+    def upstream(self) -> float:
+        """What the loss is multiplied by on the way to its backward."""
+        return 1.0
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -63,6 +67,9 @@ class AccelerateEngine(Engine):
 
     def divisor(self) -> float:
         return self._accelerator.gradient_accumulation_steps
+
+    def upstream(self) -> float:
+        return 1 / self.divisor()
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)

@@ -90,10 +90,10 @@ class Sent:
                 the same on all of them. On a device it is raised when something is read there.
         """
         if not self._done:
-            self._done = True
             if self.work is not None:
                 self._wait(self.work)
             self.meeting.heard(self.message)
+            self._done = True  # an error is raised to everybody who asks
         return self.message[_SLICES["values"]][: self.n_values]
 
     def _wait(self, work: dist.Work) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.variable import Variable
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.ranks import Sent
 from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
+from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
 
 Losses = dict[str, MonitoredLossSum]
@@ -91,24 +92,27 @@ class Window:
         if self.declared is not None and self.is_complete():
             raise _faults.too_many(len(self.declared))
 
-    def scaled(self, losses: Losses, divisor: float, ranks: int, *, adds: bool) -> Tensor:
+    def factors(self, factor: float) -> list[Tensor]:
+        """What each of the losses is multiplied by, ``()`` float64; ``factor`` but for these."""
+        shares = factor / self.denominators()
+        return [x * weight for x, weight in zip(shares, self.weights.values(), strict=True)]
+
+    def scaled(self, losses: Losses, factor: float, ranks: int) -> Tensor:
         """The loss to differentiate: counted once it has been.
 
         Args:
             losses: of one micro-batch.
-            divisor: what the engine divides by on its own.
-            ranks: whose gradients are averaged, or with ``adds`` added.
+            factor: what a sum of this rank's tokens is multiplied by, but for the denominator.
+            ranks: that the window's tokens come from.
         """
         for _, n_valid in losses.values():
             self.faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        factors = divisor * (1 if adds else ranks) / self.denominators()
         terms = []
-        for factor, (name, (loss_sum, _)) in zip(factors, losses.items(), strict=True):
-            factor = _faults.moved(factor * self.weights[name], loss_sum.device)
-            terms.append(loss_sum * factor.to(loss_sum.dtype))
+        for share, (loss_sum, _) in zip(self.factors(factor), losses.values(), strict=True):
+            terms.append(loss_sum * _faults.moved(share, loss_sum.device).to(loss_sum.dtype))
         auxiliary = self._take_auxiliary()
         if auxiliary is not None:
-            terms.append(auxiliary.to(terms[0]) * (divisor / (ranks if adds else 1)))
+            terms.append(auxiliary.to(terms[0]) * (factor / ranks))
         scaled = reduce(torch.add, terms)
         self._follow(scaled, losses)
         return scaled
@@ -280,16 +284,28 @@ class Evaluated:
 
 
 class Opening:
-    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one."""
+    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one.
+
+    Inside, losses expect the factor that the window will scale them by (``expected``).
+    """
 
     def __init__(
-        self, owner: Any, enter: Callable[[], None], leave: Callable[[BaseException | None], None]
+        self,
+        owner: Any,
+        enter: Callable[[], None],
+        leave: Callable[[BaseException | None], None],
+        expected: Callable[[], Tensor | None],
     ) -> None:
         self._owner, self._enter, self._leave = owner, enter, leave
+        self._expecting = expecting(expected)
 
     def __enter__(self) -> Any:
         self._enter()
+        self._expecting.__enter__()
         return self._owner
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._leave(error)
+        try:
+            self._leave(error)
+        finally:
+            self._expecting.__exit__(None, None, None)

@@ -37,21 +37,33 @@ class Seen(NamedTuple):
     entropy: Tensor | None = None
 
 
-def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Seen]:
+def loss_sum(
+    problem: Problem,
+    monitored: Wanted = NOTHING,
+    argmax_out: Tensor | None = None,  # int64 to fill, of N elements; with monitored.argmax
+) -> tuple[LossSum, Seen]:
     """Sum of the losses and number of valid tokens; and what is monitored."""
     problem = _prepared(problem)
+    if argmax_out is not None:
+        if transformed() or not argmax_out.is_contiguous():  # no operator writes into it
+            out, seen = loss_sum(problem, monitored)
+            assert seen.argmax is not None
+            argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+            return out, seen
+        argmax_out = argmax_out.view(-1)
     wanted = wanted_gradients(problem)
     capped_smoothing = problem.softcap is not None and problem.label_smoothing > 0
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing or not (any(wanted) or one_pass):
-        losses, stats = per_token.losses(problem, monitored)
+        losses, stats = per_token.losses(problem, monitored, argmax_out)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), seen
-    total, n_valid, argmax = summed.loss_sum(
-        with_expected_upstream(problem), wanted.but(argmax=monitored.argmax)
-    )
+    if any(wanted):
+        problem = with_expected_upstream(problem)
+    wanted = wanted.but(argmax=monitored.argmax)
+    total, n_valid, argmax = summed.loss_sum(problem, wanted, argmax_out)
     return LossSum(total, n_valid), Seen(argmax)
 
 

@@ -16,26 +16,34 @@ from fusedce.contract.objective import Stats, token_losses
 from fusedce.contract.problem import Problem, Wanted
 
 
-def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
+def losses(
+    problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None
+) -> tuple[Tensor, Stats]:
     """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
     smoothing = problem.label_smoothing > 0
     lse = wanted.lse or smoothing or problem.z_loss != 0
-    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing))
+    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing), argmax_out)
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
     return lost.masked_fill(~problem.valid(), 0), stats
 
 
-def token_stats(problem: Problem, wanted: Wanted) -> Stats:
-    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias."""
+def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None) -> Stats:
+    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias.
+
+    ``argmax_out (N,)``: to be filled, outside of transforms.
+    """
     train = any(wanted_gradients(problem))
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
+    arguments = (*detached(problem), *wanted.but(lse=wanted.lse or train))
     with torch.no_grad():
-        stats = Stats(
-            *torch.ops.fusedce.token_stats(*detached(problem), *wanted.but(lse=wanted.lse or train))
-        )
+        if argmax_out is None:
+            stats = Stats(*torch.ops.fusedce.token_stats(*arguments))
+        else:
+            stats = Stats(*torch.ops.fusedce.token_stats_into(*arguments, argmax_out))
+            stats = stats._replace(argmax=argmax_out)
     if not train:
         return stats
     values = token_ops.Values(stats.nll, stats.lse, stats.entropy, stats.zmean)

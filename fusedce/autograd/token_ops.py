@@ -23,24 +23,51 @@ def _token_stats(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
     labels = problem.labels
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    filled = argmax if wanted.argmax else None
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        stats = get_backend(problem.backend).token_stats(problem, wanted, filled)
-        return *stats[:5], argmax
+    return *_computed(problem, wanted, argmax if wanted.argmax else None), argmax
 
 
 @_token_stats.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
+    N = problem.labels.shape[0] if wanted.argmax else 0
+    return *_fake(problem, wanted), problem.labels.new_empty((N,), dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "fusedce::token_stats_into",
+    mutates_args=("argmax_out",),
+    schema=schema_of(
+        Problem,
+        Wanted,
+        more="Tensor(a!) argmax_out",
+        returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    ),
+)
+def _token_stats_into(*flat: Any) -> tuple[Tensor, ...]:
+    """The same with the likeliest classes where the caller wants them."""
+    problem, wanted, (argmax_out,) = records(flat)
+    return _computed(problem, wanted, argmax_out)
+
+
+@_token_stats_into.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, _ = records(flat)
+    return _fake(problem, wanted)
+
+
+def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[Tensor, ...]:
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        return tuple(get_backend(problem.backend).token_stats(problem, wanted, argmax)[:5])
+
+
+def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
     N = problem.labels.shape[0]
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
     nll, lse, entropy, zmean = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
         for want in (True, wanted.lse, wanted.entropy, wanted.zmean)
     )
-    n_valid = problem.labels.new_empty((), dtype=torch.int64)
-    argmax = problem.labels.new_empty((N if wanted.argmax else 0,), dtype=torch.int64)
-    return nll, lse, entropy, zmean, n_valid, argmax
+    return nll, lse, entropy, zmean, problem.labels.new_empty((), dtype=torch.int64)
 
 
 class Values(NamedTuple):

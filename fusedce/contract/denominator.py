@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
 
-_expected: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
+Factor = Tensor | float | None
+_expected: contextvars.ContextVar[Factor | Callable[[], Factor]] = contextvars.ContextVar(
     "fusedce_expected_upstream", default=None
 )
 
 
 @contextlib.contextmanager
-def expecting(factor: Tensor | float | None) -> Iterator[None]:
+def expecting(factor: Factor | Callable[[], Factor]) -> Iterator[None]:
     """Inside, sums of losses expect ``factor`` (``()``, or a number) from upstream.
 
-    ``None`` takes an outer expectation back. Not 0: nothing can be divided by it.
+    ``None`` takes an outer expectation back. Not 0: nothing can be divided by it. A function is
+    asked once a gradient is made, for a factor that other ranks are still being asked about.
     """
     token = _expected.set(factor)
     try:
@@ -35,11 +37,18 @@ def expecting(factor: Tensor | float | None) -> Iterator[None]:
         _expected.reset(token)
 
 
+def expected() -> Factor | Callable[[], Factor]:
+    """What the innermost :func:`expecting` says."""
+    return _expected.get()
+
+
 def with_expected_upstream(problem: Problem) -> Problem:
     """The problem with what :func:`expecting` says, unless it knows better itself."""
     if problem.expected_upstream is not None or torch.compiler.is_compiling():
         return problem
-    factor = _expected.get()
+    factor = expected()
+    if callable(factor):
+        factor = factor()
     if factor is None:
         return problem
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32

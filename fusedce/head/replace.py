@@ -18,11 +18,12 @@ from torch import nn
 
 import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
 from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original, own_class
+from fusedce.head.items import note_items
 from fusedce.head.probe import can_probe, mode_of, probe, restoring
 from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.report import HeadReport
 
-_WATCH = "_fusedce_watch"
+_WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # hooks
 
 
 def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
@@ -92,6 +93,9 @@ def attach(model: nn.Module, head: nn.Module | None = None) -> None:
     head.__dict__[ATTACHED] = attached
     if not isinstance(head, FusedHead):
         head.__class__ = class_of(type(head))
+    if _ITEMS not in model.__dict__:
+        hook = model.register_forward_pre_hook(note_items, with_kwargs=True)
+        model.__dict__[_ITEMS] = hook
     if named:
         _watch(model)
 
@@ -106,9 +110,10 @@ def restore_loss_head(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _restore(model)
     for module in model.modules():
-        handle = module.__dict__.pop(_WATCH, None)
-        if handle is not None:
-            handle.remove()
+        for name in (_WATCH, _ITEMS):
+            handle = module.__dict__.pop(name, None)
+            if handle is not None:
+                handle.remove()
     return model
 
 

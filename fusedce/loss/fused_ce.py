@@ -149,7 +149,6 @@ def fused_ce(
     )
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
-    out, seen = dispatch.loss_sum(problem, wanted_for(monitor, argmax=argmax_out is not None))
-    if argmax_out is not None and seen.argmax is not None:
-        argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+    wanted = wanted_for(monitor, argmax=argmax_out is not None)
+    out, seen = dispatch.loss_sum(problem, wanted, argmax_out)
     return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out

@@ -12,7 +12,9 @@ from support.heads import V, compiled, loss_and_grads, plain_model, tokens
 from torch import nn
 
 import fusedce
+import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
+from fusedce.contract.denominator import expecting
 from fusedce.head.lazy.logits import LazyLogits
 
 LOSSES = {
@@ -246,3 +248,32 @@ def test_classes_of_transformers(sweep, model_type):
     row = sweep.check(model_type, names[model_type])
     assert row.get("right"), row
     assert row["fused"], row
+
+
+class Told(nn.Module):
+    """Adds up and divides by what it is told, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = plain_model()
+
+    def forward(self, x, y, num_items_in_batch=None):
+        z, reduction = self.body(x), "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(z.view(-1, V), y.view(-1), reduction=reduction)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("items", [None, 37, 37.0, torch.tensor(37)])
+def test_what_a_model_is_told_to_divide_by_is_known_when_gradients_are_made(items, monkeypatch):
+    """Backward then has nothing to multiply them by, and nothing to round again."""
+    model = Told()
+    replace_loss_head(model, head=model.body[1])
+    ratios = []
+    monkeypatch.setattr(torch_backend, "scale_", lambda x, factor: ratios.append(float(factor)))
+    for told in (11, items):  # of the call before, nothing is left
+        ratios.clear()
+        with expecting(0.3):  # nobody's mean, and less than what the model is told
+            model(tokens(3, 4), tokens(3, 4, seed=1), num_items_in_batch=told).backward()
+    assert ratios == pytest.approx([1.0, 1.0], abs=1e-6)
+    restore_loss_head(model)
+    assert not model._forward_pre_hooks

@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        "factors = divisor * (1 if adds else ranks)",
-        "factors = divisor * 1",
+        "(1 if steps.adds else steps.tokens.ranks.size())",
+        "1",
         "accumulate/test_ranks.py -k big_batch",
     ),
     Mutant(
@@ -113,14 +113,14 @@ MUTANTS = [
     ),
     Mutant(
         "losses: one denominator for all",
-        "zip(factors, losses.items(), strict=True)",
-        "zip([factors[0]] * len(losses), losses.items(), strict=True)",
+        "zip(shares, self.weights.values(), strict=True)",
+        "zip([shares[0]] * len(shares), self.weights.values(), strict=True)",
         "test_several_losses.py -k own_tokens",
     ),
     Mutant(
         "losses: weights forgotten",
-        "factor * self.weights[name]",
-        "factor",
+        "[x * weight for x, weight",
+        "[x for x, weight",
         "test_several_losses.py -k own_tokens",
     ),
     Mutant(
@@ -329,8 +329,8 @@ MUTANTS = [
     ),
     Mutant(
         "auxiliary: not divided by ranks",
-        "(divisor / (ranks if adds else 1))",
-        "divisor",
+        "(factor / ranks)",
+        "factor",
         "accumulate/test_ranks.py -k auxiliary",
     ),
     Mutant(
@@ -410,5 +410,23 @@ MUTANTS = [
         "if not streams or not self.guard.others_stream():",
         "if True:",
         "test_uneven.py -k two_accumulators",
+    ),
+    Mutant(
+        "known denominator: a window does not say",
+        "self._expecting = expecting(expected)",
+        "self._expecting = expecting(None)",
+        "contract/test_denominator.py -k declared",
+    ),
+    Mutant(
+        "known denominator: the engine's division forgotten",
+        "return 1 / self.divisor()",
+        "return 1.0",
+        "contract/test_denominator.py -k declared",
+    ),
+    Mutant(
+        "known denominator: an error of other ranks is raised once",
+        "            self.meeting.heard(self.message)\n            self._done = True",
+        "            self._done = True\n            self.meeting.heard(self.message)",
+        "accumulate/test_agreement.py",
     ),
 ]

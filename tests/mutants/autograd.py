@@ -85,4 +85,10 @@ MUTANTS = [
         "n_valid.expand(B)",
         "test_functional.py -k counts",
     ),
+    Mutant(
+        "argmax: filled beside and copied",
+        "if transformed() or not argmax_out.is_contiguous():",
+        "if True:",
+        "autograd/test_dispatch.py -k argmax",
+    ),
 ]

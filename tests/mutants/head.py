@@ -129,4 +129,16 @@ MUTANTS = [
         "times=place.times",
         "head/test_report.py",
     ),
+    Mutant(
+        "known denominator: a mean within a window",
+        "return None if self.denominator is None else self.denominator.reciprocal()",
+        "return expected()",
+        "head/test_losses.py -k told",
+    ),
+    Mutant(
+        "known denominator: what a model is told",
+        "_items.set(items if number or tensor else None)",
+        "_items.set(None)",
+        "head/test_losses.py -k told",
+    ),
 ]

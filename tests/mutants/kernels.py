@@ -157,4 +157,16 @@ MUTANTS = [
         "of_entry = offs_v // V",
         "test_exp_gemm.py -k cublas",
     ),
+    Mutant(
+        "relaunch: a tile's T is one Triton compiles anew for",
+        '"first", "first_block", "T", "stride_block"',
+        '"first", "first_block", "stride_block"',
+        "backends/triton/test_specialization.py -k one_compilation",
+    ),
+    Mutant(
+        "softmax_grad: argmax at the chunk's row, not at the batch's",
+        "tl.store(argmax + tl.load(rows + first + c), index",
+        "tl.store(argmax + first + c, index",
+        "loss/test_options.py -k argmax",
+    ),
 ]

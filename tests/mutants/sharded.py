@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards: the last chunk's d_hidden of this rank only",
-        "sums.start(len(rows))",
+        "self.start(len(self._d_rows))",
         "pass",
         SHARDS,
     ),

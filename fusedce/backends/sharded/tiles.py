@@ -91,7 +91,6 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
 
     d_hidden = None
     if d_rows is not None:
-        sums.start(len(rows))
         sums.wait()
         d_hidden = _of_all_tokens(d_rows, rows, N, n_here, shard)
     grads = (
@@ -246,15 +245,16 @@ class _RunningSums:
             self._started = end
 
     def wait(self) -> None:
+        """For all of them."""
+        if self._d_rows is not None:
+            self.start(len(self._d_rows))
         for work in self._works:
             work.wait()
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from all ranks' parts of the valid rows, in one message."""
-    sums = _RunningSums(d_rows if shard.tokens is None else None, shard.group)
-    sums.start(len(rows))
-    sums.wait()
+    """``d_hidden`` of this rank's tokens from all ranks' parts of the valid rows."""
+    _RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
     return _of_all_tokens(d_rows, rows, N, n_here, shard)
 
 

@@ -12,13 +12,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.operands import has_options, multiple, operands, padded, pointwise
+from fusedce.backends.triton.operands import (
+    has_options,
+    multiple,
+    operands,
+    padded,
+    pointwise,
+    power_of_2,
+)
 from fusedce.backends.triton.products import add_product, mm
+from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
@@ -32,6 +39,7 @@ class Tile(NamedTuple):
     """Float32 products of some rows of a chunk with some rows of weight."""
 
     first: int  # of the chunk's rows
+    rows: int
     begin: int  # its first vocabulary entry
     T: int
     products: Tensor  # (rows, T), rows padded
@@ -48,9 +56,14 @@ class Chunks:
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.pointwise = pointwise(problem) | {"bias": None if bias is None else padded(bias)}
         self.amplify = amplification(weight.dtype, problem.logit_scale)
-        self.block = min(triton.next_power_of_2(V), self.arch.exp_block_v)
-        self.blocks = triton.cdiv(V, self.block)
+        self.block = min(power_of_2(V), self.arch.exp_block_v)
+        self.blocks = -(-V // self.block)
         self.tile = self.arch.tile_shape(C, V, H, self.block)
+        rows, most = self.tile
+        self.step = max(self.arch.tile_elements[0] // H // 128 * 128, 128)  # rows of d_hidden
+        self.room = torch.empty(  # of float32 products
+            max(rows * multiple(most), min(self.step, C) * H), dtype=torch.float32, device=device
+        )
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
         self.exps = self.grads
@@ -62,26 +75,31 @@ class Chunks:
         gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
         self.gemm = gemm if walks.by_gemm else None
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
-        of_blocks = (2, triton.cdiv(V, self.exp_block), C)
+        of_blocks = (2, -(-V // self.exp_block), C)
         self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
         self.z_label = torch.empty(C, dtype=torch.float32, device=device)
         self.residuals = torch.empty(C, dtype=torch.float32, device=device)
 
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
-        V, (rows, most) = self.weight.shape[0], self.tile
-        room = torch.empty(rows * multiple(most), dtype=torch.float32, device=h.device)
-        some_rows = h.split(rows)
-        shape, products = (0, 0), room
+        V, C, (most_rows, most) = self.weight.shape[0], len(h), self.tile
+        whole, products = self.weight.t(), self.room
+        some_rows = [(0, C, h)]
+        if most_rows < C:
+            some_rows = [
+                (number * most_rows, len(some), some)
+                for number, some in enumerate(h.split(most_rows))
+            ]
+        shape = (0, 0)
         for begin in range(0, V, most):
             T = min(most, V - begin)
-            w = self.weight[begin : begin + T].t()
-            for number, some in enumerate(some_rows):
-                if shape != (len(some), T):
-                    shape = (len(some), T)
-                    products = room.as_strided(shape, (multiple(T), 1))
+            w = whole[:, begin : begin + T]
+            for first, rows, some in some_rows:
+                if shape != (rows, T):
+                    shape = (rows, T)
+                    products = self.room.as_strided(shape, (multiple(T), 1))
                 mm(some, w, products)
-                yield Tile(number * rows, begin, T, products)
+                yield Tile(first, rows, begin, T, products)
 
     def gradient(
         self,
@@ -91,7 +109,8 @@ class Chunks:
         count: Tensor,  # () int32: valid rows
         first: int,  # number of the chunk's first row
         factors: ChunkFactors | None,
-        argmax: Tensor | None,  # (C,) int64 to fill
+        argmax: Tensor | None,  # (N,) int64 to fill at `rows`
+        rows: Tensor,  # (N,) int32
     ) -> Tensor:
         """``(C, V)``: ``amplify`` times the derivative of the losses by ``h @ weight.T``.
 
@@ -120,6 +139,7 @@ class Chunks:
             row_factors=None if factors is None else factors.rows,
             best=best,
             argmax=argmax,
+            rows=None if argmax is None else rows,
             first=first,
             V=V,
             width=multiple(V),
@@ -130,7 +150,7 @@ class Chunks:
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            BLOCKS=triton.next_power_of_2(len(self.sums)),
+            BLOCKS=power_of_2(len(self.sums)),
             EXP_BLOCK_V=self.exp_block,
             AMPLIFY=self.amplify,
             BLOCK_V=self.block,
@@ -140,28 +160,31 @@ class Chunks:
 
     def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
         """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
-        common = self.pointwise | {
-            "exps": exps,
-            "labels": y,
-            "maxima": self.maxima,
-            "sums": self.sums,
-            "z_label": self.z_label,
-            "best": best,
-            "stride_ec": exps.stride(0),
-            "stride_block": self.sums.stride(0),
-            "AMPLIFY": self.amplify,
-            "BLOCK_V": self.block,
-            "num_warps": self.arch.exp_warps,
-        }
-        for first, begin, T, products in self.tiles(h):
-            exp_tile_kernel[(products.shape[0], -(-T // self.block))](
+        launch = Relaunch(
+            exp_tile_kernel,
+            exps=exps,
+            labels=y,
+            maxima=self.maxima,
+            sums=self.sums,
+            z_label=self.z_label,
+            best=best,
+            stride_ec=exps.stride(0),
+            stride_block=self.sums.stride(0),
+            AMPLIFY=self.amplify,
+            BLOCK_V=self.block,
+            num_warps=self.arch.exp_warps,
+            **self.pointwise,
+        )
+        for first, rows, begin, T, products in self.tiles(h):
+            width = multiple(T)
+            launch(
+                (rows, -(-T // self.block), 1),
                 products=products,
                 first=first,
                 first_block=begin // self.block,
                 T=T,
-                width=multiple(T),
-                stride_pc=multiple(T),
-                **common,
+                width=width,
+                stride_pc=width,
             )
 
     def exps_of_gemm(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
@@ -170,7 +193,7 @@ class Chunks:
         assert blocks is not None
         problem = self.problem._replace(hidden=h, weight=self.weight, labels=y)
         shared = operands(problem, blocks) | self.pointwise
-        tiles = triton.cdiv(len(h), blocks.BLOCK_N) * shared["splits"]
+        tiles = -(-len(h) // blocks.BLOCK_N) * shared["splits"]
         for name in ("tiles_per_split", "splits"):
             del shared[name]
         exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
@@ -205,9 +228,9 @@ class Chunks:
         grads = self.grads[:C]
         self.residuals.zero_()
         bias = self.pointwise["bias"]
-        for first_row, begin, T, products in self.tiles(h):
-            rows = slice(first_row, first_row + len(products))
-            token_grad_kernel[(len(products), triton.cdiv(T, self.block))](
+        for first_row, n_rows, begin, T, products in self.tiles(h):
+            rows = slice(first_row, first_row + n_rows)
+            token_grad_kernel[(n_rows, -(-T // self.block))](
                 products=products,
                 grads=grads[rows, begin:],
                 class_weight=None if class_weight is None else class_weight[begin:],
@@ -246,29 +269,32 @@ class Chunks:
         outer: float,  # of all of them
     ) -> None:
         V, H = self.weight.shape
-        step = max(self.arch.tile_elements[0] // H // 128 * 128, 128)
-        products = torch.empty(min(step, len(g)), H, dtype=torch.float32, device=g.device)
-        block = min(triton.next_power_of_2(H), 1024)
-        for begin in range(0, len(g), step):
-            some = g[begin : begin + step]
-            mm(some, self.weight, products[: len(some)])
-            hidden_grad_kernel[(len(some), triton.cdiv(H, block))](
-                products=products,
-                weight=self.weight,
+        C, step = len(g), self.step
+        products = self.room[: min(step, C) * H].view(-1, H)
+        block = min(power_of_2(H), 1024)
+        launch = Relaunch(
+            hidden_grad_kernel,
+            products=products,
+            weight=self.weight,
+            d_hidden=d_hidden,
+            H=H,
+            V=V,
+            stride_wv=self.weight.stride(0),
+            stride_dn=d_hidden.stride(0),
+            factor=outer,
+            AMPLIFY=self.amplify,
+            BLOCK_H=block,
+            num_warps=self.arch.exp_warps,
+        )
+        for begin in range(0, C, step):
+            n = min(step, C - begin)
+            mm(g[begin : begin + n], self.weight, products[:n])
+            launch(
+                (n, -(-H // block), 1),
                 labels=y[begin:],
                 residuals=self.residuals[begin:],
                 row_factors=None if factors is None else factors[begin:],
-                rows=rows,
-                d_hidden=d_hidden,
-                first=first + begin,
-                H=H,
-                V=V,
-                stride_wv=self.weight.stride(0),
-                stride_dn=d_hidden.stride(0),
-                factor=outer,
-                AMPLIFY=self.amplify,
-                BLOCK_H=block,
-                num_warps=self.arch.exp_warps,
+                rows=rows[first + begin :],
             )
 
     def add_head_gradients(

@@ -73,10 +73,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
             factors = None if options is None else options.chunk(chunk, h, y, padding)
-            best = None if argmax is None else argmax.new_empty(len(y))
-            g = chunks.gradient(h, y, losses[begin:end], count, begin, factors, best)  # (C, V)
-            if argmax is not None and best is not None:
-                argmax[chunk] = best if padding is None else best.masked_fill_(padding, -1)
+            g = chunks.gradient(h, y, losses[begin:end], count, begin, factors, argmax, rows)
             row_factors = None
             if factors is not None:
                 losses[begin:end] = factors.losses(losses[begin:end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.contract.checks import autocast_dtype
+from fusedce.contract.denominator import Factor, expected, expecting
 from fusedce.head.call import HeadCall
+from fusedce.head.items import expected_of_sum
 from fusedce.head.lazy.grad import LogitsGrad, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
 from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
@@ -61,6 +64,13 @@ class Request(NamedTuple):
     def _over(self, n_valid: Tensor) -> Tensor:
         return n_valid.clamp(min=1) if self.denominator is None else self.denominator
 
+    def _expected(self) -> Factor | Callable[[], Factor]:
+        """What backward will multiply the sum by, as far as is known; ``None`` for a mean."""
+        if self.reduction == "mean":
+            return None if self.denominator is None else self.denominator.reciprocal()
+        told = expected_of_sum()
+        return expected() if told is None else told
+
     def fused(self, p: Projected, recipe: Recipe) -> Tensor:
         """The same without logits."""
         factors = scale_and_cap(p)
@@ -89,7 +99,8 @@ class Request(NamedTuple):
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
             tap = LossTap.current
             monitor = () if tap is None else tap.monitor
-            out = fused_ce(rows, weight, target, monitor=monitor, **options)
+            with nullcontext() if torch.compiler.is_compiling() else expecting(self._expected()):
+                out = fused_ce(rows, weight, target, monitor=monitor, **options)
             if tap is not None:
                 tap.see(out, self.reduction)
             loss_sum, n_valid = out

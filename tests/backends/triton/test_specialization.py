@@ -79,6 +79,47 @@ def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options
     assert {"exp_tile_kernel", "softmax_grad_kernel"} <= {name for name, _ in warm}
 
 
+@pytest.mark.parametrize("V", [320, 333])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_forward_only_compiles_nothing_inside_a_graph(monkeypatch, launches, options, V):
+    """Warmed up with a batch of few valid tokens, as a graph's warm-up may be."""
+    hidden, weight, labels, bias = Case(
+        (96,), 32, V, torch.bfloat16, with_bias=options == "pointwise"
+    ).tensors()
+
+    def step(first):
+        own = labels.masked_fill(torch.arange(96) < first, -100)
+        problem = Problem(hidden, weight, own, bias=bias, **OPTIONS[options])
+        plain = problem.but(z_loss=0.0, label_smoothing=0.0)
+        backend.loss(plain)
+        everything = Wanted(lse=True, entropy=True, zmean=problem.label_smoothing > 0)
+        backend.token_stats(problem, everything, torch.empty(96, dtype=torch.int64))
+        keys = set(launches)
+        launches.clear()
+        return keys
+
+    warm = step(31)
+    monkeypatch.setattr(training, "capturing", lambda device: True)
+    assert step(0) == warm
+    assert {"forward_kernel", "stats_kernel"} <= {name for name, _ in warm}
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 39])
+@pytest.mark.parametrize("V", [320, 333, 1111])
+def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chunk_tokens):
+    """For all but the first are launched without asking which one fits."""
+    tiny = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**12, 2**12))
+    monkeypatch.setattr(archs, "architecture", lambda device: tiny)
+    hidden, weight, labels, _ = Case((196,), 32, V, torch.bfloat16).tensors()
+    labels[:31] = -100
+    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens, z_loss=0.1)
+    backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+    for kernel in ("exp_tile_kernel", "hidden_grad_kernel"):
+        keys = [key for name, key in launches if name == kernel]
+        assert len(keys) > 1
+        assert len(set(keys)) == 1
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
 def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, chunk_tokens):
     hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()

@@ -1,0 +1,35 @@
+"""A kernel launched again and again, of which only a few arguments change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Relaunch:
+    """Launches ``kernel`` with ``common`` arguments and those of each call.
+
+    The first call asks Triton which compilation fits, which costs the host more than a small tile's
+    work; the others launch that one. So nothing may change between calls that Triton compiles anew
+    for: types, and whether numbers and addresses are multiples of 16. The interpreter compiles
+    nothing, and is asked every time.
+    """
+
+    def __init__(self, kernel: Any, **common: Any) -> None:
+        self._kernel, self._common = kernel, common
+        self._compiled: Any = None
+        self._arguments: list[Any] = []
+        self._places: dict[str, int] = {}
+
+    def __call__(self, grid: tuple[int, int, int], **changing: Any) -> None:
+        if self._compiled is None:
+            self._compiled = self._kernel[grid](**self._common, **changing)
+            if self._compiled is not None:
+                names = self._kernel.arg_names
+                given = self._common | changing
+                self._arguments = [given[name] for name in names]
+                self._places = {name: names.index(name) for name in changing}
+            return
+        arguments, places = self._arguments, self._places
+        for name, value in changing.items():
+            arguments[places[name]] = value
+        self._compiled[grid](*arguments)
