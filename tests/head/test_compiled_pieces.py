@@ -1,5 +1,7 @@
 """Compiled functions that are handed lazy logits, as trainers compile their loss."""
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,4 +140,23 @@ def test_what_a_compiled_model_is_given_may_be_written_into_later():
         results.append(
             run(tokens(3, 7), tokens(3, 7, seed=1), torch.tensor(0.5), torch.linspace(0, 1, V))
         )
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+def test_a_model_and_a_loss_that_inductor_compiles(no_logits):
+    """Generated code does what the graph says: forward, backward, a soft-cap and a factor."""
+    results = []
+    for model in (plain_model(bias=True), replace_loss_head(plain_model(bias=True))):
+
+        def program(x, y, t, m=model):
+            return ce(2 * torch.tanh(m(x) * t / 2)[:, 1:], y[:, 1:])
+
+        if results:
+            torch._dynamo.reset()
+        run = torch.compile(program, backend="inductor", fullgraph=True) if results else program
+        t = torch.tensor(0.7, requires_grad=True)
+        loss = run(tokens(3, 7), tokens(3, 7, seed=1), t)
+        loss.backward()
+        results.append((loss, t.grad, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
