@@ -49,7 +49,7 @@ def kept_by_detached_logits(model):
     x, y, saved = tokens(8, 64), tokens(8, 64, seed=1), weakref.WeakSet()
 
     def pack(t):
-        new = Saved(t)
+        new = Saved(t.detach())  # an output would hold the node that holds it
         saved.add(new)
         return new
 
