@@ -34,9 +34,15 @@ class HeadCall:
         self.module, self.report, self.tick = module, report, tick
         self.V = len(recipe.weight)
         self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
-        self.recipe = recipe.of([x if x.is_leaf else x.detach() for x in tensors])
+        leaves = [x.is_leaf for x in tensors]
+        self.recipe = recipe
+        if not all(leaves):
+            kept = [x if leaf else x.detach() for x, leaf in zip(tensors, leaves, strict=True)]
+            self.recipe = recipe.of(kept)
         self.wanted = [x.requires_grad for x in tensors]
-        self.made = [not x.is_leaf and x._base is None for x in tensors]  # no parameters
+        self.made = [
+            not leaf and x._base is None for x, leaf in zip(tensors, leaves, strict=True)
+        ]  # no parameters
         self.seen = [_fingerprint(x) for x in (self.hidden, *tensors)]
 
     # ---- what it computed with ---------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import TensorWeakRef
 
 
 class Tick:
@@ -33,29 +32,33 @@ class Tick:
             tick = tick.next
 
 
-class Handle:
-    """Something that lives as long as its owner."""
+class Source(Protocol):
+    """What somebody's gradient is made of."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        """A step of this optimizer is next."""
+
+
+class Report(Protocol):
+    """Counts of what compiled graphs do."""
+
+    def collect(self) -> None:
+        """Add up, for what is not added up takes memory."""
 
 
 class Clock:
     def __init__(self) -> None:
         self.now = Tick()
-        # Gradients to be made before a step that changes their logits. Torch's weak references to
-        # tensors know of those that C++ alone holds, and this handle dies with the tensor.
-        self.kept: weakref.WeakKeyDictionary[Handle, TensorWeakRef] = weakref.WeakKeyDictionary()
-
-    def keep(self, grad: Any) -> Handle:
-        handle = Handle()
-        self.kept[handle] = TensorWeakRef(grad)
-        return handle
+        self.reports: weakref.WeakSet[Report] = weakref.WeakSet()
+        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
-        for reference in list(self.kept.values()):
-            grad: Any = reference()
-            if grad is not None and grad.changes_with(optimizer):
-                grad.look("optimizer.step")
+        for source in list(self.sources):
+            source.before(optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
+        for report in self.reports:
+            report.collect()
         old, self.now = self.now, Tick()
         old.optimizer, old.next = weakref.ref(optimizer), self.now
 

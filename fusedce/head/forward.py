@@ -18,7 +18,7 @@ from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.make import MakeLogits
 from fusedce.head.lazy.traced import TracedLogits
 from fusedce.head.probe import Mode, can_probe, is_plain, mode_of, probe
-from fusedce.head.recipe import Recipe, is_sum_of_products, recipe_of
+from fusedce.head.recipe import OWN, Recipe, is_sum_of_products, own_class, recipe_of
 from fusedce.head.report import Report
 
 ATTACHED = "_fusedce_head"
@@ -74,7 +74,7 @@ def _why_not(module: nn.Module, hidden: Any) -> str | None:
         return "its input is not (..., H) and floating"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return "it is traced or exported"
-    if hasattr(module, "_hf_hook"):
+    if "_hf_hook" in module.__dict__:
         return "accelerate moves its weights around it"
     if not is_sum_of_products(module):
         return "its adapter is not LoRA"
@@ -109,10 +109,12 @@ def _lazy_logits(
     cast = autocast_dtype(hidden.device)
     if cast is not None and hidden.dtype != torch.float64:
         hidden = hidden.to(cast)
-    if recipe.dropouts():
+    if recipe.adapters and recipe.dropouts():
         hidden = recipe.with_dropped(hidden)
-    tensors = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in recipe.tensors()]
-    recipe = recipe.of(tensors)
+    tensors = recipe.tensors()
+    if any(hasattr(x, "full_tensor") for x in tensors):
+        tensors = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
+        recipe = recipe.of(tensors)
     if torch.compiler.is_compiling():
         return TracedLogits.make(module, recipe, hidden, dtype, attached.report)
     # With a bias F.linear gives a view of a matrix, and hooks and writes tell that from a tensor.
@@ -124,7 +126,7 @@ def _lazy_logits(
     logits = MakeLogits.apply(call, hidden, *tensors)
     if is_view:
         logits = logits.view(*leading, call.V)
-    return logits if logits.dtype == dtype else logits.to(dtype)
+    return logits if hidden.dtype == dtype else logits.to(dtype)
 
 
 # ---- the class ------------------------------------------------------------------------------
@@ -135,18 +137,9 @@ _CLASSES: dict[type, type] = {}
 def class_of(kind: type) -> type:
     """The class of a replaced head of this kind."""
     if kind not in _CLASSES:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, OWN: kind}
         _CLASSES[kind] = type(kind.__name__, (FusedHead, kind), names)
     return _CLASSES[kind]
-
-
-def own_class(kind: type) -> type:
-    """The class that a replaced head had."""
-    if FusedHead not in kind.__mro__:
-        return kind
-    at = kind.__mro__.index(FusedHead)
-    own: type = kind.__mro__[at + 1]
-    return own
 
 
 def _unpickled(kind: type) -> Any:

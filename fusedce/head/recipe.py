@@ -50,6 +50,8 @@ class Recipe(NamedTuple):
         return [a.dropout for a in self.adapters if a.dropout.training and _rate(a.dropout) > 0]
 
     def tensors(self) -> list[Tensor]:
+        if not self.adapters:
+            return [self.weight] if self.bias is None else [self.weight, self.bias]
         every = [self.weight, self.bias, *(x for y in self.adapters for x in (y.a, y.b, y.bias))]
         return [x for x in every if x is not None]
 
@@ -92,6 +94,15 @@ class Recipe(NamedTuple):
                 extra = (adapter.scaling * adapter.bias).to(dtype)
                 bias = extra if bias is None else bias + extra
         return Operands(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
+
+
+OWN = "_fusedce_own"
+
+
+def own_class(kind: type) -> type:
+    """The class that a replaced head had."""
+    own: type = getattr(kind, OWN, kind)
+    return own
 
 
 def check_module(head: Any) -> None:
@@ -159,6 +170,8 @@ def linear_of(module: Any) -> Any:
 
 def is_sum_of_products(module: Any) -> bool:
     """Whether :func:`recipe_of` knows the adapter of a head, if it has one."""
+    if is_bare(module):
+        return True
     module = _active(module)
     if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
         return True
@@ -169,6 +182,8 @@ def is_sum_of_products(module: Any) -> bool:
 
 def recipe_of(module: Any) -> Recipe:
     """Asks for each parameter once: one that is parametrized is computed anew each time."""
+    if is_bare(module):
+        return Recipe(module.weight, module.bias, (), ())
     module = _active(module)
     base = _base_of(module)
     names: list[str] = []
@@ -187,8 +202,15 @@ def recipe_of(module: Any) -> Recipe:
     return Recipe(base.weight, getattr(base, "bias", None), adapters, merged_into(module))
 
 
+def is_bare(module: Any) -> bool:
+    """Whether it is torch's own linear layer, replaced or not, without any wrapper."""
+    return own_class(type(module)) is nn.Linear
+
+
 def merged_into(module: Any) -> tuple[str, ...]:
     """The adapters that are part of the weight: PEFT merges them into ``weight.data``."""
+    if is_bare(module):
+        return ()
     return tuple(getattr(_active(module), "merged_adapters", ()))
 
 

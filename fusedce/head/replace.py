@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
-from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original, own_class
+from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original
 from fusedce.head.items import note_items
 from fusedce.head.probe import can_probe, mode_of, probe, restoring
-from fusedce.head.recipe import check_linear, check_module, linear_of
+from fusedce.head.recipe import check_linear, check_module, linear_of, own_class
 from fusedce.head.report import HeadReport
 
 _WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # hooks

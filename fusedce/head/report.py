@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedce.head.clock import CLOCK
+
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
@@ -52,17 +54,47 @@ class HeadReport(NamedTuple):
         return "\n".join(lines)
 
 
+class Once:
+    """Something that a compiled graph has done: its code makes one of these at each run.
+
+    A chain of them is a count that ``torch.compile`` adds to without asking how much it is, which
+    would compile the code anew for each number.
+    """
+
+    def __init__(self, before: Once | None) -> None:
+        self.before = before
+
+
+def _length(chain: Once | None) -> int:
+    n = 0
+    while chain is not None:
+        n, chain = n + 1, chain.before
+    return n
+
+
 class Report:
     """Counts while a head is replaced."""
 
     def __init__(self, since: str) -> None:
         self.since = since
-        self.losses = 0
+        self.losses = self.made_by_graphs = 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
+        self.losses_in_graphs = self.made_in_graphs = Once(None)
+        CLOCK.reports.add(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        self.collect()
+        return self.__dict__
 
     def __deepcopy__(self, memo: object) -> Report:
         return Report(self.since)
+
+    def collect(self) -> None:
+        """Add what compiled graphs have done since."""
+        self.losses += _length(self.losses_in_graphs) - 1
+        self.made_by_graphs += _length(self.made_in_graphs) - 1
+        self.losses_in_graphs = self.made_in_graphs = Once(None)
 
     def fused(self) -> None:
         self.losses += 1
@@ -81,9 +113,13 @@ class Report:
             _explain(text)
 
     def summary(self, active: bool) -> HeadReport:
+        self.collect()
         places = tuple(self.places.values())
-        made = sum(p.times for p in places)
-        return HeadReport(active, self.since, self.losses, made, places, tuple(self.notes))
+        made = sum(p.times for p in places) + self.made_by_graphs
+        notes = list(self.notes)
+        if self.made_by_graphs:
+            notes.append(f"{self.made_by_graphs} of the logits were made in compiled graphs")
+        return HeadReport(active, self.since, self.losses, made, places, tuple(notes))
 
 
 def _explain(text: str) -> None:

@@ -1,10 +1,14 @@
 """Compiled functions that are handed lazy logits, as trainers compile their loss."""
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
-from support.heads import V, ce, compiled
+from support.heads import V, ce, compiled, plain_model, tokens
+
+from fusedce import replace_loss_head
 
 
 def compiled_loss(z, y):
@@ -87,3 +91,72 @@ def test_a_compiled_loss_of_a_compiled_models_logits(again):
         return loss + run_loss(z, y) + ce(z.detach() + z, y)
 
     both(program)
+
+
+FACTORS = {
+    "product": lambda z, t: z * t,
+    "first": lambda z, t: t * z,
+    "in place": lambda z, t: z.mul_(t),
+    "divisor": lambda z, t: z / t,
+    "twice": lambda z, t: t * (z * 0.5) / (t * t),
+    "before a cap": lambda z, t: 2 * torch.tanh(z * t / 3),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_without_dimensions_stay_lazy_in_compiled_models(name, bias, request):
+    results = []
+    for model in (plain_model(bias=bias), replace_loss_head(plain_model(bias=bias))):
+
+        def program(x, y, t, m=model):
+            return ce(FACTORS[name](m(x), t), y)
+
+        run = program
+        if results:
+            request.getfixturevalue("no_logits")
+            run = compiled(program, fullgraph=True)
+        for number in (0.7, 1.3):  # one graph for both
+            model.zero_grad()
+            trained = torch.tensor(number, dtype=torch.float64).requires_grad_()
+            loss = run(tokens(3, 7), tokens(3, 7, seed=1), trained)
+            loss.backward()
+        results.append((loss, trained.grad, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_compiled_model_is_given_may_be_written_into_later():
+    results = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+
+        @torch.no_grad()
+        def program(x, y, t, bias, m=model):
+            t, bias, rows = t * 1, bias * 1, y > 10
+            z = (m(x) * t + bias)[rows]
+            t.add_(1), bias.mul_(2), rows.logical_not_()
+            return ce(z, y[y > 10]), z.amax(-1)
+
+        run = compiled(program) if results else program
+        results.append(
+            run(tokens(3, 7), tokens(3, 7, seed=1), torch.tensor(0.5), torch.linspace(0, 1, V))
+        )
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+def test_a_model_and_a_loss_that_inductor_compiles(no_logits):
+    """Generated code does what the graph says: forward, backward, a soft-cap and a factor."""
+    results = []
+    for model in (plain_model(bias=True), replace_loss_head(plain_model(bias=True))):
+
+        def program(x, y, t, m=model):
+            return ce(2 * torch.tanh(m(x) * t / 2)[:, 1:], y[:, 1:])
+
+        if results:
+            torch._dynamo.reset()
+        run = torch.compile(program, backend="inductor", fullgraph=True) if results else program
+        t = torch.tensor(0.7, requires_grad=True)
+        loss = run(tokens(3, 7), tokens(3, 7, seed=1), t)
+        loss.backward()
+        results.append((loss, t.grad, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)

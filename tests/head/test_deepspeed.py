@@ -28,4 +28,9 @@ def test_zero(stage):
     """With stage 3 the weight is gathered for the loss; no stage makes logits."""
     native, replaced = train(stage, False), train(stage, True)
     assert replaced["losses"] == pytest.approx(native["losses"], rel=1e-5)
+    for expected, got in zip(native["gradients"], replaced["gradients"], strict=True):
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert any(gradient), name
+            assert got[name] == pytest.approx(gradient, rel=1e-4, abs=1e-7), name
     assert (replaced["fused"], replaced["made"]) == (3, 0)

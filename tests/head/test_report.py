@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 from support.heads import V, ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
@@ -40,6 +41,25 @@ def test_a_report_says_why_the_original_head_runs():
     torch.vmap(lambda h: model[1](h))(model[0](x))
     (note,) = head_report(model).notes
     assert "a transform of torch.func runs it" in note or "its input is not" in note
+
+
+def test_a_report_counts_what_compiled_graphs_do():
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    run = torch.compile(lambda x, y: ce(model(x) * 0.5, y), backend=counter, fullgraph=True)
+    look = torch.compile(lambda x: model(x).argmax(-1), backend=counter, fullgraph=True)
+    for n in range(1, 5):
+        run(x, y).backward()
+        optimizer.step()
+        run(x, y), look(x)
+        assert model[1]._fusedce_head.report.losses == 2 * n - 1  # steps add up
+        report = head_report(model)
+        assert (report.losses_fused, report.logits_made) == (2 * n, n)
+    assert counter.frame_count == 2
+    assert "logits made: 4" in str(report)
+    assert "compiled" in str(report)
 
 
 def test_explain_prints_each_place_once(monkeypatch, capsys):

@@ -41,14 +41,14 @@ MUTANTS = [
     ),
     Mutant(
         "gradient: made for the steps of others",
-        "if grad is not None and grad.changes_with(optimizer):",
-        "if grad is not None:",
+        "if memory.values is None and call.changes_with(optimizer) and not",
+        "if memory.values is None and not",
         "head/test_stale.py -k own_parameters",
     ),
     Mutant(
         "gradient: what is stale stops a step",
-        "and not t.call.has_changed() for t in self.terms)",
-        "for t in self.terms)",
+        "call.changes_with(optimizer) and not call.has_changed():",
+        "call.changes_with(optimizer):",
         "head/test_stale.py -k stops_no_step",
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "head: dropout drawn anew",
-        "if recipe.dropouts():",
+        "if recipe.adapters and recipe.dropouts():",
         "if False:",
         "head/test_peft_trl.py -k dropout",
     ),

@@ -23,14 +23,14 @@ MUTANTS = [
     ),
     Mutant(
         "lazy: unknown steps are fused",
-        "if self.memory.written or any(r.steps is None for r in self.known):",
-        "if self.memory.written:",
+        "return None\n            found += recorded.steps",
+        "continue\n            found += recorded.steps",
         "head/test_losses.py -k real_logits",
     ),
     Mutant(
         "lazy: written logits are fused",
-        "if self.memory.written or any(",
-        "if any(",
+        "        if self.memory.written:\n            return None",
+        "        pass",
         "head/test_writes.py",
     ),
     Mutant(

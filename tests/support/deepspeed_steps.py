@@ -1,4 +1,4 @@
-"""Two steps of a small model under DeepSpeed's ZeRO, on gloo: printed as JSON by rank 0.
+"""Three steps of a small model under DeepSpeed's ZeRO, on gloo: printed as JSON by rank 0.
 
 python -m torch.distributed.run --nproc-per-node 2 deepspeed_steps.py STAGE REPLACED
 """
@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
@@ -47,18 +48,19 @@ def main(stage, replaced):
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    losses = []
+    losses, gradients = [], []
     for step in range(3):
         rng = torch.Generator().manual_seed(10 * step + dist.get_rank())
         loss = engine(torch.randint(0, V, (2, 7), generator=rng))
         engine.backward(loss)
+        found = {n: safe_get_full_grad(p) for n, p in model.named_parameters()}
+        gradients.append({n: g.flatten().tolist() for n, g in found.items()})
         engine.step()
         losses.append(float(loss.detach()))
     if dist.get_rank() == 0:
         report = head_report(model)
-        print(
-            json.dumps({"losses": losses, "fused": report.losses_fused, "made": report.logits_made})
-        )
+        counts = {"fused": report.losses_fused, "made": report.logits_made}
+        print(json.dumps({"losses": losses, "gradients": gradients} | counts))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK, Handle
-from fusedce.head.lazy.logits import real, unviewed
+from fusedce.head.clock import CLOCK
+from fusedce.head.lazy.logits import LazyLogits, Memory, real, unviewed
 from fusedce.head.lazy.ops import UNDOING, aten, effects_of
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
 
@@ -43,6 +43,24 @@ _INDEX_PUTS = {
                  "_unsafe_index_put")
     if hasattr(aten, name)
 }  # fmt: skip
+
+
+class Source:
+    """Logits that the numbers of a gradient are made of, while somebody has that gradient."""
+
+    def __init__(self, x: LazyLogits | Memory) -> None:
+        self.x = x
+        CLOCK.sources.add(self)
+
+    def look(self, operation: str) -> Tensor:
+        return self.x.look(operation)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Make the logits now if the step of this optimizer changes them, or may do so."""
+        memory = self.x if isinstance(self.x, Memory) else self.x.memory
+        call = memory.call
+        if memory.values is None and call.changes_with(optimizer) and not call.has_changed():
+            memory.look("optimizer.step")
 
 
 class Term(NamedTuple):
@@ -70,15 +88,14 @@ class LogitsGrad(torch.Tensor):
     like: Tensor
     terms: tuple[Term, ...]
     dense: Tensor | None
-    make: Callable[[str], Tensor]
-    base: LogitsGrad | None
+    make: Callable[[str], Tensor] | None  # None: without terms
+    base: LogitsGrad | None = None
     move: Callable[[Tensor], Tensor]
-    numbers: Tensor | None
-    exposed: bool  # its numbers are what counts
-    writes: int
-    seen: int  # how many writes of the base are in these
-    handle: Handle
-    reshaped: bool  # of the base: the same values in the same order
+    numbers: Tensor | None = None
+    exposed = False  # its numbers are what counts
+    writes = 0
+    seen = 0  # how many writes of the base are in these
+    reshaped = False  # of the base: the same values in the same order
 
     @staticmethod
     def __new__(
@@ -87,14 +104,12 @@ class LogitsGrad(torch.Tensor):
         device: torch.device,
         terms: tuple[Term, ...],
         dense: Tensor | None,
-        make: Callable[[str], Tensor],
+        make: Callable[[str], Tensor] | None = None,
     ) -> LogitsGrad:
         new = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         new.like, new.terms, new.dense, new.make = like, terms, dense, make
-        new.base, new.numbers, new.exposed, new.writes, new.seen = None, None, False, 0, 0
-        new.handle, new.reshaped = CLOCK.keep(new), False
         return new
 
     @classmethod
@@ -123,7 +138,7 @@ class LogitsGrad(torch.Tensor):
         self.sync()
         if self.numbers is None:
             with torch.no_grad():
-                if self.terms:
+                if self.terms and self.make is not None:
                     self.numbers = self.make(operation).to(self.dtype)
                     if self.dense is not None:
                         self.numbers = self.numbers + self.dense
@@ -135,13 +150,6 @@ class LogitsGrad(torch.Tensor):
                     new = torch.empty_like(self.like, device=self.device)
                     self.numbers = new.copy_(self.numbers)
         return self.numbers
-
-    def changes_with(self, optimizer: Optimizer) -> bool:
-        """Whether the numbers can be computed now, but perhaps not after this optimizer's step."""
-        self.sync()
-        if self.numbers is not None:
-            return False
-        return any(t.call.changes_with(optimizer) and not t.call.has_changed() for t in self.terms)
 
     def expose(self, operation: str) -> Tensor:
         """The numbers for somebody who may write into them."""
@@ -227,11 +235,11 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sizes = rest[0] if func is aten.new_zeros.default else x.shape
         dtype = kwargs.get("dtype") or x.dtype
         like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
-        return LogitsGrad(like, x.device, (), None, x.make)
+        return LogitsGrad(like, x.device, (), None)
     if func is aten.new_empty_strided.default:
         dtype = kwargs.get("dtype") or x.dtype
         like = torch.empty_strided(rest[0], rest[1], dtype=dtype, device="meta")
-        return LogitsGrad(like, x.device, (), None, x.make)
+        return LogitsGrad(like, x.device, (), None)
     if func is aten.copy_.default:
         return _copy(x, rest[0])
     if func is aten.sum.dim_IntList:
@@ -264,8 +272,8 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
     if isinstance(step, Cap):
-        lazy = rest[0]
-        return _moved(x, x.like, lambda t: func(t, lazy.look("tanh_backward")), terms)
+        logits = Source(rest[0])
+        return _moved(x, x.like, lambda t: func(t, logits.look("tanh_backward")), terms)
     like = func(x.like, *rest, **kwargs)
     move = lambda t: func(t, *rest, **kwargs)  # noqa: E731
     return _moved(x, like, move, terms, move if effects_of(func).is_view else None)
@@ -279,12 +287,16 @@ def _moved(
     view: Callable[[Tensor], Tensor] | None = None,
 ) -> LogitsGrad:
     """The same after a linear operation; ``view`` is what that does to numbers laid out like it."""
-    make = x.make
+    make = x.make and _after(x.make, move)
     dense = None if x.dense is None else move(x.dense)
-    new = LogitsGrad(like, x.device, terms, dense, lambda name: move(make(name)))
+    new = LogitsGrad(like, x.device, terms, dense, make)
     if view is not None:
         new.base, new.move, new.seen = x, view, x.writes
     return new
+
+
+def _after(make: Callable[[str], Tensor], move: Callable[[Tensor], Tensor]) -> Any:
+    return lambda operation: move(make(operation))
 
 
 def _copy(x: LogitsGrad, source: Any) -> Any:
@@ -295,10 +307,10 @@ def _copy(x: LogitsGrad, source: Any) -> Any:
     if base is not None:
         if base.base is not None or base.exposed or not x.reshaped:
             return NotImplemented
-        shape, make = base.shape, source.make
+        shape = base.shape
         base.terms, base.numbers = source.terms, None
         base.dense = None if source.dense is None else source.dense.reshape(shape)
-        base.make = lambda name: make(name).reshape(shape)
+        base.make = source.make and _after(source.make, lambda t: t.reshape(shape))
     x.terms, x.dense, x.make, x.numbers = source.terms, source.dense, source.make, None
     x.written()
     return x
@@ -335,13 +347,8 @@ def _add(func: Any, a: Any, b: Any) -> Any:
     dense = a.dense
     if other is not None:
         dense = other if dense is None else dense + other
-    make_a, make_b, has_a, has_b = a.make, getattr(b, "make", None), a.terms, terms[len(a.terms) :]
-
-    def make(name: str) -> Tensor:
-        if not has_b or make_b is None:
-            return make_a(name)
-        return make_a(name) + make_b(name) if has_a else make_b(name)
-
+    makes = [g.make for g in (a, b) if isinstance(g, LogitsGrad) and g.terms and g.make]
+    make: Any = makes[0] if len(makes) == 1 else lambda name: sum(m(name) for m in makes)
     if func is aten.add_.Tensor:
         a.terms, a.dense, a.make, a.numbers = terms, dense, make, None
         a.written()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.ops import IN_PLACE, RECORDED, Effects, effects_of, result_like
-from fusedce.head.lazy.steps import Index, Steps
+from fusedce.head.lazy.steps import Index, Step, Steps
 
 T = torch.Tensor
 _BELOW = torch._C.DisableTorchFunctionSubclass
@@ -60,7 +60,7 @@ class Memory:
     @property
     def written(self) -> bool:
         """Whether only the values count."""
-        if not self._written:
+        if not self._written and (self._compiled or self._before is not None):
             self._written = any(x._version != before for x, before in self._compiled) or (
                 self._before is not None
                 and self.values is not None
@@ -128,9 +128,14 @@ class LazyLogits(torch.Tensor):
     @property
     def steps(self) -> Steps | None:
         """All that was done since the head; ``None`` where the loss does not know it."""
-        if self.memory.written or any(r.steps is None for r in self.known):
+        if self.memory.written:
             return None
-        return tuple(step for r in self.known for step in r.steps or ())
+        found: list[Step] = []
+        for recorded in self.known:
+            if recorded.steps is None:
+                return None
+            found += recorded.steps
+        return tuple(found)
 
     def look(self, operation: str) -> Tensor:
         """The real logits, without a graph. They share what is written with these."""

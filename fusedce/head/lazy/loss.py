@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.denominator import Factor, expected, expecting
 from fusedce.head.call import HeadCall
 from fusedce.head.items import expected_of_sum
-from fusedce.head.lazy.grad import LogitsGrad, Term
+from fusedce.head.lazy.grad import LogitsGrad, Source, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
 from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
 from fusedce.head.recipe import Recipe, as_they_are
@@ -76,23 +77,25 @@ class Request(NamedTuple):
         factors = scale_and_cap(p)
         assert factors is not None, "not a loss that can be fused"
         with as_they_are(p.hidden.device):
-            operands = recipe.operands(p.hidden)
-        weight, bias = operands.weight, operands.bias
-        if p.bias is not None:
-            bias = p.bias if bias is None else bias + p.bias
-        if p.classes != slice(0, len(weight)):
-            weight = weight[p.classes]
-            bias = None if bias is None else bias[p.classes]
-        rows = operands.hidden.reshape(-1, operands.hidden.shape[-1])
-        options: dict[str, Any] = {
-            "bias": bias,
-            "ignore_index": self.ignore_index,
-            "logit_scale": factors[0],
-            "softcap": factors[1],
-            "label_smoothing": self.label_smoothing,
-        }
-        target = self.target.reshape(-1)
-        with as_they_are(p.hidden.device):
+            rows, weight, bias = recipe.operands(p.hidden)
+            if p.bias is not None:
+                bias = p.bias if bias is None else bias + p.bias
+            if p.classes != slice(0, len(weight)):
+                weight = weight[p.classes]
+                bias = None if bias is None else bias[p.classes]
+            if p.factor is not None:
+                rows = (rows * p.factor).to(rows.dtype)
+                bias = None if bias is None else (bias * p.factor).to(bias.dtype)
+            target = self.target
+            if rows.dim() != 2:  # each view has a node of autograd
+                rows, target = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
+            options: dict[str, Any] = {
+                "bias": bias,
+                "ignore_index": self.ignore_index,
+                "logit_scale": factors[0],
+                "softcap": factors[1],
+                "label_smoothing": self.label_smoothing,
+            }
             if self.weight is not None or self.reduction == "none":
                 options |= {"class_weight": self.weight, "reduction": self.reduction}
                 loss = fused_cross_entropy(rows, weight, target, **options)
@@ -166,9 +169,9 @@ class Plan(NamedTuple):
         return loss if self.dtype is None else loss.to(self.dtype)
 
     @property
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> tuple[Tensor, ...]:
         every = (self.hidden, *self.tensors, self.bias)
-        return [x for x in every if x is not None and x.requires_grad]
+        return tuple(x for x in every if x is not None and x.requires_grad)
 
 
 def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | None:
@@ -221,19 +224,19 @@ class FusedLoss(torch.autograd.Function):
         memory, like = ctx.logits, ctx.like
         inputs = plan.inputs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = (
-            torch.autograd.grad(ctx.loss, inputs, grad, retain_graph=keep, allow_unused=True)
-            if inputs
-            else ()
-        )
+        found: Any = ()
+        if inputs:  # torch.autograd.grad without its checks
+            found = _engine_run_backward((ctx.loss,), (grad,), keep, False, inputs, True, False)
         by_id = {id(x): g for x, g in zip(inputs, found, strict=True)}
         comes_to = tuple(by_id.get(id(x)) for x in (plan.hidden, *plan.tensors))
         left = tuple(s for s in reversed(plan.steps) if s.undone)
         bias = None if plan.bias is None else by_id.get(id(plan.bias))
         term = Term(plan.call, comes_to, bias, left)
 
+        logits, request = Source(memory), plan.request
+
         def make(operation: str) -> Tensor:
-            return plan.request.gradient_of_real(memory.look(operation), grad)
+            return request.gradient_of_real(logits.look(operation), grad)
 
         return LogitsGrad(like, grad.device, (term,), None, make), None
 

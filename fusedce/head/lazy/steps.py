@@ -29,6 +29,7 @@ class Projected(NamedTuple):
     scale: float = 1.0  # before the cap
     cap: float | None = None  # what follows the tanh, where there is one
     rounded: bool = False  # to less than the dtype of the hidden state
+    factor: Tensor | None = None  # (), beside the scale, where its number is not known
 
     def insert(self, dim: int) -> int:
         """Where dimension ``dim`` of the logits is among those of the hidden state."""
@@ -183,6 +184,18 @@ class Scale(Step):
         return p._replace(cap=p.cap * factor)
 
 
+class Factor(Step):
+    """Times a tensor without dimensions, in code that is traced: no graph knows its number."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self.factor = factor
+
+    def fuse(self, p: Projected) -> Projected | None:
+        if p.cap is not None:
+            return None  # the fused loss takes a cap as a number
+        return p._replace(factor=self.factor if p.factor is None else p.factor * self.factor)
+
+
 class Cap(Step):
     """A tanh; each is equal to itself alone."""
 
@@ -199,7 +212,12 @@ class Bias(Step):
         self.bias = bias  # (V,)
 
     def fuse(self, p: Projected) -> Projected | None:
-        if p.scale != 1.0 or p.cap is not None or p.class_dim != p.hidden.dim() - 1:
+        if (
+            p.scale != 1.0
+            or p.factor is not None
+            or p.cap is not None
+            or p.class_dim != p.hidden.dim() - 1
+        ):
             return None
         if p.rounded or torch.promote_types(p.hidden.dtype, self.bias.dtype) != p.hidden.dtype:
             return None  # a bias finer than the logits
@@ -299,16 +317,26 @@ def _index(before: Shape, out: Tensor, indices: Any) -> Steps | None:
     return (Index(tuple(indices), before, tuple(out.shape)),)
 
 
+def _is_compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
 def number_of(x: Any) -> float | None:
     """A number, also where it is a tensor without dimensions."""
     if isinstance(x, Tensor):
-        if x.dim() or x.is_complex() or torch.compiler.is_compiling():
+        if x.dim() or x.is_complex() or _is_compiling():
             return None
         return float(x.detach())
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
+def _is_traced_factor(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.dim() and not x.is_complex() and _is_compiling()
+
+
 def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
+    if _is_traced_factor(other):
+        return (Factor(other), Cast(out.dtype))
     number = number_of(other)
     return None if number is None else (Scale("mul", number), Cast(out.dtype))
 
@@ -316,6 +344,8 @@ def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
 def _over(
     before: Shape, out: Tensor, other: Any, *, rounding_mode: str | None = None
 ) -> Steps | None:
+    if _is_traced_factor(other) and rounding_mode is None:
+        return (Factor(1 / other), Cast(out.dtype))
     number = number_of(other)
     if number is None or rounding_mode is not None:
         return None
@@ -336,7 +366,7 @@ def _plus(before: Shape, out: Tensor, other: Any, *, alpha: float = 1) -> Steps 
     if other.numel() != before[-1] or other.shape[-1:] != before[-1:]:
         return None
     bias = other.reshape(-1)
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         wanted, bias = other.requires_grad, bias.detach().clone()  # it may be written into
         bias.requires_grad_(wanted)
     return (Bias(bias), Cast(out.dtype))

@@ -17,7 +17,7 @@ from fusedce.head.lazy.loss import project, request_of
 from fusedce.head.lazy.make import MakeLogits
 from fusedce.head.lazy.steps import STEPS, Row, Steps
 from fusedce.head.recipe import Recipe, as_they_are
-from fusedce.head.report import Report
+from fusedce.head.report import Once, Report
 
 
 class Origin(NamedTuple):
@@ -98,6 +98,7 @@ class TracedLogits:
             while root._parent is not None:
                 root = root._parent
             o = root._origin
+            o.report.made_in_graphs = Once(o.report.made_in_graphs)
             with torch.set_grad_enabled(o.grad), as_they_are(o.hidden.device):
                 operands = o.recipe.operands(o.hidden)
                 root._make(F.linear(*operands))
@@ -167,6 +168,8 @@ class TracedLogits:
         if torch.compiler.is_compiling():
             if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], TracedLogits):
                 args = (args[1], args[0])
+            if func is torch.Tensor.__rtruediv__ and isinstance(args[1], TracedLogits):
+                func, args = torch.Tensor.__truediv__, (args[1], args[0])
             x = args[0] if args else None
             if isinstance(x, TracedLogits) and x._real is None:
                 if func is F.cross_entropy:
@@ -196,6 +199,7 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
         name, args, kwargs = "to", (dtype,), {k: v for k, v in kwargs.items() if k == "copy"}
     if any(isinstance(a, TracedLogits) for a in args):
         return NotImplemented
+    args = tuple(_kept(a) for a in args)
     grad = torch.is_grad_enabled()
     if in_place and (x._parent is not None or x._children or grad != x._grad):
         return NotImplemented
@@ -216,14 +220,22 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
     return new
 
 
+def _kept(argument: Any) -> Any:
+    """What a step is given, safe from writes before a look or the loss."""
+    if isinstance(argument, tuple):
+        return tuple(_kept(a) for a in argument)
+    return argument.clone() if isinstance(argument, Tensor) else argument
+
+
 def _like(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor without data of the shape and dtype of the result; ``None`` for other devices."""
     like = torch.empty(x._shape, dtype=x._dtype, device="meta")
     if any(isinstance(a, Tensor) for a in args):
         other = args[0]
-        if not isinstance(other, Tensor) or other.device != x.device:
+        if not isinstance(other, Tensor) or (other.device != x.device and other.dim()):
             return None
-        dtype = torch.promote_types(x._dtype, other.dtype)
+        of_kind = other.dim() == 0 and not other.is_complex()
+        dtype = x._dtype if of_kind else torch.promote_types(x._dtype, other.dtype)
         return torch.empty(x._shape, dtype=dtype, device="meta")
     if name in _IN_PLACE or name in ("mul", "div") or name.startswith("__r"):
         return like
@@ -268,6 +280,7 @@ def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         if request is None:
             return NotImplemented
         loss = request.fused(p, o.recipe)
+    o.report.losses_in_graphs = Once(o.report.losses_in_graphs)
     return loss if autocast_dtype(x.device) is not None else loss.to(x._dtype)
 
 
