@@ -175,7 +175,7 @@ def audit(steps: int, as_json: bool) -> None:
 
 @_command
 @click.option("--quick", is_flag=True, help="Fewer and smaller steps: under 40 s.")
-@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 28, quick 5).")
+@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 20, quick 5).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"),
               show_default=True, help="Folder for PNG and JSON.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
@@ -196,7 +196,7 @@ def demo(
     from fusedce.demo.run import run
 
     status = run(
-        steps=steps or (5 if quick else 28), out=out, seed=seed, device=where, quick=quick,
+        steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,
         to_stderr=as_json,
     )  # fmt: skip
     if as_json:
