@@ -187,8 +187,7 @@ def train(model: nn.Module, batches: list[Batch], way: Way) -> Iterator[Step]:
 def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
     """Seconds of the whole demo, from one micro-batched step; ``start`` were spent already.
 
-    Every process that measures memory starts as this one did: with the imports, which take as long
-    as the start.
+    A process that measures memory imports torch, which takes about as long as this one's start.
     """
     begin = time.perf_counter()
     naive_mean(model, batches[0])
