@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lib.drift import Fused, compare, flat, naive, train
-from lib.results import FOLDER, write
+from lib.results import FOLDER, device_name, versions, write
 
 from fusedce.demo import run as demo
 
@@ -82,7 +82,8 @@ def main() -> None:
                 flush=True,
             )
     data = {
-        "torch": torch.__version__,
+        "device": device_name("cpu"),
+        "versions": versions(),
         "steps": options.steps,
         "max_tokens": options.max_tokens,
         "sequences_per_step": SEQUENCES,

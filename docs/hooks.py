@@ -1,9 +1,10 @@
-"""What the site computes when it is built: predictions, messages, and roles of docstrings.
+"""What the site computes when it is built: predictions, messages, links, and roles of docstrings.
 
 Nothing here imports torch; the site's environment has none.
 """
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -12,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+_REPOSITORY = "https://github.com/fusedce/fusedce/blob/main"
 _ERRORS = ("ValueError", "TypeError", "RuntimeError", "UserError", "ModuleNotFoundError")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    at = f"docs/{page.file.src_uri}"
+    markdown = linked(markdown, at, at)
+    # A page that is a file of the repository, whose links hold there.
+    markdown = re.sub(
+        r'^--8<-- "(\w+\.md)"$',
+        lambda found: linked((ROOT / found[1]).read_text(), found[1], at),
+        markdown,
+        flags=re.MULTILINE,
+    )
     if "<!-- predicted -->" in markdown:
         made = subprocess.run(
             [sys.executable, "-m", "bench.model"], cwd=ROOT, capture_output=True, text=True
@@ -32,6 +43,23 @@ def on_page_content(html: str, **_: Any) -> str:
     """Docstrings name each other with roles of Sphinx, which MkDocs would print as they are."""
     html = re.sub(r":(?:func|class|mod|meth|data|attr):<code>~?", "<code>", html)
     return re.sub(r":(?:func|class|mod|meth|data|attr):(?=<)", "", html)
+
+
+def linked(markdown: str, home: str, page: str) -> str:
+    """Links of a text that lies at ``home`` in the repository, as the page at ``page`` needs them.
+
+    Those to a page of the site stay on the site, those to another file go to the repository.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join(os.path.dirname(home), found[1]))
+        if not (ROOT / path).exists():
+            return found[0]  # MkDocs names it
+        if path.startswith("docs/"):
+            return f"]({os.path.relpath(path, os.path.dirname(page))}{found[2] or ''})"
+        return f"]({_REPOSITORY}/{path}{found[2] or ''})"
+
+    return re.sub(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", link, markdown)
 
 
 def messages() -> Iterator[tuple[str, str, str]]:

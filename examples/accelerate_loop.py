@@ -2,8 +2,8 @@
 
     accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 
-`accelerator.backward` divides every loss by `gradient_accumulation_steps`, in a shorter last window
-as well; `LossAccumulator.from_accelerator` undoes it.
+Look at: `accelerator.backward` divides every loss by `gradient_accumulation_steps`, in a shorter
+last window as well; `LossAccumulator.from_accelerator` undoes it.
 """
 
 from __future__ import annotations

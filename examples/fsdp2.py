@@ -1,6 +1,9 @@
 """FSDP2 with streaming: counts become known while micro-batches come, `finish` corrects once.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py
+    torchrun --nproc-per-node 2 examples/fsdp2.py
+
+Look at: nobody has to know the counts in advance. `finish` comes once for each step, before
+clipping, and the head is whole where the loss is computed, inside the root module's `forward`.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     python examples/grpo.py
 
-Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300): a group of completions of one
-prompt is sampled, each is rewarded, and the advantage of a completion is its reward against the
-group's. The update maximises the clipped ratio to the policy that sampled, less a penalty on the
-divergence from a reference policy, plus a little entropy. All of that is a function of
-log-probabilities and entropies token by token, and so is its gradient:
-:func:`fusedce.fused_logprobs` gives both without the ``(tokens, V)`` logits, their log-softmax and
-their exponentials.
+Look at: the two policies give the same loss and gradients, and the fused one builds neither logits
+nor their log-softmax. Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300): a group
+of completions of one prompt is sampled, each is rewarded, and the advantage of a completion is its
+reward against the group's. The clipped ratio, the divergence from a reference and the entropy bonus
+are functions of what `fused_logprobs` returns.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedce
+from fusedce.recipes import grpo_loss
 
 V, H, GROUP, PROMPT, COMPLETION = 1031, 64, 8, 6, 20
 TEMPERATURE, CLIP, KL, ENTROPY = 0.8, 0.2, 0.04, 0.01
@@ -75,27 +74,6 @@ def completion_labels(tokens: Tensor) -> Tensor:
     return labels
 
 
-def grpo_loss(
-    model: SmallModel,
-    policy: Policy,
-    tokens: Tensor,  # (GROUP, T)
-    advantage: Tensor,  # (GROUP,)
-    sampled: Tensor,  # (GROUP, T) log-probabilities when sampled
-    reference: Tensor,  # (GROUP, T) log-probabilities of the reference policy
-) -> Tensor:
-    """``()``: the loss per completion token."""
-    labels = completion_labels(tokens)
-    used = labels != IGNORE
-    logprob, entropy = policy(model(tokens), model.head.weight, labels)
-    ratio = torch.exp(logprob - sampled)
-    gain = torch.minimum(
-        ratio * advantage[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[:, None]
-    )
-    against = reference - logprob
-    divergence = torch.exp(against) - against - 1  # an unbiased estimate, never negative
-    return -((gain - KL * divergence + ENTROPY * entropy) * used).sum() / used.sum()
-
-
 def one_update(policy: Policy) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one step; only ``policy`` differs between calls."""
     torch.manual_seed(0)
@@ -110,7 +88,11 @@ def one_update(policy: Policy) -> tuple[float, dict[str, Tensor]]:
         labels = completion_labels(tokens)
         sampled, _ = eager_policy(old(tokens), old.head.weight, labels)
         reference = sampled + 0.05 * torch.randn_like(sampled) * (labels != IGNORE)
-    loss = grpo_loss(model, policy, tokens, advantage, sampled, reference)
+    logprob, entropy = policy(model(tokens), model.head.weight, labels)
+    loss = grpo_loss(
+        logprob, sampled, advantage, labels != IGNORE, clip=(CLIP, CLIP), reference=reference,
+        kl=KL, entropy=entropy, entropy_bonus=ENTROPY,
+    ).mean()  # fmt: skip
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

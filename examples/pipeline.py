@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/pipeline.py
 
-The schedule must not divide gradients by its number of micro-batches (`scale_grads=False`), since
-they are divided by tokens. It calls the loss once more in its first step, to learn shapes; that
-call is not counted, and neither is its gradient.
+Look at: the schedule must not divide gradients by its number of micro-batches
+(`scale_grads=False`), since they are divided by tokens. It calls the loss once more in its first
+step, to learn shapes; that call is not counted, and neither is its gradient.
 """
 
 from __future__ import annotations

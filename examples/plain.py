@@ -1,6 +1,9 @@
 """Plain PyTorch: gradient accumulation, clipping, evaluation and a tracker.
 
-python examples/plain.py [--logdir runs]      # with --logdir: TensorBoard
+    python examples/plain.py [--logdir runs]      # with --logdir: TensorBoard
+
+Look at: counts first, then one window around the micro-batches of a step, and clipping after it.
+Logged loss and evaluation are over tokens, whatever the batch size.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python examples/policy_gradient.py
 
-REINFORCE: the gradient of ``-advantage * log p(token)`` is that of cross-entropy times the
-advantage, so `token_weight` carries it. Tokens of the prompt are ignored; the denominator counts
-the sampled tokens of the whole step, so that a long answer in one micro-batch weighs no less per
-token than a short one in another. The toy reward wants spaces.
+Look at: the gradient of ``-advantage * log p(token)`` (REINFORCE) is that of cross-entropy times
+the advantage, so `token_weight` carries it. Tokens of the prompt are ignored; the denominator
+counts the sampled tokens of the whole step, so that a long answer in one micro-batch weighs no less
+per token than a short one in another. The toy reward wants spaces.
 """
 
 from __future__ import annotations

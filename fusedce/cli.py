@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import click
 
 import fusedce
+from fusedce import answers
 from fusedce.models import UserError
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
@@ -75,28 +76,7 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
     if as_json:
         _print_json({**found.data(), "bytes_at_4096_tokens": saved})
     else:
-        rows = [
-            ("loss, native", f"{found.loss:.6f} nats per token"),
-            ("relative error of the loss", f"{found.loss_error:.1e}"),
-            ("... in evaluation", f"{found.eval_error:.1e}"),
-            ("... of all gradients", f"{found.grad_error:.1e}"),
-        ]
-        if found.native_errors is not None:
-            native = ", ".join(f"{e:.1e}" for e in found.native_errors)
-            rows.append((f"the native model's own in {dtype}", native))
-        sizes = {name: _size(count) for name, count in saved.items()}
-        each = (
-            f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
-        )
-        rows.append(("memory of the loss, 4096 tokens of its real size", each))
-        click.echo(
-            f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {dtype}"
-        )
-        _print_pairs(rows)
-        click.echo("equal: " + ("yes" if found.equal else "NO, do not use it with this model"))
-        click.echo("fused: " + ("yes, no logits were made" if found.fused else "no, real logits"))
-        for reason in found.why_not:
-            click.echo(f"  {reason}")
+        click.echo(answers.of_check(found, saved))
     sys.exit(1 if not found.equal else 0 if found.fused else _NOT_FUSED)
 
 
@@ -122,33 +102,8 @@ def plan(
     found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
     if as_json:
         _print_json(found.data())
-        return
-    of = found.model
-    click.echo(f"{of.name}: H={of.H}, V={of.V}; {tokens} tokens, {dtype}, {gpus} x {device}")
-    pairs = [
-        ("one copy of the logits", _size(found.logits_bytes)),
-        ("tokens of a chunk of ours", f"{found.chunk_tokens} of {tokens}"),
-    ]
-    if found.states_bytes is not None:
-        pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
-    if found.free_bytes is not None:
-        pairs.append(("left for loss and activations", _size(found.free_bytes)))
-    _print_pairs(pairs)
-    rows = []
-    for m in found.methods:
-        row = {"": m.name, "memory of the loss": _size(m.bytes)}
-        if m.milliseconds is not None:
-            row["predicted ms"] = f"{m.milliseconds:.1f}"
-        if m.most_tokens is not None:
-            row["most tokens that fit"] = str(m.most_tokens)
-        rows.append(row)
-    _print_table(rows)
-    for m in found.methods:
-        held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
-        click.echo(f"{m.name} holds: {held}")
-    if found.floor_milliseconds is not None:
-        click.echo(f"The three bare products alone: {found.floor_milliseconds:.1f} ms, predicted.")
-    click.echo("Predicted from bytes and FLOPs, not measured.")
+    else:
+        click.echo(answers.of_plan(found))
 
 
 @_command
@@ -180,10 +135,7 @@ def bench(
     if as_json:
         _print_json(found.data())
         return
-    N, H, V = found.shape
-    click.echo(f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}")
-    _print_table(found.table())
-    click.echo(f"Memory: {found.memory_method}, beyond the inputs.")
+    click.echo(answers.of_bench(found))
     if picture is not None:
         click.echo(f"Picture: {picture}")
 
@@ -223,7 +175,7 @@ def audit(steps: int, as_json: bool) -> None:
 
 @_command
 @click.option("--quick", is_flag=True, help="Fewer and smaller steps: under 40 s.")
-@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 28, quick 5).")
+@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 20, quick 5).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"),
               show_default=True, help="Folder for PNG and JSON.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
@@ -244,7 +196,7 @@ def demo(
     from fusedce.demo.run import run
 
     status = run(
-        steps=steps or (5 if quick else 28), out=out, seed=seed, device=where, quick=quick,
+        steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,
         to_stderr=as_json,
     )  # fmt: skip
     if as_json:
@@ -308,19 +260,3 @@ def _say(line: str) -> None:
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=1))
-
-
-def _print_pairs(pairs: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in pairs)
-    for name, value in pairs:
-        click.echo(f"  {name:{width}}  {value}")
-
-
-def _print_table(rows: list[dict[str, str]]) -> None:
-    from tabulate import tabulate
-
-    click.echo(tabulate(rows, headers="keys", disable_numparse=True))
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

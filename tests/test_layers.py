@@ -18,7 +18,7 @@ FLOORS = (
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},
-    {"cli", "__main__"},
+    {"cli", "answers", "__main__"},
 )
 
 

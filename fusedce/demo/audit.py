@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedce
-from fusedce.demo.run import LEARNING_RATE, build_model, draw_batches, sections, train_tokenizer
+from fusedce.demo.data import LEARNING_RATE, build_model, draw_batches, sections, train_tokenizer
 
 MICRO_BATCHES = 8
 Divide = Callable[[Any, Tensor, list[Tensor]], Tensor]  # model, sequence, all of the step -> loss

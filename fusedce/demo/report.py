@@ -21,6 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from fusedce.demo.cost import Cost
+
 FULL, NAIVE, WINDOW = "A full batch", "B naive mean", "C LossAccumulator"
 COLORS = {FULL: "#222222", NAIVE: "#d55e00", WINDOW: "#0072b2"}  # also apart for the colour-blind
 TOLERANCE = 1e-5  # nats: how far C may be from A anywhere, in float32
@@ -37,16 +39,6 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     name: str
     steps: list[Step]
-
-
-class Cost(NamedTuple):
-    """The loss alone, forward and backward, at one shape."""
-
-    seconds: dict[str, list[float]]  # sorted repeats
-    extra_bytes: dict[str, int]
-    memory_method: str
-    shape: dict[str, int]
-    n_valid: int
 
 
 @dataclass

@@ -9,43 +9,46 @@ The same 32 sequences make one optimizer step
 * C: as 32 micro-batches again, through :class:`fusedce.LossAccumulator`.
 
 Same initial weights, samples, order, and optimizer; float32, no dropout, deterministic algorithms.
-The text ships with Python: the topics of `pydoc`, each cut at its own section borders (two blank
-lines), a section being one training sequence of natural length, cut at ``MAX_TOKENS``. Tokenizer
-and model are made on the spot; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_labels
-from fusedce.demo.report import FULL, NAIVE, WINDOW, Cost, Report, Run, Step
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.demo.cost import LOSSES, measure_cost
+from fusedce.demo.data import (
+    HIDDEN,
+    LAYERS,
+    LEARNING_RATE,
+    MAX_TOKENS,
+    SEQUENCES,
+    VOCABULARY,
+    Batch,
+    build_model,
+    draw_batches,
+    hidden_states,
+    pad,
+    sections,
+    train_tokenizer,
+)
+from fusedce.demo.report import FULL, NAIVE, WINDOW, Report, Run, Step
 
-SEQUENCES, QUICK_SEQUENCES = 32, 16  # per optimizer step
-MAX_TOKENS = 512
-VOCABULARY = 4096
-HIDDEN, LAYERS, HEADS = 128, 2, 4
-LEARNING_RATE = 1e-3
-END = "<end>"
+QUICK_SEQUENCES = 16  # per optimizer step
 REPEATS, QUICK_REPEATS = 5, 2
 
-Batch = list[Tensor]  # one optimizer step: SEQUENCES tensors (T,) int64 of different T
 Losses = list[LossSum]  # of its micro-batches
 Way = Callable[[nn.Module, Batch], tuple[float, Losses]]  # backward; returns the logged loss too
 
@@ -108,78 +111,7 @@ def run(
     return report.publish(console, out, begin)
 
 
-# ---- data and model -------------------------------------------------------------------------
-
-
-def sections() -> list[str]:
-    """The sections of all documents of `pydoc_data.topics`, in a fixed order."""
-    from pydoc_data.topics import topics
-
-    return [
-        section
-        for _, text in sorted(topics.items())
-        for section in re.split(r"\n{3,}", text.strip("\n"))
-    ]
-
-
-def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[str], list[int]]:
-    """A byte-level BPE of `VOCABULARY` entries; returns its encoder, which adds `END` and cuts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    end = tokenizer.encode(END).ids  # one token, and the only way to it: no section holds it
-    return lambda text: [*tokenizer.encode(text).ids, *end][:longest]
-
-
-def build_model(seed: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=MAX_TOKENS,
-        attention_dropout=0.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).float().train()
-
-
-def draw_batches(
-    sequences: list[Tensor], steps: int, seed: int, size: int = SEQUENCES
-) -> list[Batch]:
-    """Shuffled epochs, one after the other, cut into steps."""
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
-    while len(order) < steps * size:
-        order += torch.randperm(len(sequences), generator=generator).tolist()
-    return [[sequences[i] for i in order[step * size : (step + 1) * size]] for step in range(steps)]
-
-
-def pad(batch: Batch, value: int) -> Tensor:
-    """``(SEQUENCES, T)``, padded on the right: under causal attention no token sees padding."""
-    return nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=value)
-
-
 # ---- the three ways to train ----------------------------------------------------------------
-
-
-def hidden_states(model: Any, input_ids: Tensor) -> Tensor:
-    """``(B, T, H)`` from the decoder body alone: the head's logits are never made."""
-    return model.model(input_ids=input_ids).last_hidden_state
 
 
 def loss_of(model: Any, input_ids: Tensor, labels: Tensor) -> LossSum:
@@ -255,8 +187,7 @@ def train(model: nn.Module, batches: list[Batch], way: Way) -> Iterator[Step]:
 def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
     """Seconds of the whole demo, from one micro-batched step; ``start`` were spent already.
 
-    Every process that measures memory starts as this one did: with the imports, which take as long
-    as the start.
+    A process that measures memory imports torch, which takes about as long as this one's start.
     """
     begin = time.perf_counter()
     naive_mean(model, batches[0])
@@ -278,76 +209,3 @@ def exactly_repeatable() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
-
-
-# ---- what the loss costs --------------------------------------------------------------------
-
-
-class HeadInputs(NamedTuple):
-    hidden: Tensor  # (SEQUENCES, T, H)
-    weight: Tensor  # (V, H)
-    labels: Tensor  # (SEQUENCES, T) int64, shifted
-
-
-def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -> Cost:
-    """Time and memory of the loss of one real full batch, fused and eager, forward + backward."""
-    with torch.no_grad():
-        hidden = hidden_states(model, pad(batch, 0))
-    inputs = HeadInputs(
-        hidden.detach(), model.lm_head.weight.detach().clone(), shift_labels(pad(batch, -100))
-    )
-    seconds = median_seconds({name: partial(f, inputs) for name, f in LOSSES.items()}, repeats)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "inputs.pt")
-        torch.save(tuple(x.cpu() for x in inputs), path)
-        extra = {
-            name: peak_extra_bytes(
-                "fusedce.demo.run:prepare_loss",
-                {"name": name, "path": path, "device": str(device)},
-                device=str(device),
-            )
-            for name in LOSSES
-        }
-    B, T, H = inputs.hidden.shape
-    return Cost(
-        seconds=seconds,
-        extra_bytes=extra,
-        memory_method=memory_method(str(device)),
-        shape={"N": B * T, "H": H, "V": len(inputs.weight)},
-        n_valid=int((inputs.labels != -100).sum()),
-    )
-
-
-def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
-    """What `peak_extra_bytes` runs in a process of its own: load, warm up, return the call."""
-    inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
-    LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
-    return partial(LOSSES[name], inputs)
-
-
-def fused_loss(inputs: HeadInputs) -> list[Tensor]:
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    loss = fused_ce(hidden, weight, inputs.labels).mean()
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
-
-
-def eager_loss(inputs: HeadInputs) -> list[Tensor]:
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    # One expression: a name for the logits would keep them alive through backward.
-    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
-
-
-def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Eager on the valid rows only: what is left of the difference is not about padding."""
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    valid = inputs.labels != -100
-    loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
-
-
-LOSSES: dict[str, Callable[[HeadInputs], list[Tensor]]] = {
-    "fused_ce": fused_loss,
-    "eager": eager_loss,
-    "eager, padding removed": eager_unpadded_loss,
-}

@@ -16,6 +16,7 @@ PAGES = {
     for page in sorted(DOCS.rglob("*.md"))
 }
 PAGES = {name: snippets for name, snippets in PAGES.items() if snippets}
+BLOB = "https://github.com/fusedce/fusedce/blob/main"
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 
 
@@ -86,6 +87,24 @@ def test_the_site_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in [*DOCS.rglob("*.md"), *NOTEBOOKS]:
         assert f": {page.relative_to(DOCS)}\n" in nav, page
+
+
+@pytest.mark.parametrize(
+    ("home", "page", "link", "expected"),
+    [
+        ("docs/audit.md", "docs/audit.md", "../examples/audit.py", f"{BLOB}/examples/audit.py"),
+        ("docs/guides/rl.md", "docs/guides/rl.md", "../api.md#recipes", "../api.md#recipes"),
+        ("CHANGELOG.md", "docs/changelog.md", "docs/head.md", "head.md"),
+        ("CHANGELOG.md", "docs/changelog.md", "Makefile#L3", f"{BLOB}/Makefile#L3"),
+        ("README.md", "docs/guides/rl.md", "https://x.org/a", "https://x.org/a"),
+        ("docs/audit.md", "docs/audit.md", "no/such.md", "no/such.md"),
+    ],
+)
+def test_links_hold_in_the_repository_and_on_the_site(monkeypatch, home, page, link, expected):
+    monkeypatch.syspath_prepend(DOCS)
+    import hooks
+
+    assert hooks.linked(f"see [it]({link}).", home, page) == f"see [it]({expected})."
 
 
 def test_every_message_of_the_package_is_collected(monkeypatch):

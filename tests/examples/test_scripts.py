@@ -1,6 +1,7 @@
 """Each example runs, and shows what its first lines say to look at."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -20,13 +21,18 @@ def example(name):
 
 
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem != "tiny")
+RUN = dict.fromkeys(
+    ("ddp", "fsdp2", "pipeline", "tensor_parallel"), "torchrun --nproc-per-node 2"
+) | {"accelerate_loop": "accelerate launch --cpu --num_processes 2"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_says_how_to_run_it(name):
+def test_an_example_says_how_to_run_it_and_what_to_look_at(name):
     text = (EXAMPLES / f"{name}.py").read_text()
     assert text.startswith('"""')
-    assert f"examples/{name}.py" in text.split('"""')[1]
+    first = text.split('"""')[1]
+    assert f"\n    {RUN.get(name, 'python')} examples/{name}.py" in first
+    assert "\nLook at: " in first
 
 
 @pytest.mark.slow
@@ -71,3 +77,33 @@ def test_a_vocabulary_in_parts_has_the_whole_loss():
     whole = example("tensor_parallel").whole()
     for parts in ranks.of(found, "parts"):
         assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_dpo_prefers_what_was_chosen():
+    """From log 2, where policy and reference are one, by micro-batches as by one batch."""
+    dpo = example("dpo")
+    history = dpo.train(steps=3)
+    assert history[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert history[2] < history[1] < history[0]
+    dpo.MICRO_BATCHES = (8,)
+    assert dpo.train(steps=3) == pytest.approx(history, rel=1e-4)
+
+
+def test_kto_rewards_good_answers():
+    losses, margins = zip(*example("kto").train(steps=3), strict=True)
+    assert losses[0] == pytest.approx(0.5, rel=1e-6)
+    assert losses[2] < losses[1] < losses[0]
+    assert abs(margins[0]) < 1e-6 < margins[1] < margins[2]
+
+
+def test_a_student_comes_near_its_teacher():
+    first, second = example("distillation").train(epochs=2)
+    assert 0 < 3 * second < first
+
+
+def test_the_audited_loops_differ_in_their_weights():
+    audit = example("audit")
+    wrong, right = (audit.audited(mean_of_means=m, steps=2) for m in (True, False))
+    assert "micro-batches are averaged" in wrong.verdict()
+    assert wrong.steps[0].spread > 2
+    assert "every token weighs the same" in right.verdict()

@@ -1,0 +1,92 @@
+"""What the commands say: their findings as plain text, for a terminal or a bug report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
+    from fusedce.benchmark import Result
+    from fusedce.check import Check
+    from fusedce.plan import Plan
+
+
+def of_check(found: Check, saved: dict[str, int]) -> str:
+    """``saved``: bytes of the loss for each method, at 4096 tokens of the model's real size."""
+    rows = [
+        ("loss, native", f"{found.loss:.6f} nats per token"),
+        ("relative error of the loss", f"{found.loss_error:.1e}"),
+        ("... in evaluation", f"{found.eval_error:.1e}"),
+        ("... of all gradients", f"{found.grad_error:.1e}"),
+    ]
+    if found.native_errors is not None:
+        native = ", ".join(f"{e:.1e}" for e in found.native_errors)
+        rows.append((f"the native model's own in {found.dtype}", native))
+    sizes = {name: _size(count) for name, count in saved.items()}
+    each = f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
+    rows.append(("memory of the loss, 4096 tokens of its real size", each))
+    return "\n".join(
+        (
+            f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
+            *_pairs(rows),
+            "equal: " + ("yes" if found.equal else "NO, do not use it with this model"),
+            "fused: " + ("yes, no logits were made" if found.fused else "no, real logits"),
+            *(f"  {reason}" for reason in found.why_not),
+        )
+    )
+
+
+def of_plan(found: Plan) -> str:
+    of = found.model
+    pairs = [
+        ("one copy of the logits", _size(found.logits_bytes)),
+        ("tokens of a chunk of ours", f"{found.chunk_tokens} of {found.tokens}"),
+    ]
+    if found.states_bytes is not None:
+        pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
+    if found.free_bytes is not None:
+        pairs.append(("left for loss and activations", _size(found.free_bytes)))
+    rows = []
+    for m in found.methods:
+        row = {"": m.name, "memory of the loss": _size(m.bytes)}
+        if m.milliseconds is not None:
+            row["predicted ms"] = f"{m.milliseconds:.1f}"
+        if m.most_tokens is not None:
+            row["most tokens that fit"] = str(m.most_tokens)
+        rows.append(row)
+    lines = [
+        f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, "
+        f"{found.gpus} x {found.device}",
+        *_pairs(pairs),
+        _table(rows),
+    ]
+    for m in found.methods:
+        held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
+        lines.append(f"{m.name} holds: {held}")
+    if found.floor_milliseconds is not None:
+        floor = found.floor_milliseconds
+        lines.append(f"The three bare products alone: {floor:.1f} ms, predicted.")
+    return "\n".join([*lines, "Predicted from bytes and FLOPs, not measured."])
+
+
+def of_bench(found: Result) -> str:
+    N, H, V = found.shape
+    return (
+        f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}\n"
+        f"{_table(found.table())}\nMemory: {found.memory_method}, beyond the inputs."
+    )
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    width = max(len(name) for name, _ in pairs)
+    return (f"  {name:{width}}  {value}" for name, value in pairs)
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    from tabulate import tabulate
+
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

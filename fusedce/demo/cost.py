@@ -1,0 +1,97 @@
+"""What the loss alone costs: time and memory of one real full batch, beside eager."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedce import fused_ce, shift_labels
+from fusedce.demo.data import Batch, hidden_states, pad
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+
+
+class Cost(NamedTuple):
+    """The loss alone, forward and backward, at one shape."""
+
+    seconds: dict[str, list[float]]  # sorted repeats
+    extra_bytes: dict[str, int]
+    memory_method: str
+    shape: dict[str, int]
+    n_valid: int
+
+
+class HeadInputs(NamedTuple):
+    hidden: Tensor  # (SEQUENCES, T, H)
+    weight: Tensor  # (V, H)
+    labels: Tensor  # (SEQUENCES, T) int64, shifted
+
+
+def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -> Cost:
+    """Time and memory of the loss of one real full batch, fused and eager, forward + backward."""
+    with torch.no_grad():
+        hidden = hidden_states(model, pad(batch, 0))
+    inputs = HeadInputs(
+        hidden.detach(), model.lm_head.weight.detach().clone(), shift_labels(pad(batch, -100))
+    )
+    seconds = median_seconds({name: partial(f, inputs) for name, f in LOSSES.items()}, repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "inputs.pt")
+        torch.save(tuple(x.cpu() for x in inputs), path)
+        extra = {
+            name: peak_extra_bytes(
+                "fusedce.demo.cost:prepare_loss",
+                {"name": name, "path": path, "device": str(device)},
+                device=str(device),
+            )
+            for name in LOSSES
+        }
+    B, T, H = inputs.hidden.shape
+    return Cost(
+        seconds=seconds,
+        extra_bytes=extra,
+        memory_method=memory_method(str(device)),
+        shape={"N": B * T, "H": H, "V": len(inputs.weight)},
+        n_valid=int((inputs.labels != -100).sum()),
+    )
+
+
+def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
+    """What `peak_extra_bytes` runs in a process of its own: load, warm up, return the call."""
+    inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
+    LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
+    return partial(LOSSES[name], inputs)
+
+
+def fused_loss(inputs: HeadInputs) -> list[Tensor]:
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    loss = fused_ce(hidden, weight, inputs.labels).mean()
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def eager_loss(inputs: HeadInputs) -> list[Tensor]:
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    # One expression: a name for the logits would keep them alive through backward.
+    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
+    """Eager on the valid rows only: what is left of the difference is not about padding."""
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    valid = inputs.labels != -100
+    loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])
+    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+
+LOSSES: dict[str, Callable[[HeadInputs], list[Tensor]]] = {
+    "fused_ce": fused_loss,
+    "eager": eager_loss,
+    "eager, padding removed": eager_unpadded_loss,
+}
