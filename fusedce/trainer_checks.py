@@ -19,6 +19,11 @@ def refuse_other_settings(trainer: Any) -> None:
         "label_smoothing_factor": settings.label_smoothing_factor != 0,
         f"loss_type={loss_type!r}": loss_type not in (None, "nll"),
     }
+    if loss_type == "chunked_nll":
+        raise ValueError(
+            "loss_type='chunked_nll' patches the model's forward for TRL's own way to avoid "
+            "logits: with FusedTrainerMixin set loss_type='nll', the same loss"
+        )
     for name, is_set in found.items():
         if is_set:
             raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fusedce.loss.logprobs import fused_logprobs
 
 _NAME = "_ChunkedLogProbFunction"  # in trl.trainer.utils
+_CALLER = "add_fused_lm_head"  # there too: what makes a model's forward call it
 
 
 class FusedPolicyMixin:
@@ -44,10 +45,12 @@ class FusedPolicyMixin:
         super().__init__(*args, **kwargs)
         import trl.trainer.utils as trl_utils
 
-        if not hasattr(trl_utils, _NAME):
+        missing = [name for name in (_NAME, _CALLER) if not hasattr(trl_utils, name)]
+        if missing:
             raise RuntimeError(
-                f"FusedPolicyMixin needs a TRL whose trainer.utils has {_NAME} (known: 1.16): use "
-                f"the trainer without the mixin, or fused_logprobs in a loop of your own"
+                f"FusedPolicyMixin needs a TRL whose trainer.utils has {' and '.join(missing)} "
+                f"(known: 1.16): use the trainer without the mixin, or fused_logprobs in a loop of "
+                f"your own"
             )
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:

@@ -42,8 +42,9 @@ def _as_count(i: int, count: Any) -> Tensor:
         count = count.detach().reshape(()).to(torch.int64, copy=True)
     else:
         try:
-            # numpy's integers and 0-d arrays have an index as well; its booleans have none.
-            whole = None if isinstance(count, bool) else operator.index(count)
+            # numpy's integers and 0-d arrays have an index as well, and its old booleans.
+            boolean = isinstance(count, bool) or getattr(count, "dtype", None) == bool
+            whole = None if boolean else operator.index(count)
         except TypeError:
             whole = None
         if whole is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import parallel, ranks
 from support.engines import accelerator, train
 from support.loops import distance
+from support.versions import FSDP2_MEAN, marked
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -158,13 +159,13 @@ def results(world):
     return ranks.run({2: TWO, 4: FOUR}[world], world)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", marked(EQUAL, FSDP2_MEAN, "fsdp2, mean"))
 def test_two_processes_equal_one(name):
     for found in ranks.of(results(2), name):
         parallel.assert_equal_to_single_process(found, 2)
 
 
-@pytest.mark.parametrize("name", ["ddp, window", "fsdp2, mean, streaming"])
+@pytest.mark.parametrize("name", marked(FOUR, FSDP2_MEAN, "fsdp2, mean"))
 def test_four_processes_equal_one(name):
     for found in ranks.of(results(4), name):
         parallel.assert_equal_to_single_process(found, 4)

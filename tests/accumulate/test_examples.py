@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import ranks
 from support.engines import accelerator
+from support.versions import FSDP2_MEAN, marked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -67,7 +68,7 @@ def results():
     return ranks.run(ENGINES)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", marked(ENGINES, FSDP2_MEAN, "fsdp2"))
 def test_engines_train_alike(name):
     """Two ranks log what one process logs, step by step: clipping and optimizer included."""
     exact, _ = plain()

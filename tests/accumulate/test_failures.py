@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import parallel, ranks
 from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from support.versions import FSDP2_MEAN
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +267,7 @@ def next_window(acc, model, rank):
             acc.backward(model(*one))
 
 
+@FSDP2_MEAN
 def test_gradients_inside_fsdp2_are_dropped_or_the_window_is_refused():
     exact, *_ = parallel.single_process(2)
     for found in ranks.of(ranks.run({"fsdp": fsdp_recovers}), "fsdp"):

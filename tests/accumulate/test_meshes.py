@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support import parallel, ranks
 from support.engines import train
 from support.loops import H, V, distance
+from support.versions import FSDP2_MEAN
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -145,6 +146,7 @@ def results(world):
     return ranks.run({2: TWO, 4: FOUR}[world], world)
 
 
+@FSDP2_MEAN
 @pytest.mark.parametrize("name", TENSOR)
 def test_tensor_parallel_replicas_are_not_counted_twice(name):
     for found in ranks.of(results(4), name):

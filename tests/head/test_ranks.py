@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
 from fusedce.head.call import HeadCall
@@ -138,7 +139,7 @@ def two_processes():
         yield dict(results)  # without those that came after a failure
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name, two_processes):
     expected = two_steps(model("tied" in name), None)
     for rank in range(2):

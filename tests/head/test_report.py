@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.heads import V, ce, compiled, plain_model, tokens
+from support.versions import COMPILED_LOGITS
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 
@@ -93,6 +94,7 @@ def test_printing_shows_the_values_once_they_exist():
     assert head_report(model).logits_made == 1
 
 
+@COMPILED_LOGITS
 def test_consumers_of_a_compiled_models_logits():
     model, x = replace_loss_head(plain_model()), tokens(3, 7)
     run = compiled(model, fullgraph=True)

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from support.heads import V, ce, compiled, plain_model, tokens
+from support.versions import COMPILED_LOGITS
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
@@ -51,6 +52,7 @@ def test_logits_read_after_a_step_are_refused(name, look):
         look(z.detach())
 
 
+@COMPILED_LOGITS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_logits_of_a_compiled_model_read_after_a_step_are_refused(name):
     model = replace_loss_head(plain_model())

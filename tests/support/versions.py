@@ -1,0 +1,20 @@
+"""What a version of torch does otherwise, for a reason outside of this project."""
+
+import pytest
+import torch
+
+TORCH = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+
+# fully_shard(Linear), one backward on two ranks: twice the mean of their gradients in torch 2.8,
+# the mean from 2.11 on.
+FSDP2_MEAN = pytest.mark.skipif(
+    TORCH < (2, 9), reason="over gloo, FSDP2 of torch 2.8 adds gradients where it should average"
+)
+COMPILED_LOGITS = pytest.mark.skipif(
+    TORCH < (2, 9), reason="a model compiled by torch 2.8 returns real logits"
+)
+
+
+def marked(names, mark, where):
+    """Parameters, with ``mark`` on those whose name contains ``where``."""
+    return [pytest.param(name, marks=mark) if where in name else name for name in names]
