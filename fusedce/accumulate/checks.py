@@ -43,7 +43,7 @@ def _as_count(i: int, count: Any) -> Tensor:
     else:
         try:
             # numpy's integers and 0-d arrays have an index as well, and its old booleans.
-            boolean = isinstance(count, bool) or getattr(count, "dtype", None) == bool
+            boolean = isinstance(count, bool) or str(getattr(count, "dtype", "")) == "bool"
             whole = None if boolean else operator.index(count)
         except TypeError:
             whole = None

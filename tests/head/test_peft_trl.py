@@ -316,7 +316,7 @@ def test_trl_head_is_said_to_be_replaced(trl, tokenizer, tmp_path, caplog):
 
 
 def test_other_loss_types_are_refused(trl, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="(loss_type='dft'|compute_loss_func) asks for another"):
+    with pytest.raises(ValueError, match=r"(loss_type='dft'|compute_loss_func) asks for another"):
         sft(trl, tokenizer, tmp_path, llama(), loss_type="dft")
 
 
