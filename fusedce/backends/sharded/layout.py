@@ -119,7 +119,8 @@ _NONE = -(2**63) + 1
 _WORDS = 40  # int64, 8 bytes of an error each
 
 # A rank's row: sizes, settings, an error's words, a checksum of labels, a sketch of hidden states.
-_TEXT = slice(4 + len(_SETTINGS), 4 + len(_SETTINGS) + _WORDS)
+_COUNTED = 4  # of the sizes, the tokens that are computed
+_TEXT = slice(_COUNTED + 1 + len(_SETTINGS), _COUNTED + 1 + len(_SETTINGS) + _WORDS)
 _CHECKSUM = _TEXT.stop
 _SKETCH = slice(_CHECKSUM + 1, _CHECKSUM + 10)
 _LENGTH = _SKETCH.stop
@@ -218,10 +219,7 @@ def _sketch(problem: Problem) -> Tensor:
     distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
     """
     hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    labels = problem.labels.reshape(-1)
-    valid = torch.ones_like(labels, dtype=torch.bool)
-    if problem.ignore_index is not None:
-        valid = labels != problem.ignore_index
+    valid = _valid(problem)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     wide = wide.masked_fill(~valid[:, None], 0)
     eight = torch.arange(8, device=wide.device)
@@ -230,6 +228,13 @@ def _sketch(problem: Problem) -> Tensor:
     sums = _signs(rows * 8 + eight).to(wide).t() @ wide  # (8, H)
     sums = (sums.double() * _signs(columns + eight[:, None] * len(columns))).sum(1)
     return torch.cat([wide.square().sum(dtype=torch.float64)[None], sums])
+
+
+def _valid(problem: Problem) -> Tensor:
+    labels = problem.labels.reshape(-1)
+    if problem.ignore_index is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return labels != problem.ignore_index
 
 
 def _signs(i: Tensor) -> Tensor:
@@ -250,15 +255,19 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
     labels = problem.labels.reshape(-1).long()
     order = torch.arange(1, len(labels) + 1, device=labels.device)
     checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
-    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0]
-    mine = torch.tensor([*sizes, *_settings(problem), *[0] * (_WORDS + 10)], device=labels.device)
-    mine[_CHECKSUM] = checksum
+    counted = _valid(problem)
+    if problem.token_weight is not None:
+        counted = counted & (problem.token_weight.reshape(-1) != 0)
+    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0, 0]
+    mine = torch.tensor([*sizes, *_settings(problem), *[0] * (_WORDS + 10)])
+    mine = mine.to(labels.device, non_blocking=True)
+    mine[_COUNTED], mine[_CHECKSUM] = counted.sum(), checksum
     if len(layout.groups) > 1:
         mine[_SKETCH] = _sketch(problem).view(torch.int64)
     told = _meet(mine, layout.groups)
     rows, tokens, H, V = (list(x) for x in zip(*(row[:4] for row in told), strict=True))
-    checksums = [row[_CHECKSUM] for row in told]
-    for i, name in enumerate(_SETTINGS, start=4):
+    counts, checksums = ([row[i] for row in told] for i in (_COUNTED, _CHECKSUM))
+    for i, name in enumerate(_SETTINGS, start=_COUNTED + 1):
         if len({row[i] for row in told}) > 1:
             raise ValueError(
                 f"{name} must be the same on all ranks that share the vocabulary, here it is "
@@ -281,4 +290,5 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
         V=vocab_size or sum(rows),
         largest=max(rows),
         tokens=tuple(tokens) if layout.tokens_sharded else None,
+        counted=sum(counts) if layout.tokens_sharded else counts[0],
     )
