@@ -14,8 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusedce import recipes as recipes
     from fusedce import sharded as sharded
     from fusedce import testing as testing
+    from fusedce import trainer_rl as trainer_rl
     from fusedce.accumulate.accumulator import LossAccumulator
     from fusedce.auditing import audit
     from fusedce.contract.labels import count_valid, shift_labels
@@ -50,7 +52,16 @@ _HOME = {
     "shift_labels": "fusedce.contract.labels",
 }
 # `testing` needs hypothesis, and says so
-_MODULES = ("accumulate", "head", "loss", "sharded", "testing", "trainer")
+_MODULES = (
+    "accumulate",
+    "head",
+    "loss",
+    "recipes",
+    "sharded",
+    "testing",
+    "trainer",
+    "trainer_rl",
+)
 
 __all__ = [
     "FusedLinearCrossEntropyLoss",

@@ -1,5 +1,6 @@
-"""Public name of the loss with a sharded vocabulary."""
+"""Public names of the losses with a sharded vocabulary."""
 
 from fusedce.loss.sharded import sharded_ce
+from fusedce.loss.sharded_tokens import sharded_argmax, sharded_cross_entropy, sharded_logprobs
 
-__all__ = ["sharded_ce"]
+__all__ = ["sharded_argmax", "sharded_ce", "sharded_cross_entropy", "sharded_logprobs"]

@@ -19,6 +19,9 @@ from torch import Tensor
 from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.head.replace import attach
 from fusedce.head.tap import LossTap
+from fusedce.trainer_batches import attends_across_documents, labels_of, mask_borders
+from fusedce.trainer_checks import check_counted, owner, refuse_other_settings
+from fusedce.trainer_stats import LOOKED_AT, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +46,14 @@ class FusedTrainerMixin:
       trained across a document's border, and one warning says so where the model attends across it.
 
     TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
-    its scales from the configuration; here the model's own loss runs instead. Its metrics
-    ``entropy`` and ``mean_token_accuracy`` are not logged.
+    its scales from the configuration; here the model's own loss runs instead. ``entropy`` (nats),
+    ``mean_token_accuracy`` and ``num_tokens`` are logged as it logs them, from the pass of the
+    loss. Other trainers log them where asked for, as sum / count over all tokens of the interval:
+    entropy of the distributions, share of the labels that were likeliest, tokens seen that are no
+    padding. The backward pass then computes the logits once more: four products instead of three.
+
+    Attributes:
+        log_token_stats: whether to log them (a class attribute, ``False``); TRL's always does.
 
     Raises (when training begins):
         ValueError: the model's loss is not one fused cross-entropy (its logits go elsewhere), or a
@@ -58,6 +67,8 @@ class FusedTrainerMixin:
         ...     pass
         >>> MyTrainer(model=model, args=args, train_dataset=dataset).train()
     """
+
+    log_token_stats: bool = False
 
     if TYPE_CHECKING:  # what the Trainer behind it brings
 
@@ -85,17 +96,11 @@ class FusedTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        settings = self.args
-        _refuse_other_losses(self, settings)
-        if settings.n_gpu > 1:
-            raise RuntimeError(
-                f"FusedTrainerMixin does not work with nn.DataParallel, which Trainer uses for "
-                f"{settings.n_gpu} GPUs in one process: start one process per GPU with torchrun"
-            )
-        if hasattr(settings, "loss_type"):
+        refuse_other_settings(self)
+        if hasattr(self.args, "loss_type"):
             logger.warning(
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
-                "model's own, computed by fusedce; entropy and mean_token_accuracy are not logged."
+                "model's own, computed by fusedce."
             )
         attach(self.model)
         self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
@@ -108,6 +113,7 @@ class FusedTrainerMixin:
         self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
+        self._train_stats = self._stats = stats_of(self)
         self._shift: int | None = None  # a `model_init` makes another model for each run
 
     def _get_num_items_in_batch(
@@ -123,8 +129,8 @@ class FusedTrainerMixin:
             self._shift = self._find_shift(batch_samples[0])
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            _mask_borders(batch)
-            count += _labels(batch, self._shift).ne(-100).sum().to(device)
+            mask_borders(batch)
+            count += labels_of(batch, self._shift).ne(-100).sum().to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
 
@@ -142,18 +148,22 @@ class FusedTrainerMixin:
             denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
-        _mask_borders(inputs)
-        with LossTap(denominator) as tap:
+        mask_borders(inputs)
+        with LossTap(denominator, monitor=LOOKED_AT if self._stats else ()) as tap:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
         if self._eval_totals is not None or denominator is not None:
             for loss_sum, n_valid, _ in tap.losses:
                 totals.add((loss_sum, n_valid))
+            if self._stats is not None:
+                self._stats.add(tap, inputs, outputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Puts the loss per token into what Trainer logs."""
+        if isinstance(self._train_stats, TrlStats):
+            self._train_stats.make_numbers()
         of_interval = "loss" in logs and "learning_rate" in logs  # Trainer's own, not a callback's
         of_run = "train_loss" in logs and "total_flos" in logs
         if of_interval or of_run:
@@ -164,20 +174,10 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
-            if not n_tokens and declared and _owner(self, "compute_loss") is not FusedTrainerMixin:
-                raise RuntimeError(
-                    f"{_owner(self, 'compute_loss').__name__}.compute_loss has not computed the "
-                    f"model's loss through super().compute_loss, so that no token was counted: "
-                    f"call it, or leave FusedTrainerMixin out"
-                )
-            if declared != n_tokens:
-                raise RuntimeError(
-                    f"the model's loss has counted {n_tokens} tokens since the last logging step, "
-                    f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
-                    f"would be divided by a wrong number"
-                )
+            check_counted(owner(self, "compute_loss"), n_tokens, declared, self._shift)
             if of_interval:
                 logs["loss"] = metrics["loss"]
+                logs |= {} if self._stats is None else self._stats.logged()
             if of_run:
                 logs["train_loss"] = self._run_sum / max(self._run_count, 1)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -204,15 +204,18 @@ class FusedTrainerMixin:
     ) -> Any:
         """As Trainer's, with the loss as sum / count over all tokens (NaN where there is none)."""
         self._eval_totals = LossAccumulator.from_accelerator(self.accelerator)
+        self._stats = stats_of(self)
         try:
             output = super().evaluation_loop(  # type: ignore[misc]
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
             metrics = self._eval_totals.metrics()
+            stats = {} if self._stats is None else self._stats.logged(f"{metric_key_prefix}_")
         finally:
-            self._eval_totals = None
+            self._eval_totals, self._stats = None, self._train_stats
         if (name := f"{metric_key_prefix}_loss") in output.metrics:
             output.metrics[name] = metrics["loss"]
+            output.metrics.update(stats)
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +252,7 @@ class FusedTrainerMixin:
                     f"output head with reduction 'mean', but there were "
                     f"{[reduction for *_, reduction in tap.losses]}: use the stock Trainer"
                 )
-            if _attends_across_documents(model, row):
+            if attends_across_documents(model, row):
                 logger.warning(
                     "Documents are packed into one row, but %s attends across their borders: the "
                     "loss of a token depends on other documents. Use an attention implementation "
@@ -273,87 +276,8 @@ class FusedTrainerMixin:
         return total // self._parallel_size("tp", "cp", "sp")
 
 
-def _owner(trainer: Any, method: str) -> type:
-    """The class that a method comes from."""
-    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
-
-
 def _is_trainer(kind: type) -> bool:
     """Whether this is the Trainer of transformers, or derived from it but not from the mixin."""
     if issubclass(kind, FusedTrainerMixin):
         return False
     return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
-
-
-def _refuse_other_losses(trainer: Any, settings: Any) -> None:
-    """Settings that replace the model's loss by another one, which would be lost here."""
-    found = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": settings.label_smoothing_factor != 0,
-        f"loss_type={getattr(settings, 'loss_type', None)!r}": (
-            getattr(settings, "loss_type", None) not in (None, "nll")
-        ),
-    }
-    for name, is_set in found.items():
-        if is_set:
-            raise ValueError(
-                f"FusedTrainerMixin computes the model's own cross-entropy, but {name} asks for "
-                f"another loss: leave it out, or use the Trainer without the mixin"
-            )
-
-
-def _labels(batch: dict[str, Any], shift: int) -> Tensor:
-    """The labels that the model's loss can see."""
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    return batch["labels"][..., shift:]
-
-
-def _document_starts(batch: dict[str, Any]) -> Tensor | None:
-    """Where packed documents begin, but for the first of a row: bool like the labels, or None."""
-    labels = batch.get("labels", batch.get("shift_labels"))
-    if "attention_mask" in batch or labels is None:
-        return None
-    if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
-        starts = positions == 0
-    elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
-        starts = torch.zeros_like(labels, dtype=torch.bool)
-        starts[0, cu_seqlens[:-1].long()] = True
-    else:
-        return None
-    starts[:, 0] = False
-    return starts
-
-
-def _mask_borders(batch: dict[str, Any]) -> None:
-    """The first token of a packed document is no label: the token before it is of another one.
-
-    That is where the document starts in ``labels``, and one before it in ``shift_labels``.
-    """
-    starts = _document_starts(batch)
-    if starts is None:
-        return
-    for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
-        if name in batch:
-            batch[name] = batch[name].masked_fill(where, -100)
-
-
-def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
-    """Whether the loss of the last packed document of a row changes with the tokens before it."""
-    starts = _document_starts(row)
-    if starts is None or "input_ids" not in row or not bool(starts.any()):
-        return False
-    begin = int(starts[0].nonzero().max())
-    labels: dict[str, Tensor] = {
-        name: row[name].clone() for name in ("labels", "shift_labels") if name in row
-    }
-    for label in labels.values():
-        label[:, : begin + 1] = -100
-    other = row["input_ids"].clone()
-    other[:, :begin] = other[:, :begin].flip(1)
-    sums = []
-    for ids in (row["input_ids"], other):
-        with LossTap() as tap:
-            model(**(row | labels | {"input_ids": ids}))
-        sums.append(tap.losses[0][0])
-    return not torch.allclose(sums[0], sums[1], rtol=1e-5)

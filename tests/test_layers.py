@@ -14,7 +14,7 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing", "recipes"},
-    {"trainer", "trainer_rl", "auditing"},
+    {"trainer", "trainer_batches", "trainer_checks", "trainer_rl", "trainer_stats", "auditing"},
     {"__init__"},
     {"models", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedce.autograd.derivatives import refuse_second_derivatives
 from fusedce.backends.choose import get_backend
+from fusedce.backends.gradients import of_inputs
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
 
@@ -124,8 +125,10 @@ def _token_grads(*flat: Any) -> tuple[Tensor, ...]:
     end = len(Values._fields)
     values, upstreams = Values(*rest[:end]), Upstreams(*rest[end:])
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        upstream = _upstream(problem, values, upstreams)
-        return get_backend(problem.backend).token_grads(problem, wanted, values.lse, upstream)
+        upstream = upstream_of(problem, values, upstreams)
+        dtypes = of_inputs(problem)
+        backend = get_backend(problem.backend)
+        return backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
 
 
 @_token_grads.register_fake
@@ -138,10 +141,20 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _upstream(problem: Problem, values: Values, upstreams: Upstreams) -> Upstream:
+def upstream_of(
+    problem: Problem,
+    values: Values,
+    upstreams: Upstreams,
+    *,
+    classes: int | None = None,
+    here: Tensor | None = None,  # (N,) bool
+) -> Upstream:
     """Factors of the gradient of a row of logits, by
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
+
+    Where ``weight`` holds but some of the ``classes``, and some labels are not ``here``, a row
+    stands in for them: ``values.nll`` is its ``-log p``, and it has no onehot.
     """
     V = problem.weight.shape[0]
     nll = values.nll.double()
@@ -152,7 +165,10 @@ def _upstream(problem: Problem, values: Values, upstreams: Upstreams) -> Upstrea
     beta = gamma = None
     if upstreams.nll is not None:
         alpha += upstreams.nll
-        at_label += upstreams.nll * torch.expm1(-nll)  # p - 1 without cancellation
+        less_one = torch.expm1(-nll)  # p - 1 without cancellation
+        at_label += upstreams.nll * (
+            less_one if here is None else torch.where(here, less_one, p_label)
+        )
         used |= upstreams.nll != 0
     if upstreams.lse is not None:
         alpha += upstreams.lse
@@ -167,7 +183,7 @@ def _upstream(problem: Problem, values: Values, upstreams: Upstreams) -> Upstrea
         at_label += beta * surprise
         used |= beta != 0
     if upstreams.zmean is not None:
-        gamma = upstreams.zmean / V
+        gamma = upstreams.zmean / (V if classes is None else classes)
         c: Tensor | float = 1.0
         if problem.class_weight is not None:
             c = problem.class_weight[problem.labels.long().clamp(0, V - 1)]

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from fusedce.backends.gradients import Dtypes
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 
@@ -31,7 +32,7 @@ class Backend(Protocol):
         """The sum and its wanted gradients; with a soft-cap there is no label smoothing."""
 
     def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
-        """Statistics of every token, in one pass."""
+        """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
 
     def token_grads(
         self,
@@ -39,6 +40,7 @@ class Backend(Protocol):
         wanted: Wanted,
         lse: Tensor,  # (N,)
         upstream: Upstream,
+        dtypes: Dtypes,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with factors of each token's own, from logits computed anew."""
 

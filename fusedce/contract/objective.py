@@ -29,6 +29,7 @@ class Stats(NamedTuple):
     zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64
     argmax: Tensor | None = None  # (N,) int64, where asked for; -1 at those positions
+    top: Tensor | None = None  # (N,) the largest logit, from backends that were asked for argmax
 
 
 class Upstream(NamedTuple):
@@ -113,6 +114,16 @@ def slopes(
 def _mean_class(problem: Problem) -> Tensor | float:
     c = problem.class_weight
     return 1.0 if c is None else c.mean(dtype=torch.float64)
+
+
+def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
+    """``()`` float64 each: weights of the classes of the valid tokens (or 1), and their number."""
+    valid, c = problem.valid(), problem.class_weight
+    count = valid.sum().double()
+    if c is None:
+        return count, count
+    chosen = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
+    return torch.where(valid, chosen, 0.0).sum(), count
 
 
 def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:

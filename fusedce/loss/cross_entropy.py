@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import checked
 from fusedce.contract.explain import explains_names
+from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
+from fusedce.loss.sharded import is_sharded
+from fusedce.loss.sharded_tokens import sharded_cross_entropy
 
 
 @explains_names
@@ -30,6 +33,7 @@ def fused_cross_entropy(
     token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
     backend: str | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)`` without the logits.
 
@@ -61,6 +65,8 @@ def fused_cross_entropy(
             token_weight, chunk_tokens, backend: as in :func:`fused_ce`.
         class_weight: ``(V,)``, numbers of any dtype, without gradient: weight of each class.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
+            they are known. See :func:`fusedce.sharded.sharded_cross_entropy`.
 
     Returns:
         float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
@@ -76,6 +82,24 @@ def fused_cross_entropy(
         >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
         torch.Size([2, 5])
     """
+    if is_sharded(weight, process_group):
+        return sharded_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            process_group=process_group,
+            bias=bias,
+            class_weight=class_weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            token_weight=token_weight,
+            chunk_tokens=chunk_tokens,
+            backend=backend,
+        )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     problem = Problem(
@@ -106,10 +130,6 @@ def fused_cross_entropy(
 def _denominator(problem: Problem) -> Tensor:
     """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    valid = problem.valid()
-    if problem.class_weight is None:
-        return valid.sum().clamp(min=1).to(dtype)
-    V = problem.class_weight.shape[0]
-    chosen = problem.class_weight.double()[problem.labels.long().clamp(0, V - 1)]
+    weights, count = weights_and_count(problem)
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    return torch.where(valid.any(), torch.where(valid, chosen, 0.0).sum(), 1.0).to(dtype)
+    return torch.where(count > 0, weights, 1.0).to(dtype)

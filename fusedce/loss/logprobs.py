@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from fusedce.contract.checks import check_number, checked, checked_temperature
 from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
+from fusedce.loss.sharded import is_sharded
+from fusedce.loss.sharded_tokens import sharded_argmax, sharded_logprobs
 
 
 @explains_names
@@ -26,6 +30,7 @@ def fused_logprobs(
     mean_logit: bool = False,
     chunk_tokens: int | None = None,
     backend: str | None = None,
+    process_group: Any = None,
 ) -> TokenStats | TokenStatsAndMean:
     """Log-probability of each label, entropy, log-sum-exp and argmax in one pass, no logits.
 
@@ -58,6 +63,8 @@ def fused_logprobs(
             a tensor ``(...)`` of floats without gradient, of each position its own.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
+        process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
+            they are known. See :func:`fusedce.sharded.sharded_logprobs`.
 
     Returns:
         :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``; with ``mean_logit`` a
@@ -73,6 +80,21 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
+    if is_sharded(weight, process_group):
+        return sharded_logprobs(
+            hidden,
+            weight,
+            labels,
+            process_group=process_group,
+            bias=bias,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            mean_logit=mean_logit,
+            chunk_tokens=chunk_tokens,
+            backend=backend,
+        )
     one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
     if one <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -137,13 +159,14 @@ def fused_argmax(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     backend: str | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """``F.linear(hidden, weight, bias).argmax(-1)`` of the finished logits, without the logits.
 
     Products are accumulated in float32 and compared as they are: classes that round to the same
     bfloat16 logit are told apart.
 
-    Args: as in :func:`fused_ce`.
+    Args: as in :func:`fused_ce`, ``process_group`` too.
 
     Returns:
         ``(...)`` int64: the likeliest class of every position (which of several equal ones is not
@@ -156,6 +179,16 @@ def fused_argmax(
         >>> fused_argmax(torch.eye(3), torch.eye(3))
         tensor([0, 1, 2])
     """
+    if is_sharded(weight, process_group):
+        return sharded_argmax(
+            hidden,
+            weight,
+            process_group=process_group,
+            bias=bias,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            backend=backend,
+        )
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden must be a tensor, got {type(hidden).__name__}")
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

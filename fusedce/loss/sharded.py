@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedce.autograd import sharded
+from fusedce.backends.choose import resolve_backend
 from fusedce.backends.sharded.layout import (
+    SUM,
     agree,
     check_vocab_size,
     groups_of,
@@ -19,11 +22,13 @@ from fusedce.backends.sharded.layout import (
     layout_of,
     on_the_way,
 )
+from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.checks import (
     autocast,
     check_options,
     check_tensor_types,
     check_tensors,
+    checked_temperature,
     flattened,
 )
 from fusedce.contract.explain import explains_names
@@ -73,7 +78,7 @@ def sharded_ce(
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 64 int64: do all ranks hold the same tokens and options, how many rows has
+    * one all-gather of 68 int64: do all ranks hold the same tokens and options, how many rows has
       each, and has one found an error; for a weight that is replicated over other dimensions of its
       mesh, before it one on each of those, over which labels must be equal and hidden states
       within 1% of their norm;
@@ -137,7 +142,21 @@ def sharded_ce(
         chunk_tokens=chunk_tokens,
         backend="torch",
     )
-    with on_the_way(groups_of(weight, process_group), getattr(labels, "device", None)):
+    return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
+
+
+def met(
+    problem: Problem,
+    process_group: Any,
+    tokens_sharded: bool,
+    vocab_size: int | None,
+    function: str = SUM,
+) -> tuple[Problem, Shard]:
+    """The problem of this rank, checked and flattened, after all ranks have compared theirs.
+
+    Raises the same error on all ranks that share the vocabulary.
+    """
+    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)
@@ -146,7 +165,18 @@ def sharded_ce(
         else:  # a rank without rows
             row = problem.weight.new_empty(1, problem.weight.shape[-1])
             check_tensors(problem.but(weight=row, bias=None))
-        check_options(problem)
+        resolve_backend(problem.backend, problem.hidden)
+        c = problem.class_weight
+        # Weights of all ranks' classes: how many there are is known once the ranks have met.
+        check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
+        flat = flattened(problem)
+        if problem.temperature is not None:
+            t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
+            flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
-    shard = agree(layout, vocab_size)
-    return sharded.loss_sum(flattened(problem), shard)
+    shard = agree(layout, vocab_size, function)
+    return flat, shard
+
+
+def device_of(x: object) -> torch.device | None:
+    return getattr(x, "device", None)

@@ -19,7 +19,7 @@ def run(code):
 
 
 def test_every_public_name_is_there():
-    for name in [*fusedce.__all__, "sharded", "testing"]:
+    for name in [*fusedce.__all__, "recipes", "sharded", "testing", "trainer_rl"]:
         assert getattr(fusedce, name) is not None
     assert set(fusedce.__all__) <= set(dir(fusedce))
     assert set(fusedce.__all__) == set(fusedce._HOME)

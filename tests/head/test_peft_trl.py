@@ -256,14 +256,30 @@ PAIRS = [{"prompt": text(2 + i, i), "completion": " " + text(9 - i, 50 + i)} for
 def test_sft(kwargs, trl, tokenizer, tmp_path, no_logits):
     """The same curve as TRL's own, which for this model is right, at any split."""
     if kwargs.get("packing"):
-        _, stock = sft(trl, tokenizer, tmp_path, llama(), mixin=False, size=1, steps=2, **kwargs)
-        _, ours = sft(trl, tokenizer, tmp_path, llama(), size=1, steps=2, **kwargs)
+        same, stock = sft(trl, tokenizer, tmp_path, llama(), mixin=False, size=1, steps=2, **kwargs)
+        fused, ours = sft(trl, tokenizer, tmp_path, llama(), size=1, steps=2, **kwargs)
     else:
-        _, stock = sft(trl, tokenizer, tmp_path, llama(), mixin=False, **kwargs)
-        _, ours = sft(trl, tokenizer, tmp_path, llama(), **kwargs)
+        same, stock = sft(trl, tokenizer, tmp_path, llama(), mixin=False, **kwargs)
+        fused, ours = sft(trl, tokenizer, tmp_path, llama(), **kwargs)
         _, parts = sft(trl, tokenizer, tmp_path, llama(), size=1, steps=8, **kwargs)
         torch.testing.assert_close(parts, ours, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+    for trainer in (same, fused):
+        trainer.evaluate(trainer.train_dataset)
+    assert len(statistics(fused)) == 3 * len(statistics(fused)[::3]) >= 9
+    torch.testing.assert_close(statistics(fused), statistics(same), rtol=1e-5, atol=1e-7)
+
+
+def statistics(trainer):
+    """What TRL's trainer logs beside the loss, in training and evaluation."""
+    names = ("mean_token_accuracy", "entropy", "num_tokens")
+    return [
+        log[k]
+        for log in trainer.state.log_history
+        for name in names
+        for k in (name, f"eval_{name}")
+        if k in log
+    ]
 
 
 def test_scale_that_trl_guesses_wrong(trl, tokenizer, tmp_path, no_logits):

@@ -163,6 +163,8 @@ data = Dataset(16)
 for i, row in enumerate(data.rows):
     if i % 3 == 0:
         row["labels"] = torch.full_like(row["labels"], -100)
+FusedTrainer.log_token_stats = True
+STATS = ("mean_token_accuracy", "entropy", "num_tokens")
 world = int(__import__("os").environ.get("WORLD_SIZE", 1))
 results = {{}}
 for name, kind, steps in (("stock", Trainer, 2), ("fused", FusedTrainer, 2)):
@@ -178,7 +180,9 @@ for name, kind, steps in (("stock", Trainer, 2), ("fused", FusedTrainer, 2)):
     results[name] = {{
         "loss": [log["loss"] for log in seen.logs if "loss" in log],
         "grad_norm": [log["grad_norm"] for log in seen.logs if "grad_norm" in log],
-        "eval": trainer.evaluate()["eval_loss"],
+        "eval": (evaluated := trainer.evaluate())["eval_loss"],
+        "stats": [[log.get(k) for k in STATS] for log in seen.logs if "loss" in log],
+        "eval_stats": [evaluated.get("eval_" + k) for k in STATS[:2]],
     }}
 if not dist.is_initialized() or dist.get_rank() == 0:
     open({out!r}, "w").write(json.dumps(results))
@@ -215,6 +219,9 @@ def test_mixin_on_two_ranks_equals_one(trainer_results):
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     assert two["eval"] == pytest.approx(one["eval"], rel=1e-5)
+    for kind in ("stats", "eval_stats"):
+        torch.testing.assert_close(torch.tensor(two[kind]), torch.tensor(one[kind]))
+    assert one["stats"][-1][2] == 2 * 8 * 12  # steps, rows, tokens of each
 
 
 def test_stock_evaluation_on_two_ranks_does_not(trainer_results):

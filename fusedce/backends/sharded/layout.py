@@ -112,11 +112,23 @@ _SETTINGS = (
     "chunk_tokens",
     "bias",
     "token_weight",
+    "temperature",
     "hidden.requires_grad",
+    "class_weight",
+    "function",
+    "weight.requires_grad",
 )
 _WHOLE = ("ignore_index", "chunk_tokens")
 _NONE = -(2**63) + 1
 _WORDS = 40  # int64, 8 bytes of an error each
+_KINDS = {"TypeError": TypeError, "RuntimeError": RuntimeError}
+FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
+    "a sum of losses",
+    "losses of tokens",
+    "statistics of tokens",
+    "statistics of tokens with mean_logit",
+    "likeliest classes",
+)
 
 # A rank's row: sizes, settings, an error's words, a checksum of labels, a sketch of hidden states.
 _COUNTED = 4  # of the sizes, the tokens that are computed
@@ -127,12 +139,27 @@ _LENGTH = _SKETCH.stop
 _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
 
 
-def _settings(problem: Problem) -> list[int]:
+def _settings(problem: Problem, function: str) -> list[int]:
     """The settings as int64: floats by their bits, tensors by whether they are there."""
-    values = [_bits(getattr(problem, name), name in _WHOLE) for name in _SETTINGS[:6]]
-    grad = torch.is_grad_enabled() and problem.hidden.requires_grad
-    present = [problem.bias is not None, problem.token_weight is not None, grad]
-    return [*values, *map(int, present)]
+    numbers = [_bits(getattr(problem, name), name in _WHOLE) for name in _SETTINGS[:6]]
+    there = [x is not None for x in (problem.bias, problem.token_weight, problem.temperature)]
+    grad = torch.is_grad_enabled()
+    c = problem.class_weight
+    return [
+        *numbers,
+        *map(int, there),
+        int(grad and problem.hidden.requires_grad),
+        _NONE if c is None else int(_checksum(c.double().view(torch.int64).reshape(-1))),
+        FUNCTIONS.index(function),
+        # A sum has done with its collectives before backward.
+        int(grad and problem.weight.requires_grad and function != SUM),
+    ]
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """``()`` int64 of ``x (n,)`` int64: depends on values and order, and wraps around."""
+    order = torch.arange(1, len(x) + 1, device=x.device)
+    return (x * (2 * order + 1)).sum()
 
 
 def _bits(x: float | None, whole: bool) -> int:
@@ -142,6 +169,10 @@ def _bits(x: float | None, whole: bool) -> int:
 
 
 def _shown(name: str, values: list[int]) -> list[Any]:
+    if name == "class_weight":
+        return ["none" if x == _NONE else f"one with the checksum {x}" for x in values]
+    if name == "function":
+        return [FUNCTIONS[x] for x in values]
     if name in _WHOLE:
         return [None if x == _NONE else x for x in values]
     if name in _SETTINGS[:6]:
@@ -154,12 +185,12 @@ def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> 
     """Tell the ranks of ``groups`` of an error before they meet to :func:`agree`."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not groups:
             raise
         where = f" (on rank {dist.get_rank()})"
         text = str(error).encode()[: 8 * _WORDS - len(where) - 12].decode(errors="ignore")
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        kind = _KINDS.get(type(error).__name__, ValueError)
         nothing = torch.zeros(_LENGTH, dtype=torch.int64, device=device)
         _meet(nothing, groups, kind(text + where))
 
@@ -191,7 +222,7 @@ def _first_words(told: list[list[int]]) -> Exception | None:
         words = struct.pack(f"{_WORDS}q", *row[_TEXT]).rstrip(b"\0")
         if words:
             name, _, text = words.decode(errors="ignore").partition(": ")
-            return (TypeError if name == "TypeError" else ValueError)(text)
+            return _KINDS.get(name, ValueError)(text)
     return None
 
 
@@ -219,7 +250,7 @@ def _sketch(problem: Problem) -> Tensor:
     distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
     """
     hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    valid = _valid(problem)
+    valid = _valid(problem).unflatten(0, (len(hidden), -1 if len(hidden) else 1)).any(1)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     wide = wide.masked_fill(~valid[:, None], 0)
     eight = torch.arange(8, device=wide.device)
@@ -249,17 +280,16 @@ def check_vocab_size(vocab_size: object) -> None:
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
 
 
-def agree(layout: Layout, vocab_size: int | None) -> Shard:
+def agree(layout: Layout, vocab_size: int | None, function: str = SUM) -> Shard:
     """What ranks must know of each other; raises on all of them where they do not fit."""
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
-    order = torch.arange(1, len(labels) + 1, device=labels.device)
-    checksum = (labels * (2 * order + 1)).sum()  # wraps around: depends on values and order
+    checksum = _checksum(labels)
     counted = _valid(problem)
-    if problem.token_weight is not None:
+    if function == SUM and problem.token_weight is not None:
         counted = counted & (problem.token_weight.reshape(-1) != 0)
     sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0, 0]
-    mine = torch.tensor([*sizes, *_settings(problem), *[0] * (_WORDS + 10)])
+    mine = torch.tensor([*sizes, *_settings(problem, function), *[0] * (_WORDS + 10)])
     mine = mine.to(labels.device, non_blocking=True)
     mine[_COUNTED], mine[_CHECKSUM] = counted.sum(), checksum
     if len(layout.groups) > 1:
@@ -269,9 +299,12 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
     counts, checksums = ([row[i] for row in told] for i in (_COUNTED, _CHECKSUM))
     for i, name in enumerate(_SETTINGS, start=_COUNTED + 1):
         if len({row[i] for row in told}) > 1:
+            shown = _shown(name, [row[i] for row in told])
+            if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
+                name = f"{name} / temperature"
             raise ValueError(
                 f"{name} must be the same on all ranks that share the vocabulary, here it is "
-                f"{_shown(name, [row[i] for row in told])}"
+                f"{shown}"
             )
     if len(set(H)) > 1 or len(set(V)) > 1:
         raise ValueError(f"ranks must agree on H and vocab_size, got H={H}, vocab_size={V}")
@@ -284,10 +317,16 @@ def agree(layout: Layout, vocab_size: int | None) -> Shard:
         )
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
+    classes = vocab_size or sum(rows)
+    if problem.class_weight is not None and problem.class_weight.shape != (classes,):
+        raise ValueError(
+            f"class_weight must be (V,) = ({classes},), the weights of all ranks' classes, got "
+            f"{tuple(problem.class_weight.shape)}"
+        )
     return Shard(
         group=group,
         first=sum(rows[: dist.get_rank(group)]),
-        V=vocab_size or sum(rows),
+        V=classes,
         largest=max(rows),
         tokens=tuple(tokens) if layout.tokens_sharded else None,
         counted=sum(counts) if layout.tokens_sharded else counts[0],

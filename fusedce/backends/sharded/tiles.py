@@ -53,7 +53,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
     n_here = len(problem.hidden)
     if shard.tokens is not None:
-        problem = _all_tokens(problem, max(shard.tokens), shard.group)
+        problem = all_tokens(problem, max(shard.tokens), shard.group)
     hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -226,9 +226,9 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
 
 
-def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
+def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
     """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
-    token_weight = problem.token_weight
+    token_weight, temperature = problem.token_weight, problem.temperature
     assert problem.ignore_index is not None
     return problem.but(
         hidden=_gather_tokens(problem.hidden, most, 0, group),
@@ -236,6 +236,7 @@ def _all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Proble
         token_weight=(
             None if token_weight is None else _gather_tokens(token_weight, most, 0, group)
         ),
+        temperature=None if temperature is None else _gather_tokens(temperature, most, 1, group),
     )
 
 
@@ -271,6 +272,13 @@ class _RunningSums:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
+    if shard.tokens is None and len(rows):
+        dist.all_reduce(d_rows, group=shard.group)
+    return _of_all_tokens(d_rows, rows, N, n_here, shard)
 
 
 def _of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:

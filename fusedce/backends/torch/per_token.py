@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.torch.products import add_product, fast_bf16
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
@@ -39,6 +39,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     stats = Stats(out(True), out(wanted.lse), out(wanted.entropy), out(wanted.zmean), n_valid)
     if argmax is not None:
         argmax.fill_(-1)
+        stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
     moments = wanted.entropy or argmax is not None
     for chunk in chunks_of(rows, _CHUNK):
@@ -53,7 +54,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             if wanted.zmean:
                 zmean += _column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
-        nll, lse, entropy, best = seen.merged()
+        nll, lse, entropy, best, top = seen.merged()
         stats.nll[chunk] = nll.to(head.acc)
         if wanted.lse:
             stats.lse[chunk] = lse.to(head.acc)
@@ -61,8 +62,8 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             stats.entropy[chunk] = entropy.to(head.acc)
         if wanted.zmean:
             stats.zmean[chunk] = (zmean / V).to(head.acc)
-        if argmax is not None:
-            argmax[chunk] = best
+        if argmax is not None and stats.top is not None:
+            argmax[chunk], stats.top[chunk] = best, top.to(head.acc)
     return stats
 
 
@@ -71,6 +72,7 @@ def token_grads(
     wanted: Wanted,
     lse: Tensor,  # (N,)
     upstream: Upstream,
+    dtypes: Dtypes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients, from logits computed anew."""
     V, H = problem.weight.shape
@@ -81,9 +83,7 @@ def token_grads(
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
     chunks = chunks_of(rows, problem.chunk_tokens or (1 if device.type == "cpu" else 8) * _CHUNK)
-    grads = Gradients(
-        problem, wanted, dtypes=of_inputs(problem), chunks=len(chunks), accumulate=True
-    )
+    grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(chunks), accumulate=True)
     c = None if problem.class_weight is None else problem.class_weight.to(acc)[:, None]
 
     for number, chunk in enumerate(chunks):
@@ -127,7 +127,7 @@ def token_grads(
         coefficient = at_label * label_slope  # (C,)
         if grads.hidden is not None and dh is not None:
             dh.addcmul_(problem.weight[y].to(acc), coefficient[:, None])
-            grads.hidden[chunk] = dh.to(dtype)
+            grads.hidden[chunk] = dh.to(dtypes.hidden)
         grads.add_rows(y, h, coefficient)
     return grads.written()
 
@@ -162,8 +162,8 @@ class _Seen:
         moment = e.mul_(moment).sum(0).neg_()
         self.seen.append((k, best + begin, others, moment))
 
-    def merged(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``nll, lse, entropy`` in float64 and ``argmax``, (C,) each, the label taken in."""
+    def merged(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """``nll, lse, entropy, argmax, top``, (C,) float64 but argmax, the label taken in."""
         k, best, others, moment = (torch.stack(x) for x in zip(*self.seen, strict=True))
         k, others, moment = k.double(), others.double(), moment.double()  # (tiles, C)
         top, winner = k.max(0, keepdim=True)
@@ -174,7 +174,7 @@ class _Seen:
             log_others = top[0] + (others * w).sum(0).log()
             gap = log_others - z
             nll = torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z)
-            return nll, torch.logaddexp(log_others, z), gap, best
+            return nll, torch.logaddexp(log_others, z), gap, best, top[0]
         moment = ((moment + (1 + others) * (top - k)) * w).sum(0)
         others = (others * w + w.scatter(0, winner, 0)).sum(0)
         # The label is one more tile: its maximum is its own logit, and its moment 0.
@@ -186,9 +186,9 @@ class _Seen:
         others = torch.where(label_wins, (1 + others) * q, others + q)
         log_sum = torch.log1p(others)
         nll = gap.neg().clamp_(min=0) + log_sum + nan_at_inf(z)
-        lse = torch.maximum(top[0], z) + log_sum
+        highest = torch.maximum(top[0], z)
         entropy = log_sum + moment / (1 + others)
-        return nll, lse, entropy, torch.where(label_wins, self.y, best)
+        return nll, highest + log_sum, entropy, torch.where(label_wins, self.y, best), highest
 
 
 def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import Chunks
@@ -48,8 +48,9 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     nll, lse, entropy, zmean = (zeros(x) for x in (True, wanted.lse, wanted.entropy, wanted.zmean))
     if argmax is not None:
         argmax.fill_(-1)
-    best = None
+    best = top = None
     if argmax is not None:
+        top = zeros(True)
         best = torch.empty(splits, N, dtype=torch.int32, device=device)
     planes = iter(torch.empty(2 + wanted.entropy + wanted.zmean, splits, N, device=device).unbind())
     partials = {
@@ -80,6 +81,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 entropy=entropy,
                 zmean=zmean,
                 argmax=argmax,
+                highest=top,
                 N=N,
                 V=shared["V"],
                 splits=splits,
@@ -88,7 +90,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 **partials,
             )
     raise_on_cpu(packed.n_valid, problem)
-    return Stats(nll, lse, entropy, zmean, packed.n_valid)
+    return Stats(nll, lse, entropy, zmean, packed.n_valid, top=top)
 
 
 def token_grads(
@@ -96,6 +98,7 @@ def token_grads(
     wanted: Wanted,
     lse: Tensor,  # (N,)
     upstream: Upstream,
+    dtypes: Dtypes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
     V, H = problem.weight.shape
@@ -119,7 +122,7 @@ def token_grads(
         grads = Gradients(
             problem,
             wanted,
-            dtypes=of_inputs(problem),
+            dtypes=dtypes,
             chunks=-(-n // C) if n else 0,
             # In float16 the factors of the rows would not fit the gradient before they are in.
             accumulate=dtype == torch.float16,

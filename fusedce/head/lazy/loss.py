@@ -87,10 +87,12 @@ class Request(NamedTuple):
                 options |= {"class_weight": self.weight, "reduction": self.reduction}
                 loss = fused_cross_entropy(rows, weight, target, **options)
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
-            loss_sum, n_valid = fused_ce(rows, weight, target, **options)
-            if LossTap.current is not None:
-                tapped = (loss_sum.detach(), n_valid, self.reduction)
-                LossTap.current.losses.append(tapped)
+            tap = LossTap.current
+            monitor = () if tap is None else tap.monitor
+            out = fused_ce(rows, weight, target, monitor=monitor, **options)
+            if tap is not None:
+                tap.see(out, self.reduction)
+            loss_sum, n_valid = out
             return loss_sum if self.reduction == "sum" else loss_sum / self._over(n_valid)
 
 

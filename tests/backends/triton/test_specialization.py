@@ -5,6 +5,7 @@ import torch
 from triton.runtime import interpreter
 
 from fusedce.backends import triton as backend
+from fusedce.backends.gradients import of_inputs
 from fusedce.backends.triton import archs, per_token, training
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -89,7 +90,11 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
 
     def step():
         backend.token_grads(
-            problem, Wanted(hidden=True, weight=True), torch.full((96,), 6.0), upstream
+            problem,
+            Wanted(hidden=True, weight=True),
+            torch.full((96,), 6.0),
+            upstream,
+            of_inputs(problem),
         )
         keys = set(launches)
         launches.clear()

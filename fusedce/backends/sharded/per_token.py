@@ -1,0 +1,141 @@
+"""Statistics of every token's logits where each rank holds some rows of the vocabulary.
+
+A rank's own rows are a vocabulary to the backend, whose kernels know nothing of other ranks: it
+finds their log-sum-exp, entropy, maximum. What ranks tell each other are these few numbers a token;
+a vocabulary is put together of its shards as the backends put one together of its tiles.
+
+The backend wants a label of every token. Where it lies elsewhere, the first row here stands in for
+it; what it is told about that row's gradient is then that of any other row.
+
+As everywhere, the label's own exponential stays out of the sums: nothing cancels at p -> 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedce.backends.choose import get_backend
+from fusedce.backends.sharded.tiles import Shard, all_gather
+from fusedce.contract.objective import Stats
+from fusedce.contract.problem import Problem, Wanted
+
+
+class Local(NamedTuple):
+    """The classes that lie here as a problem of their own, for tokens that all count."""
+
+    problem: Problem  # labels are rows here
+    y: Tensor  # (n,) int64 labels among all classes
+    here: Tensor  # (n,) bool: the label lies here, else its row stands in for it
+
+
+class Merged(NamedTuple):
+    """Of all classes; and what backward must know of the row that is the label here."""
+
+    stats: Stats
+    nll_here: Tensor  # (n,) -log p of that row
+
+
+def local_of(problem: Problem, rows: Tensor, shard: Shard) -> Local:
+    """The tokens at ``rows``, and the rows of ``problem.weight`` that are classes."""
+    real = min(max(shard.V - shard.first, 0), len(problem.weight))
+    classes = slice(shard.first, shard.first + real)
+    bias, c, t = problem.bias, problem.class_weight, problem.temperature
+    every = len(rows) == len(problem.labels)
+    y = problem.labels[rows].long()
+    here = (y >= classes.start) & (y < classes.stop)
+    local = problem.but(
+        hidden=problem.hidden if every else problem.hidden[rows],
+        weight=problem.weight[:real],
+        labels=torch.where(here, y - shard.first, 0),
+        bias=None if bias is None else bias[:real],
+        class_weight=None if c is None else c[classes],
+        temperature=None if t is None else t[rows],
+        token_weight=None,
+        ignore_index=-100,
+    )
+    return Local(local, y, here)
+
+
+def token_stats(local: Local, shard: Shard, wanted: Wanted) -> Merged:
+    """Equal on all ranks but for ``nll_here``.
+
+    One all-gather of float64 numbers a token: two, one more for each of entropy and mean logit, two
+    more for argmax.
+    """
+    n = len(local.y)
+    acc = torch.float64 if local.problem.hidden.dtype == torch.float64 else torch.float32
+    z_here, mine = _of_here(local, shard, wanted)
+    k, ranks = len(mine), dist.get_world_size(shard.group)
+    told = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)
+    others, z_labels, *more = told  # (ranks, n) each
+
+    # A label that is no class (NaN, see valid_rows) lies nowhere.
+    z_label = z_labels.amax(0).masked_fill((local.y < 0) | (local.y >= shard.V), math.nan)
+    log_others = others.logsumexp(0)
+    gap = log_others - z_label
+    nll = torch.logaddexp(gap, torch.zeros_like(gap))
+    lse = torch.logaddexp(z_label, log_others)
+    entropy = zmean = lse.new_empty(0)
+    argmax = None
+    if wanted.entropy:
+        entropy = _entropy(torch.logaddexp(others, z_labels), lse, more.pop(0))
+    if wanted.zmean:
+        zmean = more.pop(0).sum(0) / shard.V
+    if wanted.argmax:
+        tops, classes = more
+        argmax = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
+    n_valid = torch.tensor(n, device=lse.device)
+    stats = Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
+    return Merged(stats, torch.where(local.here, nll, lse - z_here).to(acc))
+
+
+def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
+    """``(n,)`` logit of the row that is the label here; what the others are told, float64.
+
+    That is: the log-sum-exp of the logits but the label's, the label's logit where it lies here,
+    entropy, sum of the logits, the largest logit and its class.
+    """
+    n, device = len(local.y), local.y.device
+    if not len(local.problem.weight):
+        nowhere = torch.full((n,), -math.inf, dtype=torch.float64, device=device)
+        none = torch.zeros_like(nowhere)
+        more = [none] * (wanted.entropy + wanted.zmean)
+        return nowhere, [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]]
+    argmax = torch.empty(n, dtype=torch.int64, device=device) if wanted.argmax else None
+    backend = get_backend(local.problem.backend)
+    found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
+    nll, lse = found.nll.double(), found.lse.double()
+    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # of nothing but masked classes
+    # log(exp(lse) - exp(z)), by what is exact: p of the label near 1, or far from it
+    others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
+    others = others.masked_fill(lse == -math.inf, -math.inf)
+    mine = [
+        torch.where(local.here, others, lse),
+        torch.where(local.here, z, -math.inf),
+    ]
+    if wanted.entropy:
+        mine.append(found.entropy.double())
+    if wanted.zmean:
+        mine.append(found.zmean.double() * len(local.problem.weight))
+    if argmax is not None and found.top is not None:
+        mine += [found.top.double(), (argmax + shard.first).double()]
+    return z, mine
+
+
+def _entropy(
+    lses: Tensor,  # (ranks, n) log-sum-exp of each shard
+    lse: Tensor,  # (n,)
+    entropies: Tensor,  # (ranks, n) of each shard
+) -> Tensor:
+    """``sum over shards of P * (entropy - log P)``, ``P`` a shard's probability: chain rule."""
+    top, winner = lses.max(0, keepdim=True)
+    above = lses - top
+    rest = above.exp().scatter(0, winner, 0).sum(0)
+    surprise = rest.log1p() - above  # -log P, where nothing cancels at P -> 1
+    p = (lses - lse).exp()
+    return torch.where(p == 0, 0.0, p * (entropies + surprise)).sum(0)

@@ -1,0 +1,377 @@
+"""Per token on a vocabulary spread over real gloo processes: equal to the whole one."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import ranks
+from support.vocabulary import UNEQUAL, H, N, inputs, own_rows
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fusedce import fused_argmax, fused_cross_entropy, fused_logprobs
+from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
+from fusedce.sharded import sharded_cross_entropy, sharded_logprobs
+
+LOSSES = {
+    "plain": {},
+    "all": {"softcap": 3.0, "logit_scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.05},
+}
+FLOOR = {torch.float64: 1e-13, torch.float32: 3e-7, torch.bfloat16: 4e-3}
+STATISTICS = {
+    "plain": {},
+    "all": {"softcap": 3.0, "logit_scale": -0.7, "temperature": 0.6, "mean_logit": True},
+    "temperatures": {
+        "temperature": 0.5 + torch.rand(N, generator=torch.Generator().manual_seed(4))
+    },
+}
+
+
+def class_weights(V):
+    found = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.1
+    found[1] = 0
+    return found
+
+
+def answers(function, x, **options):
+    """What a function returns, its outputs with a graph under an upstream of each token's own."""
+    leaves = {k: x[k] for k in ("hidden", "weight", "bias") if k in x}
+    found = function(**x, **options)
+    found = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+    rng = torch.Generator().manual_seed(1)
+    loss = 0
+    for out in found:
+        upstream = torch.randn(out.shape, generator=rng, dtype=torch.float64)
+        upstream.view(-1)[::4] = 0  # of no interest
+        if out.requires_grad:
+            loss = loss + (out * upstream.to(out)).sum()
+    loss.backward()
+    return [x.detach() for x in found], {k: v.grad for k, v in leaves.items()}
+
+
+def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=None):
+    """Within twice the error of the unsharded function against that of float64, and a floor."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), dtype, bias=True)
+    if "token_weight" in options:
+        options = options | {"token_weight": x["hidden"].new_ones(N, dtype=torch.float32)}
+        options["token_weight"][::5] = 0
+    local, rows = own_rows(x, sizes, rank)
+    group = dist.group.WORLD
+    out, grads = answers(
+        function, local, process_group=group, backend=backend, chunk_tokens=chunk, **options
+    )
+    every, _ = own_rows(x, [sum(sizes)], 0)
+    theirs, their_grads = answers(whole, every, backend=backend, **options)
+    exact, _ = own_rows({k: _wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    truth, true_grads = answers(whole, exact, **options)
+    for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        _near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
+    for name, grad in grads.items():
+        part = slice(None) if name == "hidden" else rows
+        assert grad.dtype == dtype
+        _near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
+    return [x.tolist() for x in out]
+
+
+def _wide(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def _near(a, b, exact, floor, name):
+    if not a.is_floating_point():
+        assert torch.equal(a, b), name
+        return
+    if not a.numel():
+        return
+    error, theirs = (a.double() - exact).norm(), (b.double() - exact).norm()
+    assert error <= 2 * theirs + floor * exact.norm(), f"{name}: {error:.1e} against {theirs:.1e}"
+
+
+def sure(rank):
+    """p -> 1 in float32: losses and entropies of 1e-7 nats keep their digits."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), torch.float32)
+    unit = F.normalize(x["weight"], dim=-1)
+    labels = torch.arange(N) % sum(sizes)
+    x |= {"weight": unit, "labels": labels, "hidden": 30.0 * unit[labels]}
+    local, rows = own_rows(x, sizes, rank)
+    exact, _ = own_rows({k: _wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    (logprob, entropy, *_), grads = answers(sharded_logprobs, local, process_group=dist.group.WORLD)
+    truth, true_grads = answers(fused_logprobs, exact)
+    assert truth[0].abs().min() < 1e-5
+    for a, b in ((logprob, truth[0]), (entropy, truth[1])):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=1e-12)
+    for name, part in (("hidden", slice(None)), ("weight", rows)):
+        torch.testing.assert_close(
+            grads[name].double(), true_grads[name][part], rtol=1e-4, atol=1e-7
+        )
+
+
+def reductions(rank):
+    """Sum and mean, with class weights and without."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    V = sum(sizes)
+    for reduction in ("mean", "sum"):
+        for class_weight in (None, class_weights(V).double()):
+            x = inputs(V)
+            local, rows = own_rows(x, sizes, rank)
+            every, _ = own_rows(x, [V], 0)
+            options = {"reduction": reduction, "class_weight": class_weight, "z_loss": 0.1}
+            (a,), grads = answers(
+                sharded_cross_entropy, local, process_group=dist.group.WORLD, **options
+            )
+            (b,), true = answers(fused_cross_entropy, every, **options)
+            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(grads["hidden"], true["hidden"])
+            torch.testing.assert_close(grads["weight"], true["weight"][rows])
+
+
+def padding(rank):
+    """The last rows are no classes: no probability, no gradient, no likeliest class."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    real = sum(sizes) - sizes[-1] - 1  # one rank has nothing but padding
+    x = inputs(sum(sizes), bias=True)
+    x["bias"][real:] = 100.0
+    x["labels"] = torch.where(x["labels"] < real, x["labels"], 0)
+    local, rows = own_rows(x, sizes, rank)
+    every, _ = own_rows(x | {k: x[k][:real] for k in ("weight", "bias")}, [real], 0)
+    options = {"mean_logit": True}
+    out, grads = answers(
+        sharded_logprobs, local, process_group=dist.group.WORLD, vocab_size=real, **options
+    )
+    theirs, true = answers(fused_logprobs, every, **options)
+    for a, b in zip(out, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(grads["hidden"], true["hidden"])
+    for name in ("weight", "bias"):
+        padded = torch.zeros_like(x[name])
+        padded[:real] = true[name]
+        torch.testing.assert_close(grads[name], padded[rows])
+    assert out[3].max() < real
+
+
+def sharded_tokens(reduction, rank):
+    """Every rank's own tokens, in different numbers, none on one of them."""
+    world = dist.get_world_size()
+    sizes = UNEQUAL[world]
+    borders = {2: (0, 0, N), 4: (0, 5, 5, 20, N)}[world]
+    mine = slice(borders[rank], borders[rank + 1])
+    weights = class_weights(sum(sizes)).double()
+    x = inputs(sum(sizes))
+    t = 0.5 + torch.rand(N, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    local, rows = own_rows(x, sizes, rank)
+    every, _ = own_rows(x, [sum(sizes)], 0)
+    local["hidden"] = x["hidden"][mine].clone().requires_grad_()
+    local["labels"] = x["labels"][mine]
+    u = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    group = {"process_group": dist.group.WORLD, "tokens_sharded": True}
+    if reduction is None:
+        a = sharded_logprobs(**local, **group, temperature=t[mine])
+        b = fused_logprobs(**every, temperature=t)
+        ((a.logprob + 0.3 * a.entropy) * u[mine]).sum().backward()
+        ((b.logprob + 0.3 * b.entropy) * u).sum().backward()
+        torch.testing.assert_close(a.argmax, b.argmax[mine])
+        a, b = a.logprob, b.logprob[mine]
+    else:
+        options = {"class_weight": weights, "label_smoothing": 0.1, "reduction": reduction}
+        a = sharded_cross_entropy(**local, **group, **options)
+        b = fused_cross_entropy(**every, **options)
+        none = reduction == "none"
+        (a * u[mine] if none else 0.37 * a).sum().backward()
+        (b * u if none else 0.37 * b).sum().backward()
+        b = b[mine] if none else b
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(local["hidden"].grad, every["hidden"].grad[mine])
+    torch.testing.assert_close(local["weight"].grad, every["weight"].grad[rows])
+
+
+def dtensor(V, rank):
+    """The functions for a whole vocabulary take a sharded one too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = inputs(V)
+    every, _ = own_rows(x, [V], 0)
+    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
+    hidden = x["hidden"].clone().requires_grad_()
+    c = class_weights(V)
+    a = fused_cross_entropy(hidden, weight, x["labels"], class_weight=c, reduction="none")
+    b = fused_cross_entropy(**every, class_weight=c, reduction="none")
+    torch.testing.assert_close(a, b)
+    a.sum().backward()
+    b.sum().backward()
+    torch.testing.assert_close(hidden.grad, every["hidden"].grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), every["weight"].grad)
+    a, b = fused_logprobs(hidden, weight, x["labels"]), fused_logprobs(**every)
+    torch.testing.assert_close(tuple(a), tuple(b))
+    hidden = hidden.detach()[x["labels"] != -100]
+    assert torch.equal(fused_argmax(hidden, weight), fused_argmax(hidden, x["weight"]))
+
+
+def edges(rank):
+    """Nothing valid; frozen inputs; evaluation; a second backward; a shard of masked classes."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    group = dist.group.WORLD
+    x = inputs(sum(sizes))
+    local, _ = own_rows(x | {"labels": torch.full((N,), -100)}, sizes, rank)
+    stats = sharded_logprobs(**local, process_group=group)
+    (stats.logprob + stats.entropy).sum().backward()
+    assert stats.argmax.eq(-1).all()
+    assert all(local[k].grad.abs().sum() == 0 for k in ("hidden", "weight"))
+    for frozen, trained in (("hidden", "weight"), ("weight", "hidden")):
+        local, rows = own_rows(x, sizes, rank)
+        every, _ = own_rows(x, [sum(sizes)], 0)
+        local[frozen].requires_grad_(False)
+        loss = sharded_cross_entropy(**local, process_group=group, reduction="none").sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        fused_cross_entropy(**every, reduction="sum").backward()
+        expected = every[trained].grad[rows if trained == "weight" else slice(None)]
+        torch.testing.assert_close(local[trained].grad, 2 * expected)
+        assert local[frozen].grad is None
+        with pytest.raises(RuntimeError, match="create_graph"):
+            loss = sharded_cross_entropy(**local, process_group=group, reduction="none").sum()
+            torch.autograd.grad(loss, local[trained], create_graph=True)
+    with torch.no_grad():
+        assert not sharded_logprobs(**local, process_group=group).logprob.requires_grad
+    for backend in ("torch", "triton"):
+        x = inputs(sum(sizes), torch.float32)
+        x["labels"] = torch.where(x["labels"] < 0, -100, x["labels"] % sizes[0])
+        x["bias"] = torch.zeros(sum(sizes))
+        x["bias"][sizes[0] :] = -torch.inf  # all but the first rank's classes
+        local, _ = own_rows(x, sizes, rank)
+        a = sharded_logprobs(**local, process_group=group, backend=backend)
+        b = fused_logprobs(**x)
+        torch.testing.assert_close(tuple(a), tuple(b))
+
+
+def collectives(rank):
+    """``(name, elements of the result)``, and how many of them in the forward pass."""
+    local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
+    calls, kept = [], {}
+    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
+        kept[name] = getattr(dist, name)
+
+        def spy(out, *args, _name=name, **kwargs):
+            calls.append((_name, out.numel()))
+            return kept[_name](out, *args, **kwargs)
+
+        setattr(dist, name, spy)
+    try:
+        stats = sharded_logprobs(**local, process_group=dist.group.WORLD)
+        forward = len(calls)
+        stats.logprob.sum().backward()
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+    return calls, forward, int(local["labels"].ne(-100).sum())
+
+
+def vocab_parallel(rank):
+    """As tensor-parallel trainers test it: the loss of every token, scaled by a random mask."""
+    V, world = 16, dist.get_world_size()
+    rng = torch.Generator().manual_seed(7)
+    hidden = torch.randn(4, 5, H, generator=rng)
+    weight = torch.randn(V, H, generator=rng)
+    target, mask = torch.randint(V, (4, 5), generator=rng), torch.rand(4, 5, generator=rng)
+    own = slice(rank * V // world, (rank + 1) * V // world)
+    mine, shard = hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()
+    loss = sharded_cross_entropy(mine, shard, target, process_group=dist.group.WORLD,
+                                 reduction="none")  # fmt: skip
+    (loss * mask).sum().backward()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = hidden @ weight.T
+    eager = F.cross_entropy(logits.view(-1, V), target.view(-1), reduction="none").view(4, 5)
+    (eager * mask).sum().backward()
+    torch.testing.assert_close(loss, eager)
+    torch.testing.assert_close(mine.grad, hidden.grad)
+    torch.testing.assert_close(shard.grad, weight.grad[own])
+    return loss.tolist()
+
+
+CASES = {
+    "class weights": functools.partial(
+        equal_to_the_whole,
+        sharded_cross_entropy,
+        fused_cross_entropy,
+        LOSSES["all"] | {"reduction": "none", "class_weight": class_weights(11), "token_weight": 1},
+        torch.float32,
+        "torch",
+    ),
+    "weights of classes alone": functools.partial(
+        equal_to_the_whole,
+        sharded_cross_entropy,
+        fused_cross_entropy,
+        {"reduction": "none", "class_weight": class_weights(11)},
+        torch.float32,
+        "triton",
+        chunk=7,
+    ),
+    "sure": sure,
+    "reductions": reductions,
+    "padding": padding,
+    **{
+        f"tokens, {reduction}": functools.partial(sharded_tokens, reduction)
+        for reduction in (None, "none", "mean", "sum")
+    },
+    "dtensor": functools.partial(dtensor, 11),
+    "dtensor, empty shard": functools.partial(dtensor, 3),
+    "edges": edges,
+    "vocabulary parallel": vocab_parallel,
+}
+RUNS = [
+    ("torch", torch.float64, ("plain", "all", "temperatures")),
+    ("torch", torch.float32, ("all",)),
+    ("torch", torch.bfloat16, ("all",)),
+    ("triton", torch.float32, ("plain", "all", "temperatures")),
+    ("triton", torch.bfloat16, ("all",)),
+]
+for _backend, _dtype, _names in RUNS:
+    for _name in _names:
+        _run = (_dtype, _backend)
+        if _name in LOSSES:
+            CASES[f"losses {_name} {_backend} {_dtype}"] = functools.partial(
+                equal_to_the_whole,
+                sharded_cross_entropy,
+                fused_cross_entropy,
+                LOSSES[_name] | {"reduction": "none"},
+                *_run,
+            )
+        CASES[f"statistics {_name} {_backend} {_dtype}"] = functools.partial(
+            equal_to_the_whole, sharded_logprobs, fused_logprobs, STATISTICS[_name], *_run
+        )
+EQUAL = ("losses", "statistics", "class weights", "weights of classes", "vocabulary")
+FEW = ("statistics all torch", "reductions", "padding", "tokens", "dtensor", "edges")
+
+
+@functools.cache
+def results(world):
+    chosen = CASES if world == 2 else {k: v for k, v in CASES.items() if k.startswith(FEW)}
+    return ranks.run(chosen | ({"collectives": collectives} if world == 2 else {}), world)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_whole_vocabulary(name):
+    found = ranks.of(results(2), name)
+    if name.startswith(EQUAL):
+        assert found[0] is not None
+        assert found[0] == found[1]  # the same bits on all ranks
+
+
+@pytest.mark.parametrize("name", [k for k in CASES if k.startswith(FEW)])
+def test_on_four_ranks_one_of_them_without_rows(name):
+    ranks.of(results(4), name)
+
+
+def test_the_collectives_are_those_of_the_docstring():
+    for calls, forward, n_valid in ranks.of(results(2), "collectives"):
+        assert calls == [
+            (ALL_GATHER, 2 * 68),
+            (ALL_GATHER, 2 * 5 * n_valid),  # with entropy, maximum and its class
+            ("all_reduce", n_valid * H),
+        ]
+        assert forward == 2
