@@ -200,6 +200,11 @@ def sharded_logprobs(
         one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
         if one <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if isinstance(labels, Tensor) and labels.dim() == getattr(hidden, "ndim", 0) > 0:
+            raise ValueError(
+                f"labels must be (...), one class a token, where the vocabulary is sharded, got "
+                f"{tuple(labels.shape)}: several classes of a token need the whole head"
+            )
         check_softcap(softcap)
         scale = check_number("logit_scale", logit_scale)
     problem = Problem(

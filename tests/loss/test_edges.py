@@ -197,9 +197,9 @@ def checks(rank):
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    sharded = distribute_tensor(hidden.detach(), mesh, [Shard(0)])
     for function in (fused_cross_entropy, fused_logprobs):
-        found[function.__name__] = ranks.error_of(function, hidden, sharded, labels)
+        found[function.__name__] = ranks.error_of(function, sharded, weight, labels)
     return found
 
 
@@ -224,4 +224,4 @@ def test_a_sharded_vocabulary_checks_what_a_whole_one_does(two_ranks):
         assert "TypeError: token_weight must be real numbers" in found["complex"]
         assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
         for name in ("fused_cross_entropy", "fused_logprobs"):
-            assert "TypeError: weight must be a plain tensor here, got a DTensor" in found[name]
+            assert "TypeError: hidden must be a plain tensor here, got a DTensor" in found[name]
