@@ -65,8 +65,11 @@ class LossAccumulator:
 
     Collectives, each an all-reduce of 244 float64 on ``process_group`` (under gloo, on a group of
     the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
-    it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
+    it ends, so that an error of any rank is raised on all of them before an optimizer steps, and
+    ``metrics`` needs none; one in ``finish``; one in the first streaming ``scale`` ever or after
     ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
+    Beside them each ``scale`` looks into the store of ``torch.distributed``, whether another rank
+    has ended the window: DDP would wait for that one in backward.
 
     One accumulator belongs to one thread.
 

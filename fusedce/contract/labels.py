@@ -165,6 +165,12 @@ def bad_label_code(position: int, value: int) -> int:
     return -1 - ((position << 32) | (value - _INT32_MIN))
 
 
+def bad_label_codes(position: Tensor, value: Tensor) -> Tensor:
+    """:func:`bad_label_code` of int64 tensors, on their device."""
+    value = value.clamp(_INT32_MIN, _INT32_MAX) - _INT32_MIN
+    return -1 - ((position.clamp(max=_INT32_MAX) << 32) | value)
+
+
 def bad_label_message(
     code: int,
     V: int | None = None,

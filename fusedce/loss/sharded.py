@@ -73,12 +73,12 @@ def sharded_ce(
     (``from_mesh(mesh, ["dp"])``).
 
     A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``.
-    Deterministic; all ranks compute the same bits of the loss. Waits for the device: the host cuts
-    the chunks, and first compares what the ranks hold.
+    Deterministic; all ranks compute the same bits of the loss. Waits for the device once (on a mesh
+    of more dimensions, once in each), to compare what the ranks hold and to cut the chunks.
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 67 int64: do all ranks hold the same tokens and options, how many rows has
+    * one all-gather of 68 int64: do all ranks hold the same tokens and options, how many rows has
       each, and has one found an error; for a weight that is replicated over other dimensions of its
       mesh, before it one on each of those, over which labels must be equal and hidden states
       within 1% of their norm;

@@ -70,7 +70,7 @@ def sharded_cross_entropy(
 
     Collectives on the vocabulary's ranks (other than those of :func:`sharded_ce`):
 
-    * forward: one all-gather of 58 int64, in which ranks compare what they ask for, and one of 2
+    * forward: one all-gather of 68 int64, in which ranks compare what they ask for, and one of 2
       float64 a token that counts (3 with label smoothing);
     * backward, where ``hidden`` requires grad: one all-reduce of ``(N_valid, H)`` in float32;
     * with sharded tokens, one all-gather each of hidden, labels and token weights before; in
@@ -170,7 +170,7 @@ def sharded_logprobs(
 
     Collectives on the vocabulary's ranks:
 
-    * forward: one all-gather of 58 int64, in which ranks compare what they ask for, and one of 5
+    * forward: one all-gather of 68 int64, in which ranks compare what they ask for, and one of 5
       float64 a token that counts (6 with ``mean_logit``);
     * backward: those of :func:`sharded_cross_entropy`; with sharded tokens the same before, too.
 
@@ -200,6 +200,11 @@ def sharded_logprobs(
         one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
         if one <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if isinstance(labels, Tensor) and labels.dim() == getattr(hidden, "ndim", 0) > 0:
+            raise ValueError(
+                f"labels must be (...), one class a token, where the vocabulary is sharded, got "
+                f"{tuple(labels.shape)}: several classes of a token need the whole head"
+            )
         check_softcap(softcap)
         scale = check_number("logit_scale", logit_scale)
     problem = Problem(
@@ -247,7 +252,7 @@ def sharded_argmax(
     """:func:`fusedce.fused_argmax` with the rows of ``weight`` spread over ranks.
 
     ``argmax(softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap))`` over the classes
-    of all ranks. Collectives: one all-gather of 58 int64, and one of 4 float64 a token; with
+    of all ranks. Collectives: one all-gather of 68 int64, and one of 4 float64 a token; with
     sharded tokens one each of hidden states and of the labels that stand in for none.
 
     Args: as in :func:`sharded_ce`.

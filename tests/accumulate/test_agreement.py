@@ -421,6 +421,7 @@ def run(acc, weight, micro, failure, where):
 
 
 def schedules(first, last, rank):
+    warm_up(rank)
     return [random_schedule(seed, rank) for seed in range(first, last)]
 
 

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of accumulator and sharded loss run as they stand."""
+"""The examples in the docstrings of accumulator and sharded losses run as they stand."""
 
 import doctest
 
@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusedce
-from fusedce.loss.sharded import sharded_ce
+from fusedce import sharded
 
 OBJECTS = {
     "LossAccumulator": fusedce.LossAccumulator,
     "from_mesh": fusedce.LossAccumulator.from_mesh,
     "from_accelerator": fusedce.LossAccumulator.from_accelerator,
     "metrics": fusedce.LossAccumulator.metrics,
-    "sharded_ce": sharded_ce,
+    **{name: getattr(sharded, name) for name in sharded.__all__},
 }
 
 NAMES = {
@@ -25,7 +25,6 @@ NAMES = {
     "distribute_tensor": distribute_tensor,
     "fusedce": fusedce,
     "init_device_mesh": init_device_mesh,
-    "sharded_ce": sharded_ce,
     "torch": torch,
 }
 
@@ -34,7 +33,7 @@ NAMES = {
 def test_example(name):
     if name == "from_accelerator":
         pytest.importorskip("accelerate")
-    names = vars(fusedce) | NAMES
+    names = vars(fusedce) | vars(sharded) | NAMES
     if name == "from_accelerator":
         from accelerate import Accelerator
 

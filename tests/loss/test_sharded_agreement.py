@@ -10,7 +10,7 @@ from support import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fusedce import fused_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends.sharded.layout import _signs
 from fusedce.loss.sharded import sharded_ce
 
@@ -111,6 +111,9 @@ def checks(rank):
     found["backend"] = ranks.error_of(
         fused_ce, hidden, weight, labels, process_group=group, backend="nope"
     )
+    sharded = distribute_tensor(hidden.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    for function in (fused_cross_entropy, fused_logprobs):
+        found[function.__name__] = ranks.error_of(function, sharded, weight, labels)
     return found
 
 
@@ -219,3 +222,5 @@ def test_a_sharded_vocabulary_checks_what_a_whole_one_does():
         assert "ValueError: token_weight must not require grad" in found["grad"]
         assert "TypeError: token_weight must be real numbers" in found["complex"]
         assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
+        for name in ("fused_cross_entropy", "fused_logprobs"):
+            assert "TypeError: hidden must be a plain tensor here, got a DTensor" in found[name]

@@ -82,7 +82,7 @@ CASES = {
         "labels must hold class indices in 0 <= label < V=6",
     ),
     "several classes": (
-        STATS, {"labels": torch.zeros(N, 2, dtype=torch.int64)}, {}, "labels must have the leading",
+        STATS, {"labels": torch.zeros(N, 2, dtype=torch.int64)}, {}, "labels must be (...), one",
     ),
     "backend": (LOSS, NONE, {"backend": "cuda", **NONE}, "backend must be None, 'torch'"),
     "float64 kernels": (

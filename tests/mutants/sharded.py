@@ -105,4 +105,16 @@ MUTANTS = [
         "_ = ",
         "test_sharded_agreement.py -k replicated",
     ),
+    Mutant(
+        "shards: rows are found by waiting",
+        "    return device_rows(problem, shard.V, shard.counted)",
+        "    return valid_rows(problem, shard.V)",
+        "test_sharded_waits.py",
+    ),
+    Mutant(
+        "shards: a bad label's place is lost on a device",
+        "bad_label_codes(first, value)",
+        "bad_label_codes(0 * first, value)",
+        "test_sharded_waits.py -k bad_label",
+    ),
 ]

@@ -81,4 +81,46 @@ MUTANTS = [
         "starts",
         "trainer/test_mixin.py -k across",
     ),
+    Mutant(
+        "stats: a mean of means",
+        "self.sums = sums if self.sums is None else self.sums + sums",
+        "self.sums = sums",
+        "trainer/test_token_stats.py",
+    ),
+    Mutant(
+        "stats: padding is seen",
+        "seen = mask.sum()",
+        "seen = mask.new_tensor(mask.numel())",
+        "test_peft_trl.py -k test_sft",
+    ),
+    Mutant(
+        "stats: tokens of the last step",
+        "self.sums, self.seen = None, self.seen + int(seen)",
+        "self.sums, self.seen = None, int(seen)",
+        "trainer/test_token_stats.py",
+    ),
+    Mutant(
+        "stats: of this rank",
+        "return total / _same(trainer)",
+        "return sums",
+        "head/test_ranks.py -k mixin",
+    ),
+    Mutant(
+        "stats: evaluation among the training",
+        "self._stats = stats_of(self)\n        try:",
+        "pass\n        try:",
+        "trainer/test_token_stats.py",
+    ),
+    Mutant(
+        "stats: trained tokens twice",
+        "trainer._total_train_tokens + seen",
+        "trainer._total_train_tokens + 2 * seen",
+        "test_peft_trl.py -k test_sft",
+    ),
+    Mutant(
+        "stats: entropy over all tokens",
+        'metrics["entropy"].append(entropy / n.clamp(min=1))',
+        'metrics["entropy"].append(entropy / seen)',
+        "test_peft_trl.py -k test_sft",
+    ),
 ]

@@ -45,12 +45,12 @@ def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
     assert 0.2 < accuracy < 0.9
     args = arguments(
         tmp_path, size if size < 16 else 15, 5 if size < 16 else 1, max_steps=2, learning_rate=0.0,
-        per_device_eval_batch_size=size,
+        per_device_eval_batch_size=size, eval_strategy="steps", eval_steps=1,
     )  # fmt: skip
-    trainer, _, seen, _ = train(Logging, sharpened(), args, train_dataset=data)
+    _, _, seen, _ = train(Logging, sharpened(), args, train_dataset=data, eval_dataset=data)
     logs = [log for log in seen.logs if "loss" in log]
+    (evaluated, _) = [log for log in seen.logs if "eval_loss" in log]
     assert [log["num_tokens"] for log in logs] == [15 * 12, 2 * 15 * 12]
-    evaluated = trainer.evaluate(data)
     for log, prefix in [(logs[0], ""), (logs[1], ""), (evaluated, "eval_")]:
         assert log[f"{prefix}mean_token_accuracy"] == pytest.approx(accuracy, abs=1e-9)
         assert log[f"{prefix}entropy"] == pytest.approx(entropy, rel=1e-5)

@@ -131,7 +131,8 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
 )
 
 # A rank's row: sizes, settings, an error's words, a checksum of labels, a sketch of hidden states.
-_TEXT = slice(4 + len(_SETTINGS), 4 + len(_SETTINGS) + _WORDS)
+_COUNTED = 4  # of the sizes, the tokens that are computed
+_TEXT = slice(_COUNTED + 1 + len(_SETTINGS), _COUNTED + 1 + len(_SETTINGS) + _WORDS)
 _CHECKSUM = _TEXT.stop
 _SKETCH = slice(_CHECKSUM + 1, _CHECKSUM + 10)
 _LENGTH = _SKETCH.stop
@@ -189,7 +190,7 @@ def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> 
             raise
         where = f" (on rank {dist.get_rank()})"
         text = str(error).encode()[: 8 * _WORDS - len(where) - 12].decode(errors="ignore")
-        kind = next((k for k in _KINDS.values() if isinstance(error, k)), ValueError)
+        kind = _KINDS.get(type(error).__name__, ValueError)
         nothing = torch.zeros(_LENGTH, dtype=torch.int64, device=device)
         _meet(nothing, groups, kind(text + where))
 
@@ -249,10 +250,7 @@ def _sketch(problem: Problem) -> Tensor:
     distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
     """
     hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    labels = problem.labels.reshape(-1)
-    valid = torch.ones_like(labels, dtype=torch.bool)
-    if problem.ignore_index is not None:
-        valid = labels != problem.ignore_index
+    valid = _valid(problem).unflatten(0, (len(hidden), -1 if len(hidden) else 1)).any(1)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     wide = wide.masked_fill(~valid[:, None], 0)
     eight = torch.arange(8, device=wide.device)
@@ -261,6 +259,13 @@ def _sketch(problem: Problem) -> Tensor:
     sums = _signs(rows * 8 + eight).to(wide).t() @ wide  # (8, H)
     sums = (sums.double() * _signs(columns + eight[:, None] * len(columns))).sum(1)
     return torch.cat([wide.square().sum(dtype=torch.float64)[None], sums])
+
+
+def _valid(problem: Problem) -> Tensor:
+    labels = problem.labels.reshape(-1)
+    if problem.ignore_index is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return labels != problem.ignore_index
 
 
 def _signs(i: Tensor) -> Tensor:
@@ -280,17 +285,19 @@ def agree(layout: Layout, vocab_size: int | None, function: str = SUM) -> Shard:
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
     checksum = _checksum(labels)
-    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0]
-    mine = torch.tensor(
-        [*sizes, *_settings(problem, function), *[0] * (_WORDS + 10)], device=labels.device
-    )
-    mine[_CHECKSUM] = checksum
+    counted = _valid(problem)
+    if function == SUM and problem.token_weight is not None:
+        counted = counted & (problem.token_weight.reshape(-1) != 0)
+    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0, 0]
+    mine = torch.tensor([*sizes, *_settings(problem, function), *[0] * (_WORDS + 10)])
+    mine = mine.to(labels.device, non_blocking=True)
+    mine[_COUNTED], mine[_CHECKSUM] = counted.sum(), checksum
     if len(layout.groups) > 1:
         mine[_SKETCH] = _sketch(problem).view(torch.int64)
     told = _meet(mine, layout.groups)
     rows, tokens, H, V = (list(x) for x in zip(*(row[:4] for row in told), strict=True))
-    checksums = [row[_CHECKSUM] for row in told]
-    for i, name in enumerate(_SETTINGS, start=4):
+    counts, checksums = ([row[i] for row in told] for i in (_COUNTED, _CHECKSUM))
+    for i, name in enumerate(_SETTINGS, start=_COUNTED + 1):
         if len({row[i] for row in told}) > 1:
             shown = _shown(name, [row[i] for row in told])
             if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
@@ -322,4 +329,5 @@ def agree(layout: Layout, vocab_size: int | None, function: str = SUM) -> Shard:
         V=classes,
         largest=max(rows),
         tokens=tuple(tokens) if layout.tokens_sharded else None,
+        counted=sum(counts) if layout.tokens_sharded else counts[0],
     )

@@ -24,6 +24,7 @@ from fusedce.backends.gradients import waiting
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.contract.labels import bad_label_codes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 
@@ -45,6 +46,7 @@ class Shard(NamedTuple):
     V: int  # rows that are classes, over all ranks; rows beyond are padding
     largest: int  # rows of the largest shard: chunks must be the same on all ranks
     tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
+    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
 
 
 def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
@@ -55,7 +57,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
     acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    rows, n_valid = valid_rows(problem, shard.V)
+    rows, n_valid = _rows(problem, shard)
     size = chunk_size(
         len(rows),
         max(shard.largest, 1),
@@ -66,7 +68,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
         chunk_tokens=problem.chunk_tokens,
     )
     local = LocalRows(problem, shard)
-    total = hidden.new_zeros((), dtype=torch.float64)
+    total = torch.where(n_valid < 0, math.nan, 0.0).double()  # a bad label: see LossSum
     d_rows = hidden.new_empty(len(rows), H, dtype=acc) if wanted.hidden else None
     d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
@@ -98,6 +100,28 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
         for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
     )
     return Summed(total.to(acc), n_valid, factor, *grads)
+
+
+def _rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
+    """As :func:`valid_rows`; away from the CPU without waiting, since their number is known."""
+    labels = problem.labels
+    if labels.device.type == "cpu":
+        return valid_rows(problem, shard.V)
+    return device_rows(problem, shard.V, shard.counted)
+
+
+def device_rows(problem: Problem, V: int, n: int) -> tuple[Tensor, Tensor]:
+    """The ``n`` positions that are computed, and the count or a bad label's code."""
+    labels, valid = problem.labels.long(), problem.valid()
+    bad = valid & ((labels < 0) | (labels >= V))
+    count = valid.sum()
+    if len(bad):
+        first = bad.int().argmax(0)
+        value = labels.gather(0, first[None])[0]
+        count = torch.where(bad.any(), bad_label_codes(first, value), count)
+    if problem.token_weight is not None:
+        valid = valid & (problem.token_weight != 0)
+    return valid.int().argsort(descending=True, stable=True)[:n], count
 
 
 class LocalRows:
@@ -253,7 +277,7 @@ class _RunningSums:
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from all ranks' parts of the valid rows."""
+    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
     _RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
     return _of_all_tokens(d_rows, rows, N, n_here, shard)
 

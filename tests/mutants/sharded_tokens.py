@@ -1,0 +1,135 @@
+"""Mutants of what is known token by token of a vocabulary spread over ranks."""
+
+from mutants import Mutant
+
+TOKENS = "test_sharded_tokens.py"
+AGREEMENT = "test_sharded_tokens_agreement.py"
+
+MUTANTS = [
+    Mutant(
+        "tokens of shards: the label is among the others",
+        "torch.where(local.here, others, lse),",
+        "lse,",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: a stand-in is the label",
+        "torch.where(local.here, z, -math.inf),",
+        "z,",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: rounded where p -> 1",
+        "torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())",
+        "torch.where(nll < 0, z, lse + (-nll.neg().exp().float()).log1p())",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: entropies averaged",
+        "p * (entropies + surprise)",
+        "p * entropies",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: the winner among the rest",
+        "rest = above.exp().scatter(0, winner, 0).sum(0)",
+        "rest = above.exp().sum(0)",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: argmax of a shard",
+        "(argmax + shard.first).double()",
+        "argmax.double()",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: the first shard's maximum",
+        "classes.gather(0, tops.argmax(0, keepdim=True))[0]",
+        "classes[0]",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: maximum without the label",
+        "highest = torch.maximum(top[0], z)",
+        "highest = top[0] + 0 * z",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: maximum of kernels without the label",
+        "tl.store(highest + row, tl.maximum(m, z).to(tl.float32), mask=mask_n)",
+        "tl.store(highest + row, m.to(tl.float32), mask=mask_n)",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: mean over a shard",
+        "found.zmean.double() * len(local.problem.weight)",
+        "found.zmean.double()",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: onehot where the label is not",
+        "less_one if here is None else torch.where(here, less_one, p_label)",
+        "less_one",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: mean of as many classes as here",
+        "(V if classes is None else classes)",
+        "V",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: probability of the label at its stand-in",
+        "torch.where(local.here, nll, lse - z_here)",
+        "nll",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: probabilities of a shard",
+        "return backend.token_grads(problem, wanted, values.lse, upstream, Dtypes(",
+        "return backend.token_grads(problem, wanted, 0.9 * values.lse, upstream, Dtypes(",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: weights of the first classes",
+        "class_weight=None if c is None else c[classes],",
+        "class_weight=None if c is None else c[:real],",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: others' upstream unheard",
+        "dist.all_reduce(told, group=shard.group)",
+        "pass",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: everybody's first tokens",
+        "first = dist.get_rank(self.shard.group) * max(self.shard.tokens)",
+        "first = 0",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: padding gets the classes' gradients",
+        "padded[: len(grad)] = grad",
+        "padded[len(padded) - len(grad) :] = grad",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: own sum alone",
+        "dist.all_reduce(everyones, group=group)",
+        "pass",
+        TOKENS,
+    ),
+    Mutant(
+        "tokens of shards: other class weights",
+        "int(_checksum(c.double().view(torch.int64).reshape(-1)))",
+        "1",
+        f"{AGREEMENT} -k all_ranks",
+    ),
+    Mutant(
+        "tokens of shards: other functions",
+        "FUNCTIONS.index(function),",
+        "0,",
+        f"{AGREEMENT} -k all_ranks",
+    ),
+]
