@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     Mutant(
         "command line: torch is imported for a help text",
-        "import fusedce\nfrom fusedce.models import UserError",
-        "import torch\n\nimport fusedce\nfrom fusedce.models import UserError",
+        "import fusedce\nfrom fusedce import answers",
+        "import torch\n\nimport fusedce\nfrom fusedce import answers",
         "test_commands.py -k help_comes_at_once",
     ),
 ]
