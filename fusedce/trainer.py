@@ -47,10 +47,11 @@ class FusedTrainerMixin:
 
     TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
     its scales from the configuration; here the model's own loss runs instead. ``entropy`` (nats),
-    ``mean_token_accuracy`` and ``num_tokens`` are logged as it logs them, from the pass of the
-    loss. Other trainers log them where asked for, as sum / count over all tokens of the interval:
-    entropy of the distributions, share of the labels that were likeliest, tokens seen that are no
-    padding. The backward pass then computes the logits once more: four products instead of three.
+    ``mean_token_accuracy``, ``num_tokens`` and a router's ``aux_loss`` are logged as it logs them,
+    from the pass of the loss. Other trainers log the first three where asked for, as sum / count
+    over all tokens of the interval: entropy of the distributions, share of the labels that were
+    likeliest, tokens seen that are no padding. The backward pass then computes the logits once
+    more: four products instead of three.
 
     Attributes:
         log_token_stats: whether to log them (a class attribute, ``False``); TRL's always does.

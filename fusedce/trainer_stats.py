@@ -54,7 +54,11 @@ class TrlStats:
         trainer = self.trainer
         training = trainer.model.training
         metrics = trainer._metrics["train" if training else "eval"]
-        aux = getattr(outputs, "aux_loss", None) if trainer.aux_loss_enabled else None
+        aux = (
+            getattr(outputs, "aux_loss", None)
+            if getattr(trainer, "aux_loss_enabled", False)
+            else None
+        )
         sums = sums_of(tap, inputs)
         mine = torch.stack([*sums, sums.new_zeros(()) if aux is None else aux.detach().double()])
         n, correct, entropy, seen, aux_sum = _over_ranks(trainer, mine).unbind()

@@ -282,6 +282,18 @@ def statistics(trainer):
     ]
 
 
+def test_sft_logs_the_auxiliary_loss_of_a_router(trl, tokenizer, tmp_path):
+    from support.tiny_trainer import mixtral
+
+    def logged(mixin):
+        trainer, _ = sft(trl, tokenizer, tmp_path, mixtral(), mixin=mixin, size=4, steps=2)
+        return [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]
+
+    stock = logged(False)
+    assert len(stock) == 2
+    torch.testing.assert_close(logged(True), stock, rtol=1e-4, atol=0)
+
+
 def test_scale_that_trl_guesses_wrong(trl, tokenizer, tmp_path, no_logits):
     """A model whose forward scales its logits in a way its configuration does not say."""
 
