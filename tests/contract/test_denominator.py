@@ -78,6 +78,7 @@ def test_a_known_factor_costs_no_rounding(backend, way, chunk_tokens):
     d_hidden, d_weight = gradients(backend, way, chunk_tokens)
     assert d_hidden <= 1.1
     # Triton's chunk holds the label's entry in bf16; its rounding is given back to d_hidden alone.
+    # (1 - 1 / 700 lies in the middle between two numbers: a worst case, see bench/LOG.md.)
     assert d_weight <= (1.1 if backend == "torch" else 1.25)
 
 

@@ -60,4 +60,10 @@ MUTANTS = [
         "return bool(matmul.allow_tf32) if matmul.allow_tf32",
         "test_operands.py -k float32",
     ),
+    Mutant(
+        "relaunch: with the first launch's arguments",
+        "arguments[places[name]] = value",
+        "pass",
+        "backends/triton/test_relaunch.py",
+    ),
 ]

@@ -159,8 +159,8 @@ MUTANTS = [
     ),
     Mutant(
         "relaunch: a tile's T is one Triton compiles anew for",
-        '"first", "first_block", "T", "stride_block"',
-        '"first", "first_block", "stride_block"',
+        '"first_block", "T", "stride_block"',
+        '"first_block", "stride_block"',
         "backends/triton/test_specialization.py -k one_compilation",
     ),
     Mutant(
