@@ -2,6 +2,7 @@
 
     python bench/head.py               # a table, and bench/results/head-cpu.json
     python bench/head.py --device cuda
+    python bench/head.py --overhead    # microseconds of Python beside fused_ce called by hand
 
 A small Llama with a large vocabulary, where the logits are what fills memory. Each peak comes from
 a process of its own; times from one process, the two models taking turns.
@@ -13,10 +14,13 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from report import put
 
@@ -58,6 +62,50 @@ def make_step(fused: bool, training: bool, device: str, dtype: str) -> Callable[
     return train if training else evaluate
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| step | head | median ms | extra peak MiB |", "|---|---|---|---|"]
+    for row in rows:
+        ms = 1e3 * statistics.median(row["seconds"])
+        mib = row["extra_peak_bytes"] / MiB
+        lines.append(f"| {row['step']} | {row['head']} | {ms:.0f} | {mib:.0f} |")
+    return "\n".join(lines)
+
+
+def overhead(repeats: int) -> None:
+    """What a step of a replaced head costs beside ``fused_ce`` called by hand, in microseconds.
+
+    So small a head that nearly all is Python. Time of this thread alone, the two taking turns; the
+    minimum of each part, for what else runs on the machine only adds.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64, bias=False)
+    model = fusedce.replace_loss_head(torch.nn.Sequential(embedding, head))
+    ids, labels = torch.randint(0, 64, (2, 8)), torch.randint(0, 64, (16,))
+
+    def replaced() -> torch.Tensor:
+        return F.cross_entropy(model(ids).float().view(-1, 64), labels)
+
+    def by_hand() -> torch.Tensor:
+        return fusedce.fused_ce(embedding(ids).view(-1, 16), head.weight, labels).mean()
+
+    parts: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name, forward in (("replaced", replaced), ("by hand", by_hand)):
+            begin = time.thread_time_ns()
+            loss = forward()
+            middle = time.thread_time_ns()
+            loss.backward()
+            end = time.thread_time_ns()
+            parts.setdefault(f"{name}, forward", []).append(middle - begin)
+            parts.setdefault(f"{name}, backward", []).append(end - middle)
+    for quantile in (0.0, 0.05, 0.5):
+        us = {k: sorted(v)[int(quantile * (repeats - 1))] / 1e3 for k, v in parts.items()}
+        more = sum(v if k.startswith("replaced") else -v for k, v in us.items())
+        each = ", ".join(f"{k} {v:.0f}" for k, v in us.items())
+        print(f"quantile {quantile}: {more:.0f} us a step ({each})")
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -65,7 +113,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--overhead", action="store_true", help="of Python, and nothing else")
     args = parser.parse_args()
+    if args.overhead:
+        return overhead(2000)
     rows = []
     for mode in ("training", "evaluation"):
         kwargs = {"training": mode == "training", "device": args.device, "dtype": args.dtype}
@@ -80,14 +131,9 @@ def main() -> None:
             rows.append(
                 {"step": mode, "head": name, "seconds": seconds[name], "extra_peak_bytes": peak}
             )
-    lines = ["| step | head | median ms | extra peak MiB |", "|---|---|---|---|"]
-    for row in rows:
-        ms = 1e3 * statistics.median(row["seconds"])
-        mib = row["extra_peak_bytes"] / MiB
-        lines.append(f"| {row['step']} | {row['head']} | {ms:.0f} | {mib:.0f} |")
-    print("\n".join(lines))
+    print(table(rows))
     if args.readme:
-        put(args.readme, f"head {args.device}", "\n".join(lines))
+        put(args.readme, f"head {args.device}", table(rows))
     data = {
         "shape": SHAPE, "device": args.device, "dtype": args.dtype, "rows": rows,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

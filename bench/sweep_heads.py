@@ -22,14 +22,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fusedce import head_report, replace_loss_head, restore_loss_head
+from fusedce import head_report, replace_loss_head, restore_loss_head, small
 
-V, T, B = 97, 12, 2
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -37,114 +35,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vision-language": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 }
-# Small values by the names configurations use. Lists of layer kinds are cut to the layers.
-SMALL = {
-    "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32,
-    "word_embed_proj_dim": 32, "emb_dim": 32, "embed_dim": 32,
-    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "d_ff": 48, "ffn_hidden_size": 48,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_inner": 48, "dff": 48, "inner_dim": 48,
-    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24, "shared_intermediate_size": 24,
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2,
-    "encoder_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 2,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "attention_head_dim": 8,
-    "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64, "max_seq_len": 64,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_topk": 2, "moe_k": 2,
-    "n_shared_experts": 1, "num_shared_experts": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-    "v_head_dim": 8, "sliding_window": 8,
-    "state_size": 8, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16,
-    "mamba_num_heads": 4, "mamba_head_dim": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "lru_width": 32, "attention_window_size": 8,
-    "num_hash_buckets": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V,
-    "layer_types": None, "mlp_layer_types": None,
-}  # fmt: skip
-# Where an architecture has a scale or a cap, one that a wrong loss could not hide.
-STEPS = {
-    "final_logit_softcapping": 3.0, "logit_scale": 0.37, "logits_scaling": 1.7,
-    "lm_head_multiplier": 0.6, "logits_soft_cap": 3.0, "output_logit_softcap": 3.0,
-    "mup_width_multiplier": 1.3, "output_multiplier": 0.6,
-}  # fmt: skip
-# What differs between the attempts to build a class.
-ATTEMPTS: list[dict[str, Any]] = [
-    {},
-    {"is_decoder": True},
-    {"head_dim": ..., "num_key_value_heads": ...},
-    {"num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4},
-    {"num_key_value_heads": 4, "num_kv_heads": 4},
-    {"sliding_window": ..., "pad_token_id": ...},
-    {"hidden_size": 64, "head_dim": 16, "d_model": 64, "n_embd": 64},
-    {"num_hidden_layers": ..., "hidden_size": 64},
-    {"layer_types": ...},
-    {"part": "text_config"},
-]
-# Classes that need something of their own.
-RECIPES: dict[str, dict[str, Any]] = {
-    "codegen": {"rotary_dim": 4},
-    "gptj": {"rotary_dim": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "mamba2": {"head_dim": 16, "n_groups": 1},
-    "falcon_h1": {"mamba_d_ssm": 64, "layer_types": ...},
-    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    # Reformer draws its dropout and its hashes from torch.seed(), another one each time.
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local"],
-                 "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0},
-    "xmod": {"default_language": "en_XX", "is_decoder": True},
-    "kimi_linear": {"num_experts_per_token": 2, "num_experts": 8},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "layer_types": ...,
-                   "n_groups": 1},
-}  # fmt: skip
-
-
-def small_config(config_class: type, attempt: dict[str, Any]) -> Any:
-    """A configuration of that class with everything that has a name of size made small."""
-    default = config_class()
-    changes = {k: v for k, v in (SMALL | STEPS | attempt).items() if v is not ...}
-    known = default.to_dict()
-    values = {}
-    for name, value in changes.items():
-        if name not in known and name not in getattr(default, "attribute_map", {}):
-            continue
-        may_be_unset = name in ("pad_token_id", "layer_types") or name in STEPS
-        if known.get(name) is None and not may_be_unset:
-            continue
-        values[name] = value
-    for name, part in default.sub_configs.items():  # text and vision towers
-        if attempt.get("part") == name and part is not AutoConfig:
-            return small_config(part, attempt)
-        if isinstance(getattr(default, name, None), PretrainedConfig):
-            values[name] = small_config(type(getattr(default, name)), attempt)
-    values |= {k: v for k, v in attempt.items() if k in known and v is not ...}
-    small = config_class(**values)
-    small.use_cache = False
-    return small
 
 
 def build(model_type: str, class_name: str, attempt: dict[str, Any]) -> torch.nn.Module:
-    model_class = getattr(transformers, class_name)
-    config = small_config(CONFIG_MAPPING[model_type], attempt)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in model_class(config).parameters())
-    if size > 2e7:
-        raise ValueError(f"still {size / 1e6:.0f} million parameters")
-    torch.manual_seed(0)
-    return model_class(config).float()
-
-
-def batch(config: Any) -> dict[str, torch.Tensor]:
-    rng = torch.Generator().manual_seed(1)
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(3, min(V, vocabulary), (B, T), generator=rng)
-    labels = ids.clone()
-    labels[0, :5] = -100
-    return {"input_ids": ids, "labels": labels}
+    config = CONFIG_MAPPING[model_type]()
+    return small.build(getattr(transformers, class_name), config, attempt, steps=True)
 
 
 def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -164,7 +59,7 @@ def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, .
 
 def compare(model: torch.nn.Module) -> dict[str, Any]:
     """Errors of the replaced head, and whether logits were computed."""
-    inputs = batch(model.config)
+    inputs = small.batch(model.config)
     with torch.no_grad():  # freshly initialised heads give nearly flat logits
         model.get_output_embeddings().weight.mul_(10)
     native = run(model, inputs)
@@ -189,11 +84,10 @@ def compare(model: torch.nn.Module) -> dict[str, Any]:
 def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     first = None
-    recipe = [RECIPES[model_type]] if model_type in RECIPES else []
-    for attempt in recipe + ATTEMPTS:
+    for attempt in small.attempts(model_type):
         try:
             model = build(model_type, class_name, attempt)
-            run(model, batch(model.config))
+            run(model, small.batch(model.config))
         except Exception as e:
             first = first or f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:150]
             continue

@@ -123,7 +123,7 @@ def head_report(model: nn.Module) -> HeadReport:
     ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
     the operation, the user's line, the shape and the bytes. ``str`` of it is a readable summary.
-    What happens inside compiled graphs is not counted. With ``FUSEDCE_EXPLAIN=1`` in the
+    What compiled graphs do is counted without places. With ``FUSEDCE_EXPLAIN=1`` in the
     environment, each place is printed once, as it happens.
 
     Raises:

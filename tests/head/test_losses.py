@@ -211,7 +211,7 @@ def test_real_logits_in_one_graph():
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
 def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
     model = sweep.build(model_type, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], {})
-    inputs = sweep.batch(model.config)
+    inputs = sweep.small.batch(model.config)
     native = sweep.run(model, inputs)
     replace_loss_head(model)
     request.getfixturevalue("no_logits")

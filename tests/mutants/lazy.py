@@ -99,4 +99,40 @@ MUTANTS = [
         "report, Tick(),",
         "head/test_stale.py -k compiled",
     ),
+    Mutant(
+        "traced: factors without dimensions forgotten",
+        "rows = (rows * p.factor).to(rows.dtype)",
+        "pass",
+        "head/test_compiled_pieces.py -k without_dimensions",
+    ),
+    Mutant(
+        "traced: a bias escapes the factor",
+        "(bias * p.factor).to(bias.dtype)",
+        "bias",
+        "head/test_compiled_pieces.py -k without_dimensions",
+    ),
+    Mutant(
+        "traced: arguments written into later",
+        "return argument.clone() if isinstance(argument, Tensor) else argument",
+        "return argument",
+        "head/test_compiled_pieces.py -k later",
+    ),
+    Mutant(
+        "traced: a quotient needs logits",
+        "func, args = torch.Tensor.__truediv__, (args[1], args[0])",
+        "pass",
+        "head/test_compiled_pieces.py -k without_dimensions",
+    ),
+    Mutant(
+        "traced: losses not counted",
+        "o.report.losses_in_graphs = Once(o.report.losses_in_graphs)",
+        "pass",
+        "head/test_report.py -k compiled_graphs",
+    ),
+    Mutant(
+        "traced: counts not added up",
+        "for report in self.reports:\n            report.collect()",
+        "pass",
+        "head/test_report.py -k compiled_graphs",
+    ),
 ]

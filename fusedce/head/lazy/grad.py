@@ -4,7 +4,7 @@ The fused loss knows the gradients of the hidden state and of the head's paramet
 the logits, which torch's own backward nodes ask for on their way. They get a :class:`LogitsGrad`,
 and whatever they do to it is what autograd does:
 
-* undoing a step that the loss took into account (:data:`fusedce.head.lazy.steps.STEPS`) takes that
+* undoing a step that the loss took into account (:data:`fusedce.head.lazy.table.STEPS`) takes that
   step off the list of those that are still to be undone; so does moving values around;
 * a factor multiplies what it comes to; gradients of other uses of the logits are added, as they
   are, or as a dense part;

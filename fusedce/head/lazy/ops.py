@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.head.lazy.steps import STEPS, Row
+from fusedce.head.lazy.table import STEPS, Row
 
 aten = torch.ops.aten
 

@@ -1,22 +1,20 @@
-"""The steps that logits may take between the output head and the loss: one table, ``STEPS``.
+"""The steps that logits may take between the output head and the loss, and how each fuses.
 
-A row says by which names a step is called (operators of torch below autograd, methods of tensors
-in code that ``torch.compile`` traces), how its arguments read, and which operators autograd calls
-to undo it. The real effect of a step is the operator itself. How it fuses is its method ``fuse``:
-what it does to :class:`Projected`, or ``None`` where the fused loss does not know it; the loss is
-then computed from real logits. To add a step, add a class and a row.
+The real effect of a step is the operator itself. How it fuses is its method ``fuse``: what it does
+to :class:`Projected`, or ``None`` where the fused loss does not know it; the loss is then computed
+from real logits. To add a step, add a class here and a row in :mod:`fusedce.head.lazy.table`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Steps = tuple["Step", ...]
 
 
 class Projected(NamedTuple):
@@ -227,168 +225,6 @@ class Bias(Step):
         return p._replace(bias=bias if p.bias is None else p.bias + bias)
 
 
-def scale_and_cap(p: Projected) -> tuple[float, float | None] | None:
-    """``(logit_scale, softcap)``: ``b * tanh(a * z)`` is a cap of b after a scale of ab."""
-    if p.cap is None:
-        return (p.scale, None) if math.isfinite(p.scale) else None
-    scale = p.scale * p.cap
-    return (scale, abs(p.cap)) if math.isfinite(scale) and p.cap else None
-
-
-# ---- how arguments read ---------------------------------------------------------------------
-# Each is given the logits' shape and what becomes of them (a tensor without data), then what the
-# operator or the method is given besides.
-
-Steps = tuple[Step, ...]
-
-
-def _same(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
-    return (Same(),)
-
-
-def _cast(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
-    return (Cast(out.dtype),) if out.dtype.is_floating_point else None
-
-
-def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> Steps | None:
-    if any(isinstance(a, torch.dtype) for a in args):
-        return None
-    return (Reshape(before, tuple(out.shape)),)
-
-
-def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    order = tuple(d % len(before) for d in order)
-    return (
-        (Permute(order, tuple(out.shape)),) if sorted(order) == list(range(len(before))) else None
-    )
-
-
-def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> Steps | None:
-    if not isinstance(source, int) or not isinstance(destination, int):
-        return None
-    order = list(range(len(before)))
-    order.insert(destination % len(before), order.pop(source % len(before)))
-    return (Permute(tuple(order), tuple(out.shape)),)
-
-
-def _transpose(before: Shape, out: Tensor, dim0: int, dim1: int) -> Steps | None:
-    order = list(range(len(before)))
-    dim0, dim1 = dim0 % len(before), dim1 % len(before)
-    order[dim0], order[dim1] = dim1, dim0
-    return (Permute(tuple(order), tuple(out.shape)),)
-
-
-def _turn(before: Shape, out: Tensor) -> Steps | None:
-    return (Same(),) if len(before) < 2 else _transpose(before, out, -2, -1)
-
-
-def _slice(
-    before: Shape,
-    out: Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Steps | None:
-    dim = dim % len(before)
-    index = slice(*slice(start, end, step).indices(before[dim]))
-    return (Slice(dim, index, before, tuple(out.shape)),)
-
-
-def _narrow(before: Shape, out: Tensor, dim: int, start: int, length: int) -> Steps | None:
-    if not isinstance(start, int):
-        return None
-    start = start % max(before[dim], 1) if start < 0 else start
-    return _slice(before, out, dim, start, start + length)
-
-
-def _select(before: Shape, out: Tensor, dim: int, index: int) -> Steps | None:
-    if isinstance(index, Tensor):
-        return None
-    dim = dim % len(before)
-    index = index + before[dim] if index < 0 else index
-    narrow = (*before[:dim], 1, *before[dim + 1 :])
-    step = Slice(dim, slice(index, index + 1, 1), before, narrow)
-    return step, Reshape(narrow, tuple(out.shape))
-
-
-def _index(before: Shape, out: Tensor, indices: Any) -> Steps | None:
-    return (Index(tuple(indices), before, tuple(out.shape)),)
-
-
-def _is_compiling() -> bool:
-    return torch.compiler.is_compiling()
-
-
-def number_of(x: Any) -> float | None:
-    """A number, also where it is a tensor without dimensions."""
-    if isinstance(x, Tensor):
-        if x.dim() or x.is_complex() or _is_compiling():
-            return None
-        return float(x.detach())
-    return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
-
-
-def _is_traced_factor(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.dim() and not x.is_complex() and _is_compiling()
-
-
-def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
-    if _is_traced_factor(other):
-        return (Factor(other), Cast(out.dtype))
-    number = number_of(other)
-    return None if number is None else (Scale("mul", number), Cast(out.dtype))
-
-
-def _over(
-    before: Shape, out: Tensor, other: Any, *, rounding_mode: str | None = None
-) -> Steps | None:
-    if _is_traced_factor(other) and rounding_mode is None:
-        return (Factor(1 / other), Cast(out.dtype))
-    number = number_of(other)
-    if number is None or rounding_mode is not None:
-        return None
-    return (Scale("div", number), Cast(out.dtype))
-
-
-def _minus(before: Shape, out: Tensor) -> Steps | None:
-    return (Scale("mul", -1.0),)
-
-
-def _tanh(before: Shape, out: Tensor) -> Steps | None:
-    return (Cap(),)
-
-
-def _plus(before: Shape, out: Tensor, other: Any, *, alpha: float = 1) -> Steps | None:
-    if not isinstance(other, Tensor) or alpha != 1 or not before or tuple(out.shape) != before:
-        return None
-    if other.numel() != before[-1] or other.shape[-1:] != before[-1:]:
-        return None
-    bias = other.reshape(-1)
-    if not _is_compiling():
-        wanted, bias = other.requires_grad, bias.detach().clone()  # it may be written into
-        bias.requires_grad_(wanted)
-    return (Bias(bias), Cast(out.dtype))
-
-
-def _subscript(before: Shape, out: Tensor, item: Any) -> Steps | None:
-    items = list(item) if isinstance(item, tuple) else [item]
-    if any(isinstance(i, bool) or (isinstance(i, Tensor) and i.dim() == 0) for i in items):
-        return None
-    used = sum(_dims_of(i) for i in items if i is not None and i is not Ellipsis)
-    dots = [k for k, i in enumerate(items) if i is Ellipsis]
-    if len(dots) > 1 or used > len(before):
-        return None
-    at = dots[0] if dots else len(items)
-    items[at : at + len(dots)] = [slice(None)] * (len(before) - used)
-    return (Subscript(tuple(items)),)
-
-
-def _dims_of(i: Any) -> int:
-    return i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1
-
-
 class Subscript(Step):
     """``logits[items]`` with an item for each dimension, in code that is traced."""
 
@@ -408,105 +244,9 @@ class Subscript(Step):
         return p._replace(hidden=hidden, class_dim=hidden.dim() - 1, classes=left)
 
 
-# ---- how autograd undoes them ---------------------------------------------------------------
-# Given the gradient and what the operator is given besides: the step that it undoes, if any.
-
-
-def _undo_permute(read: Callable[..., Steps | None]) -> Callable[..., Step | None]:
-    def undo(grad: Tensor, *args: Any, **kwargs: Any) -> Step | None:
-        out = torch.empty(0, device="meta")
-        steps = read(tuple(grad.shape), out, *args, **kwargs)
-        if steps is None or not isinstance(steps[0], Permute):
-            return None
-        dims = steps[0].dims
-        return Permute(tuple(dims.index(d) for d in range(len(dims))), tuple(grad.shape))
-
-    return undo
-
-
-def _undo_slice(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Step | None:
-    index = slice(*slice(start, end, step).indices(sizes[dim]))
-    return Slice(dim % len(sizes), index, tuple(sizes), tuple(grad.shape))
-
-
-def _undo_select(grad: Tensor, sizes: Any, dim: int, index: int) -> Step | None:
-    dim = dim % len(sizes)
-    index = index + sizes[dim] if index < 0 else index
-    narrow = (*sizes[:dim], 1, *sizes[dim + 1 :])
-    return Slice(dim, slice(index, index + 1, 1), tuple(sizes), narrow)
-
-
-def _undo_times(grad: Tensor, other: Any) -> Step | None:
-    number = number_of(other)
-    return None if number is None else Scale("mul", number)
-
-
-def _undo_over(grad: Tensor, other: Any) -> Step | None:
-    number = number_of(other)
-    return None if number is None else Scale("div", number)
-
-
-def _undo_minus(grad: Tensor) -> Step | None:
-    return Scale("mul", -1.0)
-
-
-def _undo_tanh(grad: Tensor, result: Any) -> Step | None:
-    steps = [s for s in getattr(result, "steps", None) or () if s.undone]
-    return steps[-1] if steps and isinstance(steps[-1], Cap) else None
-
-
-class Row(NamedTuple):
-    ops: tuple[str, ...]  # operators of torch.ops.aten
-    methods: tuple[str, ...]  # of tensors, for code that torch.compile traces
-    read: Callable[..., Steps | None]
-    undo_ops: tuple[str, ...] = ()
-    undo: Callable[..., Step | None] | None = None
-    in_place: tuple[str, ...] = ()  # operators and methods that write into the logits instead
-
-
-STEPS = (
-    Row(("detach", "alias", "clone", "lift_fresh"), ("clone", "contiguous", "detach"), _same),
-    Row(
-        ("_to_copy",),
-        ("to", "float", "double", "half", "bfloat16", "type_as"),
-        _cast,
-    ),
-    Row(
-        ("view", "_unsafe_view", "_reshape_alias", "squeeze", "squeeze.dim", "squeeze.dims",
-         "unsqueeze"),
-        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze",
-         "unsqueeze"),
-        _reshape,
-    ),
-    Row(("permute",), ("permute",), _permute, ("permute",), _undo_permute(_permute)),
-    Row(
-        ("transpose.int",), ("transpose", "swapaxes", "swapdims"), _transpose,
-        ("transpose.int",), _undo_permute(_transpose),
-    ),
-    Row((), ("movedim", "moveaxis"), _movedim),
-    Row(("t",), (), _turn, ("t",), _undo_permute(_turn)),
-    Row(("slice.Tensor",), (), _slice, ("slice_backward",), _undo_slice),
-    Row((), ("narrow",), _narrow),
-    Row((), ("__getitem__",), _subscript),
-    Row(("select.int",), ("select",), _select, ("select_backward",), _undo_select),
-    Row(("index.Tensor",), (), _index),
-    Row(
-        ("mul.Tensor", "mul.Scalar"),
-        ("mul", "multiply", "__mul__", "__rmul__"),
-        _times,
-        ("mul.Tensor", "mul.Scalar"),
-        _undo_times,
-        ("mul_.Tensor", "mul_.Scalar", "mul_", "__imul__"),
-    ),
-    Row(
-        ("div.Tensor", "div.Scalar"),
-        ("div", "divide", "true_divide", "__truediv__"),
-        _over,
-        ("div.Tensor", "div.Scalar"),
-        _undo_over,
-        ("div_.Tensor", "div_.Scalar", "div_", "__itruediv__"),
-    ),
-    Row(("neg",), ("neg", "negative", "__neg__"), _minus, ("neg",), _undo_minus, ("neg_",)),
-    Row(("tanh",), ("tanh",), _tanh, ("tanh_backward",), _undo_tanh, ("tanh_",)),
-    Row(("add.Tensor",), ("add", "__add__", "__radd__"), _plus),
-)  # fmt: skip
+def scale_and_cap(p: Projected) -> tuple[float, float | None] | None:
+    """``(logit_scale, softcap)``: ``b * tanh(a * z)`` is a cap of b after a scale of ab."""
+    if p.cap is None:
+        return (p.scale, None) if math.isfinite(p.scale) else None
+    scale = p.scale * p.cap
+    return (scale, abs(p.cap)) if math.isfinite(scale) and p.cap else None

@@ -15,7 +15,8 @@ from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Tick
 from fusedce.head.lazy.loss import project, request_of
 from fusedce.head.lazy.make import MakeLogits
-from fusedce.head.lazy.steps import STEPS, Row, Steps
+from fusedce.head.lazy.steps import Steps
+from fusedce.head.lazy.table import STEPS, Row
 from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.report import Once, Report
 
