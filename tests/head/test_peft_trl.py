@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.versions import trl_1_16
 
 import fusedce
 from fusedce import FusedTrainerMixin, replace_loss_head, restore_loss_head
@@ -283,6 +284,7 @@ def statistics(trainer):
 
 
 def test_sft_logs_the_auxiliary_loss_of_a_router(trl, tokenizer, tmp_path):
+    trl_1_16()
     from support.tiny_trainer import mixtral
 
     def logged(mixin):
@@ -296,6 +298,7 @@ def test_sft_logs_the_auxiliary_loss_of_a_router(trl, tokenizer, tmp_path):
 
 def test_scale_that_trl_guesses_wrong(trl, tokenizer, tmp_path, no_logits):
     """A model whose forward scales its logits in a way its configuration does not say."""
+    trl_1_16()
 
     class Scaled(transformers.LlamaForCausalLM):
         def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
@@ -334,6 +337,7 @@ def test_other_loss_types_are_refused(trl, tokenizer, tmp_path):
 
 def test_stock_sft_trainer_ignores_a_replaced_head(trl, tokenizer, tmp_path, no_logits):
     """TRL's own head takes the weight and never runs ours: the same loss, and nothing breaks."""
+    trl_1_16()
     _, plain = sft(trl, tokenizer, tmp_path, llama(), mixin=False)
     model = replace_loss_head(llama())
     _, replaced = sft(trl, tokenizer, tmp_path, model, mixin=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.heads import V, ce, compiled, plain_model, tokens
-from support.versions import COMPILED_LOGITS
+from support.versions import COMPILED_COUNTS, COMPILED_LOGITS
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 
@@ -44,6 +44,7 @@ def test_a_report_says_why_the_original_head_runs():
     assert "a transform of torch.func runs it" in note or "its input is not" in note
 
 
+@COMPILED_COUNTS
 def test_a_report_counts_what_compiled_graphs_do():
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

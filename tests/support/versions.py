@@ -13,6 +13,16 @@ FSDP2_MEAN = pytest.mark.skipif(
 COMPILED_LOGITS = pytest.mark.skipif(
     TORCH < (2, 9), reason="a model compiled by torch 2.8 returns real logits"
 )
+COMPILED_COUNTS = pytest.mark.skipif(
+    TORCH < (2, 9), reason="torch 2.8 drops the objects that compiled code makes and stores"
+)
+
+
+def trl_1_16():
+    """For what is compared with the trainers of TRL 1.16, whose predecessors do otherwise."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("TRL before 1.16 computes this in another way")
 
 
 def marked(names, mark, where):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from support.tiny_trainer import llama
+from support.versions import trl_1_16
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fusedce import trainer_rl
@@ -91,10 +92,6 @@ def run(make, base, tmp_path, tokenizer, **kwargs):
     return logs, {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.skipif(
-    not hasattr(trl.trainer.utils, trainer_rl._CALLER),
-    reason="this TRL computes log-probabilities in another way, and the mixin refuses it",
-)
 @pytest.mark.parametrize(
     ("make", "theirs", "options"),
     [
@@ -105,6 +102,7 @@ def run(make, base, tmp_path, tokenizer, **kwargs):
     ],
 )
 def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, tokenizer, monkeypatch):
+    trl_1_16()
     base = getattr(trl, theirs)
 
     class Ours(FusedPolicyMixin, base):
