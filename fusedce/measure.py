@@ -152,7 +152,7 @@ def _host_peak(call: Callable[[], object]) -> int:
     # came after it, which a warm-up prevents.
     peak = _resident("VmHWM") - _resident("RssFile")
     del result
-    return peak - before
+    return max(peak - before, 0)  # below it is what came of files after the peak
 
 
 def _device_peak(call: Callable[[], object], device: torch.device) -> int:

@@ -255,6 +255,7 @@ def test_the_stock_trainer(tmp_path, replaced):
     assert trainer_report(tmp_path, replaced).verdict() == RIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_trainer_that_averages(tmp_path, replaced):
     report = trainer_report(tmp_path, replaced, naive=True)

@@ -14,17 +14,20 @@ def mib(target, **kwargs):
     return peak_extra_bytes(target, kwargs) / 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "freed"), [(8, 0), (0, 24), (5, 40), (40, 5)])
 def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
     assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)
 
 
+@pytest.mark.slow
 def test_pages_of_files_do_not_count(tmp_path):
     file = tmp_path / "library"
     file.write_bytes(bytes(48 << 20))
     assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "grad", "most_mib"),
     [
@@ -38,6 +41,7 @@ def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
     assert 0 < mib("support.memory:step", dtype=dtype, grad=grad) < most_mib
 
 
+@pytest.mark.slow
 def test_eager_logits_are_seen():
     assert 64 <= mib("support.memory:eager_forward") < 72  # BLAS packs operands beside them
 
@@ -50,6 +54,7 @@ def test_a_target_that_cannot_be_imported_is_refused(target, message):
         peak_extra_bytes(target)
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_says_how():
     with pytest.raises(RuntimeError, match="no_such_function"):
         peak_extra_bytes("support.memory:no_such_function")

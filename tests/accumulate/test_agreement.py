@@ -299,6 +299,7 @@ def results():
     return ranks.run(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", RAISES, ids=lambda f: f.__name__)
 def test_all_ranks_raise_the_same(f):
     (a, fast, after), (b, fast_too, _) = ranks.of(results(), f.__name__)
@@ -446,6 +447,7 @@ def check_schedules(results):
     return right, refused
 
 
+@pytest.mark.slow
 def test_random_schedules_with_errors_on_one_rank():
     found = ranks.run({"schedules": functools.partial(schedules, 0, SCHEDULES)})
     right, refused = check_schedules(ranks.of(found, "schedules"))

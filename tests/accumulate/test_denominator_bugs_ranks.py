@@ -76,6 +76,7 @@ def two_ranks():
     return ranks.run({f.__name__: f for f in (rank_means, counted_twice, skipped_backward)})
 
 
+@pytest.mark.slow
 def test_rank_means(two_ranks):
     """transformers#34242: 1 token on one rank weighs as much as 20 on the other."""
     for naive, ours in ranks.of(two_ranks, "rank_means"):

@@ -159,6 +159,7 @@ def results(world):
     return ranks.run({2: TWO, 4: FOUR}[world], world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(EQUAL, FSDP2_MEAN, "fsdp2, mean"))
 def test_two_processes_equal_one(name):
     for found in ranks.of(results(2), name):

@@ -68,6 +68,7 @@ def results():
     return ranks.run(ENGINES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(ENGINES, FSDP2_MEAN, "fsdp2"))
 def test_engines_train_alike(name):
     """Two ranks log what one process logs, step by step: clipping and optimizer included."""
@@ -95,6 +96,7 @@ def test_policy_gradient():
     assert all(m["n_windows"] == 1 for m in history)
 
 
+@pytest.mark.slow
 def test_runs_as_a_script():
     command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

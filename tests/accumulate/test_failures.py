@@ -74,6 +74,7 @@ def test_an_error_at_the_last_micro_batch_is_refused_at_the_windows_end():
     assert acc.metrics()["n_windows"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 def test_find_executable_batch_size(streaming):
     find = pytest.importorskip("accelerate.utils").find_executable_batch_size

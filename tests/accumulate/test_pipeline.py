@@ -112,6 +112,7 @@ def one_process():
     return history, dict(model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_as_one_process(name):
     exact, parameters = one_process()

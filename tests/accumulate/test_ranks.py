@@ -189,6 +189,7 @@ def results(world):
     return ranks.run({2: TWO, 4: FOUR}[world], world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", EQUAL)
 def test_ranks_are_one_big_batch(name, world):

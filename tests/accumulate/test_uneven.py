@@ -198,6 +198,7 @@ def results():
     return ranks.run(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["joined", "joined, guarded"])
 def test_join_is_refused_in_the_same_words(name):
     (a, b), (c, d) = ranks.of(results(), name)

@@ -323,6 +323,7 @@ def test_tested_versions_are_those_of_the_constraints():
     assert {p: (v[0], v[-1]) for p, v in pinned.items()} == TESTED
 
 
+@pytest.mark.slow
 def test_a_shape_is_measured(tmp_path):
     picture = tmp_path / "bench.png"
     found = answer("bench", "--shape", "64,16,500", "--repeats", "2", "--picture", str(picture))
@@ -337,6 +338,7 @@ def test_a_shape_is_measured(tmp_path):
 # ---- audit and demo ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     found = answer("audit", "--steps", "1")
     wrong, right = found.values()

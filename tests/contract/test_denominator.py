@@ -71,6 +71,7 @@ def tensor_window(*inputs, **options):
     return loss * factor.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk_tokens", [None, 32])
 @pytest.mark.parametrize("way", [mean_reduction, mean_of_sum, open_window, tensor_window])
@@ -97,6 +98,7 @@ def accelerated():
     return fusedce.LossAccumulator.from_accelerator(accelerator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("accumulator", [plain, accelerated])
 def test_a_declared_window_rounds_a_large_head_once(backend, accumulator, monkeypatch):

@@ -77,6 +77,7 @@ def test_a_scaled_loss_keeps_its_monitors(factor):
         out * out
 
 
+@pytest.mark.slow
 def test_monitors_under_compile():
     def step(hidden, weight, labels):
         out = fused_ce(hidden, weight, labels, ignore_index=-1, monitor=MONITORS, z_loss=0.1)

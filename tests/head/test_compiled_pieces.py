@@ -79,6 +79,7 @@ def test_a_compiled_function_of_what_the_loss_is_differentiated_by():
     both(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_compiled_loss_of_a_compiled_models_logits(again):
     run_loss = torch.compile(compiled_loss, backend="aot_eager")
@@ -103,6 +104,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_without_dimensions_stay_lazy_in_compiled_models(name, bias, request):
@@ -125,6 +127,7 @@ def test_factors_without_dimensions_stay_lazy_in_compiled_models(name, bias, req
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_model_is_given_may_be_written_into_later():
     results = []
     for model in (plain_model(), replace_loss_head(plain_model())):
@@ -143,6 +146,7 @@ def test_what_a_compiled_model_is_given_may_be_written_into_later():
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
 def test_a_model_and_a_loss_that_inductor_compiles(no_logits):
     """Generated code does what the graph says: forward, backward, a soft-cap and a factor."""

@@ -182,6 +182,7 @@ def test_head_that_is_not_linear():
 BREAKS = ("mask", "none", "ignore", "module")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_fused_in_one_graph(name, request):
     model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
@@ -208,6 +209,7 @@ def test_real_logits_in_one_graph():
         restore_loss_head(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
 def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
     model = sweep.build(model_type, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], {})

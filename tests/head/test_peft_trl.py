@@ -244,6 +244,7 @@ def sft(trl, tokenizer, tmp_path, model, *, mixin=True, size=8, steps=1, data=No
 PAIRS = [{"prompt": text(2 + i, i), "completion": " " + text(9 - i, 50 + i)} for i in range(8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -15,6 +15,7 @@ from fusedce import replace_loss_head
 COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @settings(
     max_examples=COUNT, deadline=None, derandomize=True, database=None,

@@ -139,6 +139,7 @@ def two_processes():
         yield dict(results)  # without those that came after a failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CASES, FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name, two_processes):
     expected = two_steps(model("tied" in name), None)
@@ -215,6 +216,7 @@ def trainer_results(tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 def test_mixin_on_two_ranks_equals_one(trainer_results):
     one, two = (trainer_results[n]["fused"] for n in (1, 2))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)

@@ -234,6 +234,7 @@ STEPS_OF_TRAINING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS_OF_TRAINING)
 def test_a_step_leaves_nothing_for_the_garbage_collector(name):
     model, x, y = replace_loss_head(plain_model(bias=True)), tokens(3, 7), tokens(3, 7, seed=1)

@@ -257,6 +257,7 @@ def test_writing(loss):
     torch.testing.assert_close(loss_and_grads(model, x, y, loss), native)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

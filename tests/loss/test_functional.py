@@ -59,6 +59,7 @@ def test_grad_and_value(loss, name, backend):
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("loss", "name"), CASES)
 def test_vmap_over_samples(loss, name, backend):

@@ -206,6 +206,7 @@ def test_compile_gives_the_same_gradients(backend):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_passes(backend):
     hidden, weight, labels = inputs()

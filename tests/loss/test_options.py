@@ -102,6 +102,7 @@ def test_fp16_factors_may_leave_its_range(backend):
     assert error.max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1},
@@ -172,6 +173,7 @@ def test_a_label_at_plus_inf_is_not_a_loss_of_0(backend, options):
         assert loss.isnan()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_terms", [False, True])
 @pytest.mark.parametrize("grad", [True, False])
@@ -209,6 +211,7 @@ def test_plain_means_plain():
     torch.testing.assert_close(neutral, plain, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_compile_and_opcheck_pass(softcap):
     hidden, weight, labels, _ = Case((9,), 12, 37, ignored=0.3).tensors()

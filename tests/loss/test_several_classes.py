@@ -123,6 +123,7 @@ def test_a_bad_class_is_named():
         fused_logprobs(hidden, weight, inputs()[3], ignore_index=None)
 
 
+@pytest.mark.slow
 def test_compiled_with_any_length():
     _, weight, bias, _ = inputs()
 

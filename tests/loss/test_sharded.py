@@ -307,6 +307,7 @@ def results(world):
     return ranks.run(CASES, world)
 
 
+@pytest.mark.slow
 @WORLDS
 @pytest.mark.parametrize(
     "name", [k for k in CASES if k not in ("chunked", "collectives", "errors")]

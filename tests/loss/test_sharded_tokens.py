@@ -354,6 +354,7 @@ def results(world):
     return ranks.run(chosen | ({"collectives": collectives} if world == 2 else {}), world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_whole_vocabulary(name):
     found = ranks.of(results(2), name)

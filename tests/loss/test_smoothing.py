@@ -15,6 +15,7 @@ def gradients(loss, tensors, labels, dtype, **options):
     return [g.double() for g in torch.autograd.grad(out.loss_sum, leaves)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize("V", [2, 3, 40, 500])

@@ -31,6 +31,7 @@ def first_step(kind, make, tmp_path, steps, **kwargs):
     return losses[0], seen.norms[0]
 
 
+@pytest.mark.slow
 def test_count_after_the_shift(tmp_path):
     """GPT-2's loss shifts, but Trainer counts its labels before that."""
 
@@ -47,6 +48,7 @@ def test_count_after_the_shift(tmp_path):
     assert ours[0] == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
 def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
     whole = first_step(FusedTrainer, make, tmp_path, 1)
@@ -56,6 +58,7 @@ def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
         assert parts[1] == pytest.approx(whole[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
     whole = first_step(Trainer, bart, tmp_path, 1)
     stock = first_step(Trainer, bart, tmp_path, 8)
@@ -65,6 +68,7 @@ def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
     assert ours[1] == pytest.approx(whole[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
     """The router's gradient with a frozen cross-entropy: that of the mean auxiliary loss."""
 
@@ -210,6 +214,7 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
 
 
+@pytest.mark.slow
 def test_smaller_batches_after_memory_ran_out(tmp_path):
     class Small(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):

@@ -33,6 +33,7 @@ def test_stock_trainer_trains_as_without(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs", [{"bf16": True}, {"gradient_checkpointing": True}], ids=["bf16", "checkpointing"]
 )

@@ -37,6 +37,7 @@ def half_right(data):
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 3])
 def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
     """Sum over sum, of an optimizer step and of an evaluation, whatever the batches."""

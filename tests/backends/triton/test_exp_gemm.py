@@ -20,6 +20,7 @@ def gradients(monkeypatch, problem, argmax, *, by_gemm):
     return backend.loss_and_grads(problem, wanted, argmax)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "logits", "options"),
     [

@@ -38,6 +38,7 @@ def one_pass(hidden, weight, labels, **options):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_run_to_run_nothing_changes(place, dtype):
     inputs = make(place, dtype, 0.3)
@@ -46,6 +47,7 @@ def test_run_to_run_nothing_changes(place, dtype):
         torch.testing.assert_close(one_pass(*inputs), first, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
     """Alone, at another position, with and without ignored neighbours."""
@@ -72,6 +74,7 @@ def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
     assert abs(total.item() - loss.item()) <= torch.finfo(torch.float32).eps * loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[], [1], [33, 34, 90], [50, 100]])
 def test_the_sum_does_not_depend_on_the_calls(place, cuts):
     """Token losses are added in fp64 and rounded once; LossAccumulator adds calls in fp64."""
