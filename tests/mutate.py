@@ -12,9 +12,9 @@ failing tests: a mutant that survives, or that cannot even be collected, ends th
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +25,11 @@ from pathlib import Path
 
 import mutants
 from mutants import Mutant
+
+# Tests of a mutant run in a process of their own, forked from one that has imported what they all
+# need: importing takes longer than most of them. Not triton, which must be told to interpret first.
+_FORKS = multiprocessing.get_context("forkserver")
+_PRELOADED = ["numpy", "pytest", "hypothesis", "torch", "transformers"]
 
 
 def kill(mutant: Mutant) -> str:
@@ -38,20 +43,28 @@ def kill(mutant: Mutant) -> str:
         shutil.copytree(mutants.ROOT / "fusedce", copy, symlinks=False)
         text = (copy / file).read_text()
         (copy / file).write_text(text.replace(mutant.old, mutant.new))
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
-                *(str(test), *mutant.tests.split()[1:]),
-            ],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-    failed = [x for x in done.stdout.splitlines() if x.startswith("FAILED")]
-    if done.returncode != 1 or not failed:
-        return f"SURVIVED {mutant.name}: {mutant.tests}\n{done.stdout[-1500:]}{done.stderr[-500:]}"
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", str(test), *mutant.tests.split()[1:]]
+        process = _FORKS.Process(target=_pytest, args=(folder, arguments))
+        process.start()
+        process.join()
+        output = (Path(folder) / "output").read_text()
+    failed = [x for x in output.splitlines() if x.startswith("FAILED")]
+    if process.exitcode != 1 or not failed:
+        return f"SURVIVED {mutant.name}: {mutant.tests}\n{output[-2000:]}"
     return f"killed   {mutant.name}: {failed[0].split(' - ')[0].removeprefix('FAILED ')}"
+
+
+def _pytest(folder: str, arguments: list[str]) -> None:
+    """In a process of its own: the package is that of ``folder``, and the output goes there."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = folder
+    sys.path.insert(0, folder)
+    with open("output", "w") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    import pytest
+
+    sys.exit(pytest.main(arguments))
 
 
 def run(chosen: Iterable[Mutant], jobs: int) -> Counter[str]:
@@ -72,6 +85,8 @@ def main() -> int:
                         help=f"only this area, may be given again: {', '.join(areas)}")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     given = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    _FORKS.set_forkserver_preload(_PRELOADED)
     total: Counter[str] = Counter()
     begin = time.monotonic()
     for area in given.only or areas:
