@@ -1,7 +1,10 @@
 """What every test stands on: the interpreter, seeds, hypothesis, GPUs."""
 
+import getpass
 import os
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,10 @@ from hypothesis import settings
 settings.register_profile("default", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("fuzz", print_blob=True, deadline=None)
 settings.load_profile("default")
+
+# inductor's cache does not ask which instructions the code in it is for: one an instruction set.
+_CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
 
 # Without a GPU the Triton kernels are interpreted; that must be decided before triton loads.
 if not torch.cuda.is_available():
