@@ -22,9 +22,10 @@ def drop(module: torch.nn.Module) -> None:
     """Forget all gradients of ``module``, those that wait inside FSDP2 as well."""
     module.zero_grad()
     for p in leftovers(module):
-        p.unsharded_accumulated_grad = None
         if p._unsharded_param is not None:
             p._unsharded_param.grad = None
+        if p.unsharded_accumulated_grad is not None:  # before torch 2.15 a buffer of its own
+            p.unsharded_accumulated_grad = None
 
 
 def _held(p: Any) -> bool:

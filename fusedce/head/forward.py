@@ -7,9 +7,11 @@ or replicated computes with its own parameters.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedce.contract.checks import autocast_dtype
@@ -117,9 +119,9 @@ def _lazy_logits(
         recipe = recipe.of(tensors)
     if torch.compiler.is_compiling():
         return TracedLogits.make(module, recipe, hidden, dtype, attached.report)
-    # With a bias F.linear gives a view of a matrix, and hooks and writes tell that from a tensor.
     leading = hidden.shape[:-1]
     is_view = recipe.bias is not None and not recipe.adapters and len(leading) > 1
+    is_view = is_view and _biased_products_are_views()
     if is_view:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     call = HeadCall(module, recipe, hidden, attached.report, CLOCK.now)
@@ -127,6 +129,17 @@ def _lazy_logits(
     if is_view:
         logits = logits.view(*leading, call.V)
     return logits if hidden.dtype == dtype else logits.to(dtype)
+
+
+@functools.cache
+def _biased_products_are_views() -> bool:
+    """Whether ``F.linear`` with a bias gives a view of a matrix, which hooks and writes can tell.
+
+    It does before torch 2.15.
+    """
+    with torch.inference_mode(False):
+        zeros = torch.zeros(1, 1, 1)
+        return F.linear(zeros, zeros[0], zeros[0, 0])._is_view()
 
 
 # ---- the class ------------------------------------------------------------------------------
