@@ -20,6 +20,7 @@ from fusedce.backends.choose import (
     why_not_triton,
 )
 from fusedce.backends.torch.products import fast_bf16
+from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
 from fusedce.peers import IMPLEMENTATIONS, missing
 
@@ -32,7 +33,6 @@ TESTED = {
     "peft": ("0.21.2", "0.21.2"),
     "trl": ("1.16.0", "1.16.0"),
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Relative to the largest element: a wrong kernel is wrong by far more than rounding.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -170,7 +170,7 @@ def self_check(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 def _backend_lines(device: torch.device) -> list[str]:
     """What ``backend=None`` means for each dtype; dtypes with the same answer share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for dtype in _DTYPES:
+    for dtype in DTYPES:
         # A tensor without memory is enough to ask, also for dtypes that the device lacks.
         backend = resolve_backend(None, _Probe(device, dtype))  # type: ignore[arg-type]
         reason = why_not_triton(device, dtype)

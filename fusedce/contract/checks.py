@@ -10,7 +10,7 @@ from fusedce.contract.labels import check_labels
 from fusedce.contract.problem import Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked(problem: Problem) -> Problem:
@@ -109,7 +109,7 @@ def check_tensors(problem: Problem) -> None:
                 f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
                 f"for a weight sharded over its rows use fused_ce or fusedce.sharded.sharded_ce"
             )
-    if hidden.dtype not in _DTYPES:
+    if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")

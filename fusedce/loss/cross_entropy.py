@@ -13,7 +13,8 @@ from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.loss.sharded import is_sharded
-from fusedce.loss.sharded_tokens import sharded_cross_entropy
+from fusedce.loss.sharded_tokens import reduced
+from fusedce.loss.tokens import check_reduction
 
 
 @explains_names
@@ -82,26 +83,6 @@ def fused_cross_entropy(
         >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
         torch.Size([2, 5])
     """
-    if is_sharded(weight, process_group):
-        return sharded_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            process_group=process_group,
-            bias=bias,
-            class_weight=class_weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            token_weight=token_weight,
-            chunk_tokens=chunk_tokens,
-            backend=backend,
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     problem = Problem(
         hidden,
         weight,
@@ -117,6 +98,9 @@ def fused_cross_entropy(
         chunk_tokens=chunk_tokens,
         backend=backend,
     )
+    if is_sharded(weight, process_group):
+        return reduced(problem, reduction, process_group)
+    check_reduction(reduction)
     problem = checked(problem)
     if reduction == "none":
         return dispatch.token_losses(problem).view(labels.shape)

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedce.autograd import dispatch
-from fusedce.backends.choose import resolve_backend
+from fusedce.autograd import dispatch, sharded
+from fusedce.backends.sharded.layout import groups_of, on_the_way
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-from fusedce.loss.sharded import is_sharded, sharded_ce
+from fusedce.loss.sharded import device_of, is_sharded, met
 
 
 @explains_names
@@ -107,48 +107,41 @@ def fused_ce(
         >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
-    check_monitor(monitor)
-    if is_sharded(weight, process_group):
-        if backend not in (None, "torch", "triton"):
-            resolve_backend(backend, hidden)  # which says what is wrong with it
-        if backend == "triton":
-            raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
-        if argmax_out is not None:
-            raise ValueError("argmax_out must be None with a sharded vocabulary")
-        if monitor:
-            raise ValueError("monitor must be empty with a sharded vocabulary")
-        return sharded_ce(
-            hidden,
-            weight,
-            labels,
-            process_group=process_group,
-            bias=bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            token_weight=token_weight,
-            chunk_tokens=chunk_tokens,
-        )
-    problem = checked(
-        Problem(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            token_weight=token_weight,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            chunk_tokens=chunk_tokens,
-            backend=backend,
-        )
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        token_weight=token_weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        chunk_tokens=chunk_tokens,
+        backend=backend,
     )
+    if is_sharded(weight, process_group):
+        return _sharded(problem, process_group, argmax_out, monitor)
+    check_monitor(monitor)
+    problem = checked(problem)
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, seen = dispatch.loss_sum(problem, wanted, argmax_out)
     return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out
+
+
+def _sharded(
+    problem: Problem, process_group: Any, argmax_out: Tensor | None, monitor: Collection[str]
+) -> LossSum:
+    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
+        check_monitor(monitor)
+        if problem.backend == "triton":
+            raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
+        if argmax_out is not None:
+            raise ValueError("argmax_out must be None with a sharded vocabulary")
+        if monitor:
+            raise ValueError("monitor must be empty with a sharded vocabulary")
+    problem = problem.but(backend=problem.backend or "torch")  # whatever the device would choose
+    return sharded.loss_sum(*met(problem, process_group))

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_number, checked, checked_temperature
+from fusedce.contract.checks import checked, checked_temperature
 from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.loss.sharded import is_sharded
-from fusedce.loss.sharded_tokens import sharded_argmax, sharded_logprobs
+from fusedce.loss.sharded_tokens import sharded_argmax, statistics
+from fusedce.loss.tokens import of_tokens, tempered
 
 
 @explains_names
@@ -80,63 +81,35 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    if is_sharded(weight, process_group):
-        return sharded_logprobs(
-            hidden,
-            weight,
-            labels,
-            process_group=process_group,
-            bias=bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            mean_logit=mean_logit,
-            chunk_tokens=chunk_tokens,
-            backend=backend,
-        )
-    one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
-    if one <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    several = isinstance(labels, Tensor) and labels.dim() > 0 and _several(hidden, labels)
-    problem = checked(
-        Problem(
-            hidden,
-            weight,
-            labels[..., 0] if several else labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            chunk_tokens=chunk_tokens,
-            backend=backend,
-        )
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens,
+        backend=backend,
     )
-    if isinstance(temperature, Tensor):
+    if is_sharded(weight, process_group):
+        return statistics(problem, temperature, mean_logit, process_group)
+    problem = tempered(problem, temperature)
+    several = isinstance(labels, Tensor) and labels.dim() > 0 and _several(hidden, labels)
+    problem = checked(problem.but(labels=labels[..., 0]) if several else problem)
+    if problem.temperature is not None:
         used = problem.valid()
         if several:
             used = problem.but(labels=labels.reshape(-1, labels.shape[-1])).valid().any(1)
-        problem = problem.but(temperature=checked_temperature(temperature, hidden, used))
-    # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
-    problem = problem.but(
-        softcap=None if problem.softcap is None else problem.softcap / one,
-        logit_scale=problem.logit_scale / one,
-    )
+        t = checked_temperature(problem.temperature, hidden, used)
+        problem = problem.but(temperature=t)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if several:
         logprob, stats = dispatch.class_stats(problem, labels.reshape(-1, labels.shape[-1]), wanted)
     else:
         stats = dispatch.token_stats(problem, wanted)
         logprob = -stats.nll
-    assert stats.argmax is not None
-    tokens = hidden.shape[:-1]
-    found = TokenStats(
-        logprob.view(labels.shape),
-        stats.entropy.view(tokens),
-        stats.lse.view(tokens),
-        stats.argmax.view(tokens),
-    )
-    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
+    return of_tokens(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
 
 
 def _several(hidden: Tensor, labels: Tensor) -> bool:

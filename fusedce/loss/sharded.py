@@ -78,7 +78,7 @@ def sharded_ce(
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 68 int64: do all ranks hold the same tokens and options, how many rows has
+    * one all-gather of 69 int64: do all ranks hold the same tokens and options, how many rows has
       each, and has one found an error; for a weight that is replicated over other dimensions of its
       mesh, before it one on each of those, over which labels must be equal and hidden states
       within 1% of their norm;
@@ -148,8 +148,8 @@ def sharded_ce(
 def met(
     problem: Problem,
     process_group: Any,
-    tokens_sharded: bool,
-    vocab_size: int | None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
     function: str = SUM,
 ) -> tuple[Problem, Shard]:
     """The problem of this rank, checked and flattened, after all ranks have compared theirs.
@@ -160,6 +160,7 @@ def met(
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)
+        layout = layout._replace(problem=problem)
         if len(problem.weight):
             check_tensors(problem)
         else:  # a rank without rows
@@ -169,7 +170,7 @@ def met(
         c = problem.class_weight
         # Weights of all ranks' classes: how many there are is known once the ranks have met.
         check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
-        flat = flattened(problem)
+        flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
         if problem.temperature is not None:
             t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
             flat = flat.but(temperature=t)

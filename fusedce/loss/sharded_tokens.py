@@ -17,12 +17,12 @@ from fusedce.backends.sharded.layout import (
     is_dtensor,
     on_the_way,
 )
-from fusedce.contract.checks import check_number, check_softcap
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.loss.sharded import device_of, met
+from fusedce.loss.tokens import check_reduction, of_tokens, tempered
 
 
 @explains_names
@@ -70,7 +70,7 @@ def sharded_cross_entropy(
 
     Collectives on the vocabulary's ranks (other than those of :func:`sharded_ce`):
 
-    * forward: one all-gather of 68 int64, in which ranks compare what they ask for, and one of 2
+    * forward: one all-gather of 69 int64, in which ranks compare what they ask for, and one of 2
       float64 a token that counts (3 with label smoothing);
     * backward, where ``hidden`` requires grad: one all-reduce of ``(N_valid, H)`` in float32;
     * with sharded tokens, one all-gather each of hidden, labels and token weights before; in
@@ -103,10 +103,6 @@ def sharded_cross_entropy(
         >>> sharded_cross_entropy(hidden, weight, labels, reduction="none").shape
         torch.Size([3])
     """
-    with on_the_way(groups_of(weight, process_group), device_of(labels)):
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    summed = reduction != "none" and class_weight is None and backend != "triton"
     problem = Problem(
         hidden,
         weight,
@@ -122,7 +118,22 @@ def sharded_cross_entropy(
         chunk_tokens=chunk_tokens,
         backend=backend,
     )
-    if summed:
+    return reduced(problem, reduction, process_group, tokens_sharded, vocab_size)
+
+
+def reduced(
+    problem: Problem,
+    reduction: str,
+    process_group: Any,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Of a problem as it was asked: the losses, their sum or their mean."""
+    labels = problem.labels
+    with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
+        check_reduction(reduction)
+    plain = problem.class_weight is None and problem.backend != "triton"
+    if plain and reduction != "none":
         out = sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
         return out.loss_sum if reduction == "sum" else out.mean()
     problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES)
@@ -170,7 +181,7 @@ def sharded_logprobs(
 
     Collectives on the vocabulary's ranks:
 
-    * forward: one all-gather of 68 int64, in which ranks compare what they ask for, and one of 5
+    * forward: one all-gather of 69 int64, in which ranks compare what they ask for, and one of 5
       float64 a token that counts (6 with ``mean_logit``);
     * backward: those of :func:`sharded_cross_entropy`; with sharded tokens the same before, too.
 
@@ -196,43 +207,43 @@ def sharded_logprobs(
         >>> stats = sharded_logprobs(hidden, weight, labels, process_group=dist.group.WORLD)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    with on_the_way(groups_of(weight, process_group), device_of(labels)):
-        one = 1.0 if isinstance(temperature, Tensor) else check_number("temperature", temperature)
-        if one <= 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        if isinstance(labels, Tensor) and labels.dim() == getattr(hidden, "ndim", 0) > 0:
-            raise ValueError(
-                f"labels must be (...), one class a token, where the vocabulary is sharded, got "
-                f"{tuple(labels.shape)}: several classes of a token need the whole head"
-            )
-        check_softcap(softcap)
-        scale = check_number("logit_scale", logit_scale)
     problem = Problem(
         hidden,
         weight,
         labels,
         bias=bias,
-        temperature=temperature if isinstance(temperature, Tensor) else None,
         ignore_index=ignore_index,
-        # (c / t) * tanh((s / t) * x / (c / t)) is c * tanh(s * x / c) / t
-        softcap=None if softcap is None else softcap / one,
-        logit_scale=scale / one,
+        softcap=softcap,
+        logit_scale=logit_scale,
         chunk_tokens=chunk_tokens,
         backend=backend,
     )
+    return statistics(problem, temperature, mean_logit, process_group, tokens_sharded, vocab_size)
+
+
+def statistics(
+    problem: Problem,
+    temperature: float | Tensor,
+    mean_logit: bool,
+    process_group: Any,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+) -> TokenStats | TokenStatsAndMean:
+    """Of a problem as it was asked, at a temperature."""
+    labels = problem.labels
+    with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
+        problem = tempered(problem, temperature)
+        if isinstance(labels, Tensor) and labels.dim() == getattr(problem.hidden, "ndim", 0) > 0:
+            raise ValueError(
+                f"labels must be (...), one class a token, where the vocabulary is sharded, got "
+                f"{tuple(labels.shape)}: several classes of a token need the whole head"
+            )
     function = MEAN_LOGIT if mean_logit else STATISTICS
     problem, shard = met(problem, process_group, tokens_sharded, vocab_size, function)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     stats = sharded_tokens.token_stats(problem, shard, wanted)
-    assert stats.argmax is not None
-    tokens = tokens_of(labels)
-    found = TokenStats(
-        -stats.nll.view(tokens),
-        stats.entropy.view(tokens),
-        stats.lse.view(tokens),
-        stats.argmax.view(tokens),
-    )
-    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
+    here = tokens_of(labels)
+    return of_tokens((-stats.nll).view(here), stats, here, mean_logit)
 
 
 @explains_names
@@ -252,7 +263,7 @@ def sharded_argmax(
     """:func:`fusedce.fused_argmax` with the rows of ``weight`` spread over ranks.
 
     ``argmax(softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap))`` over the classes
-    of all ranks. Collectives: one all-gather of 68 int64, and one of 4 float64 a token; with
+    of all ranks. Collectives: one all-gather of 69 int64, and one of 4 float64 a token; with
     sharded tokens one each of hidden states and of the labels that stand in for none.
 
     Args: as in :func:`sharded_ce`.

@@ -7,6 +7,8 @@ import torch
 from support.bad_inputs import BAD, GOOD
 
 from fusedce import fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.contract.checks import checked
+from fusedce.contract.problem import Problem
 
 FUNCTIONS = (fused_ce, fused_cross_entropy, fused_logprobs)
 
@@ -44,3 +46,13 @@ def test_argmax_of_anything_else_is_refused():
         fused_argmax(None, torch.zeros(10, 8))
     with pytest.raises(ValueError, match="weight must be"):
         fused_argmax(torch.zeros(4, 8), torch.zeros(10, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64])
+def test_the_layers_below_get_weights_in_float32_or_better(dtype):
+    """One kernel for all masks, not one for each dtype of a mask."""
+    N, V = len(GOOD["labels"]), len(GOOD["weight"])
+    weights = {"token_weight": torch.ones(N, dtype=dtype), "class_weight": torch.ones(V).to(dtype)}
+    problem = checked(Problem(**GOOD, **weights))
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (problem.token_weight.dtype, problem.class_weight.dtype) == (kept, kept)

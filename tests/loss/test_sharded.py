@@ -329,7 +329,7 @@ def test_the_collectives_are_those_of_the_docstring(world):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * 68, False),
+            (ALL_GATHER, world * 69, False),
             (ALL_GATHER, world * 3 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed

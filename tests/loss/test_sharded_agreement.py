@@ -74,6 +74,52 @@ def bad_label_of_a_shard(rank):
 CASES["bad label"] = bad_label_of_a_shard
 
 
+def kinds_that_differ(rank):
+    """Each rank has tokens of its own, their labels and weights in another dtype than the other's.
+
+    The same loss and gradients as with one kind on both.
+    """
+    found = []
+    same = (torch.int64, torch.int64), (torch.float32, torch.float32)
+    for kinds in (same, ((torch.int64, torch.int32), (torch.int16, torch.float64))):
+        x = inputs(rank)
+        x["weight"] = inputs()["weight"].detach().requires_grad_()
+        x["labels"] = x["labels"].to(kinds[0][rank])
+        x["token_weight"] = (torch.arange(N) % 3).to(kinds[1][rank])
+        loss = sharded_ce(**x, process_group=dist.group.WORLD, tokens_sharded=True).loss_sum
+        found.append((loss.detach(), *torch.autograd.grad(loss, x["weight"])))
+    return found
+
+
+CASES["kinds"] = kinds_that_differ
+
+
+def hidden_of_another_dtype(rank):
+    x = inputs()
+    if rank:
+        x |= {name: x[name].detach().bfloat16() for name in ("hidden", "weight")}
+        x["weight"].requires_grad_()
+    return ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD, tokens_sharded=True)
+
+
+def what_a_whole_vocabulary_has(option, rank):
+    x = inputs()
+    return ranks.timed(fused_ce, **x, **(option if rank else {}), process_group=dist.group.WORLD)
+
+
+WHOLE = {
+    "argmax_out": {"argmax_out": torch.empty(N, dtype=torch.int64)},
+    "monitor": {"monitor": ["correct"]},
+    "backend": {"backend": "triton"},
+    "backend ": {"backend": "nope"},
+}
+CASES |= {
+    f"whole {name}": functools.partial(what_a_whole_vocabulary_has, option)
+    for name, option in WHOLE.items()
+}
+CASES["dtype"] = hidden_of_another_dtype
+
+
 def plain_inputs():
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, H, generator=rng, requires_grad=True)
@@ -169,6 +215,28 @@ def test_a_bad_label_of_one_shard():
     (a, fast), (b, fast_too) = ranks.of(results(), "bad label")
     assert a == b
     assert "labels must hold class indices" in a
+    assert max(fast, fast_too) < SOON
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_rank_that_asks_for_what_a_whole_vocabulary_has(name):
+    (a, fast), (b, fast_too) = ranks.of(results(), f"whole {name}")
+    assert a == b
+    assert name.strip() in a
+    assert "(on rank 1)" in a
+    assert max(fast, fast_too) < SOON
+
+
+def test_labels_and_weights_of_another_dtype_on_each_rank():
+    for uniform, mixed in ranks.of(results(), "kinds"):
+        torch.testing.assert_close(mixed, uniform, rtol=0, atol=0)
+
+
+def test_hidden_states_of_another_dtype_on_each_rank():
+    (a, fast), (b, fast_too) = ranks.of(results(), "dtype")
+    assert a == b
+    assert "hidden.dtype must be the same on all ranks that share the vocabulary" in a
+    assert "torch.float32, torch.bfloat16" in a
     assert max(fast, fast_too) < SOON
 
 

@@ -371,7 +371,7 @@ def test_on_four_ranks_one_of_them_without_rows(name):
 def test_the_collectives_are_those_of_the_docstring():
     for calls, forward, n_valid in ranks.of(results(2), "collectives"):
         assert calls == [
-            (ALL_GATHER, 2 * 68),
+            (ALL_GATHER, 2 * 69),
             (ALL_GATHER, 2 * 5 * n_valid),  # with entropy, maximum and its class
             ("all_reduce", n_valid * H),
         ]

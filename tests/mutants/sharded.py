@@ -4,7 +4,27 @@ from mutants import Mutant
 
 SHARDS = "test_sharded.py"
 
+AGREE = "test_sharded_agreement.py"
+
 MUTANTS = [
+    Mutant(
+        "shards: weights travel in the dtype of each rank",
+        "_gather_tokens(token_weight.double(), most",
+        "_gather_tokens(token_weight, most",
+        f"{AGREE} -k labels_and_weights",
+    ),
+    Mutant(
+        "shards: labels travel in the dtype of each rank",
+        "problem.but(labels=problem.labels.long())",
+        "problem",
+        f"{AGREE} -k labels_and_weights",
+    ),
+    Mutant(
+        "shards: hidden states of any dtype meet",
+        "DTYPES.index(problem.hidden.dtype),",
+        "0,",
+        f"{AGREE} -k hidden_states_of_another",
+    ),
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",

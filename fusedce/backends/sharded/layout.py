@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.backends.sharded.tiles import Shard, all_gather
+from fusedce.contract.checks import DTYPES
 from fusedce.contract.groups import Ranks
 from fusedce.contract.problem import Problem
 
@@ -113,6 +114,7 @@ _SETTINGS = (
     "bias",
     "token_weight",
     "temperature",
+    "hidden.dtype",
     "hidden.requires_grad",
     "class_weight",
     "function",
@@ -148,6 +150,7 @@ def _settings(problem: Problem, function: str) -> list[int]:
     return [
         *numbers,
         *map(int, there),
+        DTYPES.index(problem.hidden.dtype),
         int(grad and problem.hidden.requires_grad),
         _NONE if c is None else int(_checksum(c.double().view(torch.int64).reshape(-1))),
         FUNCTIONS.index(function),
@@ -171,6 +174,8 @@ def _bits(x: float | None, whole: bool) -> int:
 def _shown(name: str, values: list[int]) -> list[Any]:
     if name == "class_weight":
         return ["none" if x == _NONE else f"one with the checksum {x}" for x in values]
+    if name == "hidden.dtype":
+        return [DTYPES[x] for x in values]
     if name == "function":
         return [FUNCTIONS[x] for x in values]
     if name in _WHOLE:

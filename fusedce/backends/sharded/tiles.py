@@ -226,16 +226,21 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
-    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones."""
+    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones.
+
+    Weights and temperatures travel in float64: ranks may hold them in different dtypes.
+    """
     token_weight, temperature = problem.token_weight, problem.temperature
     assert problem.ignore_index is not None
     return problem.but(
         hidden=_gather_tokens(problem.hidden, most, 0, group),
         labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
         token_weight=(
-            None if token_weight is None else _gather_tokens(token_weight, most, 0, group)
+            None if token_weight is None else _gather_tokens(token_weight.double(), most, 0, group)
         ),
-        temperature=None if temperature is None else _gather_tokens(temperature, most, 1, group),
+        temperature=(
+            None if temperature is None else _gather_tokens(temperature.double(), most, 1, group)
+        ),
     )
 
 
