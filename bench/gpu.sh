@@ -94,10 +94,12 @@ for name in IMPLEMENTATIONS:
     print(f'{name}: {missing(name) or \"here\"}')")
 }
 step_correct() {
-    # -P: not the root on sys.path, see above; every result is on disk as soon as it is known.
+    # Not the root on sys.path, see above (-P needs Python 3.11); every result is on disk as soon as
+    # it is known.
     local found
     mapfile -t found < <(grep -rlE 'mark\.gpu' tests --include='test_*.py')
-    limit "$seconds" "$PYTHON" -P -m pytest -m gpu -v -n "$workers" -p no:cacheprovider \
+    limit "$seconds" "$PYTHON" -c 'import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())' \
+        -m gpu -v -n "$workers" -p no:cacheprovider \
         "${found[@]}" 2>&1 | tee "$OUT/pytest-$tag.txt" | grep -vE ' (PASSED|SKIPPED) ' | tail -n 60
     [[ ${PIPESTATUS[0]} == 0 ]]
 }

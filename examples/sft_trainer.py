@@ -43,6 +43,7 @@ def train(steps: int = 2) -> list[float]:
             folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps,
             logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
             disable_tqdm=True, max_length=64, learning_rate=1e-2,
+            loss_type="nll",  # (the default since TRL 1.16)
         )  # fmt: skip
         trainer = FusedSFTTrainer(
             model=LlamaForCausalLM(config), args=arguments, processing_class=tokenizer(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.ranks import VALUES
+from fusedce.accumulate.message import VALUES
 from fusedce.accumulate.totals import ONLY, names_of
 from fusedce.accumulate.window import Losses
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum

@@ -14,16 +14,16 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.leftovers import drop, leftovers
-from fusedce.accumulate.ranks import (
+from fusedce.accumulate.message import (
     CLOSE,
     ESTIMATE,
     FINISH,
     METRICS,
     WINDOW,
-    Meeting,
     Terms,
     hash_of,
 )
+from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.streaming import UNKNOWN, scale_gradients, trained_of
 from fusedce.accumulate.totals import ONLY, Sums, Totals, names_of, stacked
 from fusedce.accumulate.window import Window, leaves_of

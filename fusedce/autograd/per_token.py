@@ -42,8 +42,10 @@ def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = No
         if argmax_out is None:
             stats = Stats(*torch.ops.fusedce.token_stats(*arguments))
         else:
-            stats = Stats(*torch.ops.fusedce.token_stats_into(*arguments, argmax_out))
-            stats = stats._replace(argmax=argmax_out)
+            nll, lse, entropy, zmean, n_valid = torch.ops.fusedce.token_stats_into(
+                *arguments, argmax_out
+            )
+            stats = Stats(nll, lse, entropy, zmean, n_valid, argmax_out)
     if not train:
         return stats
     values = token_ops.Values(stats.nll, stats.lse, stats.entropy, stats.zmean)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fusedce.autograd import dispatch, sharded
-from fusedce.backends.sharded.layout import groups_of, on_the_way
+from fusedce.backends.sharded.agreement import on_the_way
+from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import sharded, sharded_tokens
-from fusedce.backends.sharded.layout import (
-    ARGMAX,
-    LOSSES,
-    MEAN_LOGIT,
-    STATISTICS,
-    groups_of,
-    is_dtensor,
-    on_the_way,
-)
+from fusedce.backends.sharded.agreement import ARGMAX, LOSSES, MEAN_LOGIT, STATISTICS, on_the_way
+from fusedce.backends.sharded.layout import groups_of, is_dtensor
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Wanted

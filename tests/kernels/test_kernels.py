@@ -96,6 +96,8 @@ def test_every_kernel_compiles(arch):
         [sys.executable, str(script), "--arch", arch, "--json"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    if "has no compiler for it" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
     rows = {row["kernel"]: row for row in json.loads(done.stdout)}
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "exp_tile", "softmax_grad", "hidden_grad", "token_grad", "stats",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.backends.sharded.layout import _signs
+from fusedce.backends.sharded.agreement import _signs
 from fusedce.loss.sharded import sharded_ce
 
 SOON = 10  # seconds; the process group gives up after 120

@@ -5,7 +5,7 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "tokens: temperature does not reach the cap",
-        "problem.softcap / one",
+        "problem.softcap / t",
         "problem.softcap",
         "test_logprobs.py -k any_case_torch",
     ),

@@ -26,6 +26,8 @@ def key_of(name, value, special):
 @pytest.fixture
 def launches(monkeypatch):
     """Specialisation keys of what is launched, in order."""
+    if not hasattr(interpreter.InterpretedFunction, "run"):
+        pytest.skip("the interpreter of Triton 3.4 launches by no method that could be watched")
     seen = []
     run = interpreter.InterpretedFunction.run
 
