@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fusedce.peers import IMPLEMENTATIONS, missing
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 
@@ -69,7 +71,8 @@ def test_a_dry_run_of_everything(tmp_path):
     peers = {r["name"]: r for r in data["rows"] if r["suite"] == "time"}
     for name in ("Liger-Kernel", "Liger-Kernel, CuTe", "cut-cross-entropy, exact", "QuACK"):
         assert peers[name]["seconds"], peers[name]  # through the adapter, to the stub
-    assert not [row for row in data["rows"] if row.get("failed")]
+    newer = {n for n in IMPLEMENTATIONS if n.startswith("F.") and missing(n)}  # than this torch
+    assert {row["name"] for row in data["rows"] if row.get("failed")} <= newer
     assert peers["fused_ce"]["extra_peak_bytes"] is not None
 
     regimes = json.loads((tmp_path / "accumulation-cpu.json").read_text())["regimes"]
