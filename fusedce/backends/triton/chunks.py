@@ -1,4 +1,4 @@
-"""A chunk of logits of the training pass, turned into its gradient, and the two products after it.
+"""A chunk of logits of the training pass, turned into its gradient and that of the hidden state.
 
 The seam is :meth:`Chunks.gradient`: exponentials are made by products of cuBLAS with a kernel after
 each, or by one product of ours; the architecture's row says by which. What follows knows nothing of
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.operands import (
     has_options,
@@ -24,15 +23,13 @@ from fusedce.backends.triton.operands import (
     pointwise,
     power_of_2,
 )
-from fusedce.backends.triton.products import add_product, mm
+from fusedce.backends.triton.products import mm
 from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
-
-_COLUMNS = 16384  # of a chunk's gradient that are widened at a time
 
 
 class Tile(NamedTuple):
@@ -296,34 +293,6 @@ class Chunks:
                 row_factors=None if factors is None else factors[begin:],
                 rows=rows[first + begin :],
             )
-
-    def add_head_gradients(
-        self,
-        g: Tensor,  # (C, V), from `gradient`
-        h: Tensor,  # (C, H)
-        grads: Gradients,
-        factors: Tensor | None,  # (C,) fp32: of the rows of g
-        outer: float,  # of all of them
-        *,
-        first: bool,
-    ) -> None:
-        """``weight (+)= g.T @ h`` and ``bias += g.sum(0)``, rows times their factors."""
-        alpha = outer / self.amplify
-        if grads.bias is not None and factors is None:
-            grads.bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
-        elif grads.bias is not None and factors is not None:
-            for i in range(0, len(grads.bias), _COLUMNS):
-                sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
-                grads.bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
-        if grads.weight is None:
-            return
-        largest = None
-        if factors is not None:
-            if h.dtype == torch.float16:  # whose range is not that of the factors
-                largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
-                factors = factors / largest
-            h = (h.float() * factors[:, None]).to(h.dtype)
-        add_product(grads.weight, g, h, alpha, largest, first=first)
 
 
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:

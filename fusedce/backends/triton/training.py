@@ -15,6 +15,7 @@ from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.head_gradients import add_head_gradients
 from fusedce.backends.triton.row_factors import RowFactors
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -80,6 +81,9 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 row_factors = factors.rows
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, row_factors, outer)
-            chunks.add_head_gradients(g, h, grads, row_factors, outer, first=begin == 0)
+            add_head_gradients(
+                grads, g, h, y, chunks.residuals, row_factors, outer, chunks.amplify,
+                first=begin == 0,
+            )  # fmt: skip
         total = losses.sum(dtype=torch.float64).float()
         return Summed(total, packed.n_valid, factor, *grads.written())
