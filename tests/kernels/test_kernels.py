@@ -98,9 +98,8 @@ def test_every_kernel_compiles(arch):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["kernel"]: row for row in json.loads(done.stdout)}
     assert {name.split()[0] for name in rows} == {
-        "forward", "exp_gemm", "exp_tile", "softmax_grad", "hidden_grad", "token_grad", "stats",
-        "merge_stats",
-        "scale", "compact",
+        "forward", "exp_gemm", "exp_tile", "softmax_grad", "hidden_grad", "label_grad",
+        "token_grad", "stats", "merge_stats", "scale", "compact",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(

@@ -80,7 +80,7 @@ class Chunks:
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
         V, C, (most_rows, most) = self.weight.shape[0], len(h), self.tile
-        whole, products = self.weight.t(), self.room
+        columns, products = self.weight.t().split(most, 1), self.room
         some_rows = [(0, C, h)]
         if most_rows < C:
             some_rows = [
@@ -88,9 +88,8 @@ class Chunks:
                 for number, some in enumerate(h.split(most_rows))
             ]
         shape = (0, 0)
-        for begin in range(0, V, most):
+        for begin, w in zip(range(0, V, most), columns, strict=True):
             T = min(most, V - begin)
-            w = whole[:, begin : begin + T]
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
@@ -114,7 +113,7 @@ class Chunks:
         With ``factors``, each row still waits for its factor ``factors.rows``.
         """
         V, C = self.weight.shape[0], len(h)
-        exps, grads = self.exps[:C], self.grads[:C]
+        exps, grads = self.exps, self.grads
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
         make = self.exps_of_gemm if self.gemm is not None else self.exps_of_tiles
         make(h, y, exps, best)
@@ -153,7 +152,7 @@ class Chunks:
             BLOCK_V=self.block,
             num_warps=self.arch.exp_warps,
         )
-        return grads[:, :V]
+        return grads[:C, :V]
 
     def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
         """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
@@ -267,11 +266,10 @@ class Chunks:
     ) -> None:
         V, H = self.weight.shape
         C, step = len(g), self.step
-        products = self.room[: min(step, C) * H].view(-1, H)
         block = min(power_of_2(H), 1024)
         launch = Relaunch(
             hidden_grad_kernel,
-            products=products,
+            products=self.room,
             weight=self.weight,
             d_hidden=d_hidden,
             H=H,
@@ -285,7 +283,7 @@ class Chunks:
         )
         for begin in range(0, C, step):
             n = min(step, C - begin)
-            mm(g[begin : begin + n], self.weight, products[:n])
+            mm(g[begin : begin + n], self.weight, self.room.as_strided((n, H), (H, 1)))
             launch(
                 (n, -(-H // block), 1),
                 labels=y[begin:],

@@ -147,10 +147,7 @@ def token_grads(
             )
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, size_of_row, 1.0)
-            add_head_gradients(
-                grads, g, h, y, chunks.residuals, size_of_row, 1.0, chunks.amplify,
-                first=begin == 0,
-            )  # fmt: skip
+            add_head_gradients(chunks, grads, g, h, y, size_of_row, 1.0, first=begin == 0)
         return grads.written()
 
 

@@ -156,7 +156,13 @@ def test_few_kernels_are_launched(launches):
     backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
     assert [name for name, _ in launches] == [
         "compact_kernel", "exp_tile_kernel", "softmax_grad_kernel", "hidden_grad_kernel",
+        "label_grad_kernel",
     ]  # fmt: skip
+    launches.clear()
+    backend.loss_and_grads(problem, Wanted(hidden=True), None)
+    exact = problem.but(hidden=hidden.float(), weight=weight.float())
+    backend.loss_and_grads(exact, Wanted(hidden=True, weight=True), None)
+    assert "label_grad_kernel" not in {name for name, _ in launches}  # nothing to give back
 
 
 @pytest.mark.parametrize("H", [64, 896, 1024, 4096, 16384])
