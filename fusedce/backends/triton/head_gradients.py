@@ -7,10 +7,13 @@ then the whole is rounded once. That costs zeros and reading them, 4 bytes an en
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
+from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.operands import power_of_2
 from fusedce.backends.triton.products import add_product
@@ -78,25 +81,75 @@ def _add_labels(
     outer: float,
 ) -> None:
     """``weight[y] += outer * row_factors * residuals * h``, and ``bias[y]`` the same without h."""
-    weight, bias = grads.weight, grads.bias
+    weight, bias, V = grads.weight, grads.bias, chunks.weight.shape[0]
     if weight is None and bias is None:
         return
-    C, H = h.shape
     h = h if h.stride(1) == 1 else h.contiguous()
     labels, order = y.sort(stable=True)  # nothing waits for the device
-    block_c, block_h = chunks.arch.label_block
+    _launch(h, labels, order, chunks.residuals, row_factors, weight, bias, V, outer)
+    if weight is not None and weight.dtype == h.dtype:
+        compile_for_sums(
+            h.device, h.dtype, y.dtype, V, h.shape[1], row_factors is not None, bias is not None
+        )
+
+
+@functools.cache
+def compile_for_sums(
+    device: torch.device,
+    dtype: torch.dtype,
+    of_labels: torch.dtype,
+    V: int,
+    H: int,
+    scaled: bool,
+    biased: bool,
+) -> None:
+    """Once, beside a gradient of two bytes: the kernel that adds to float32. It adds nothing.
+
+    A CUDA graph computes the ignored rows, too: it may hold several chunks where its warm-up had
+    one, and nothing may be compiled inside.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    _launch(
+        zeros(1, H, dtype=dtype),
+        zeros(1, dtype=of_labels) - 1,  # which is no label
+        zeros(1, dtype=torch.int64),
+        zeros(1),
+        zeros(1) if scaled else None,
+        zeros(1, H),
+        zeros(1) if biased else None,
+        V,
+        1.0,
+    )
+
+
+def _launch(
+    h: Tensor,  # (C, H)
+    labels: Tensor,  # (C,) sorted
+    order: Tensor,  # (C,) int64
+    residuals: Tensor,  # (C,) fp32
+    row_factors: Tensor | None,  # (C,) fp32
+    weight: Tensor | None,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    V: int,
+    outer: float,
+) -> None:
+    C, H = h.shape
+    block_c, block_h = archs.architecture(h.device).label_block
     block_h = min(power_of_2(H), block_h)
     label_grad_kernel[(C, 1 if weight is None else -(-H // block_h))](
         hidden=h,
         labels=labels,
         order=order,
-        residuals=chunks.residuals,
+        residuals=residuals,
         row_factors=row_factors,
         d_weight=weight,
         d_bias=bias,
         C=C,
         H=H,
-        V=chunks.weight.shape[0],
+        V=V,
         stride_hn=h.stride(0),
         factor=outer,
         BLOCK_C=block_c,
