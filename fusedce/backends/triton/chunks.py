@@ -69,8 +69,9 @@ class Chunks:
             self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
         walks = self.arch.walks(weight.element_size())
         self.problem = problem
-        gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
-        self.gemm = gemm if walks.by_gemm else None
+        self.gemm = None
+        if walks.by_gemm:
+            self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
         of_blocks = (2, -(-V // self.exp_block), C)
         self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
@@ -89,7 +90,7 @@ class Chunks:
             ]
         shape = (0, 0)
         for begin, w in zip(range(0, V, most), columns, strict=True):
-            T = min(most, V - begin)
+            T = w.shape[1]
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
@@ -113,7 +114,7 @@ class Chunks:
         With ``factors``, each row still waits for its factor ``factors.rows``.
         """
         V, C = self.weight.shape[0], len(h)
-        exps, grads = self.exps, self.grads
+        exps, grads, blocks = self.exps, self.grads, self.sums.shape[0]
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
         make = self.exps_of_gemm if self.gemm is not None else self.exps_of_tiles
         make(h, y, exps, best)
@@ -139,14 +140,14 @@ class Chunks:
             first=first,
             V=V,
             width=multiple(V),
-            blocks=len(self.sums),
+            blocks=blocks,
             stride_ec=exps.stride(0),
             stride_gc=grads.stride(0),
             stride_block=self.sums.stride(0),
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            BLOCKS=power_of_2(len(self.sums)),
+            BLOCKS=power_of_2(blocks),
             EXP_BLOCK_V=self.exp_block,
             AMPLIFY=self.amplify,
             BLOCK_V=self.block,
