@@ -11,7 +11,8 @@ walks through it and the others leave. So no two programs write to one place, an
 one order: the same bits from run to run.
 
 Bytes moved for a chunk of C tokens: 2 C H to read the hidden states, and 8 C H at most (4 in a
-buffer of two bytes) to add to rows of float32, beside the 6 C H V FLOPs of its products.
+buffer of two bytes) to add to rows of float32, beside the 6 C H V FLOPs of its products. A run is
+walked through `BLOCK_C` rows at a time.
 """
 
 import triton

@@ -109,6 +109,8 @@ def test_every_kernel_compiles(arch):
         assert row["shared"] <= row["shared_limit"], name
         if name.startswith(tensor_cores):
             assert row["matrix"], f"no tensor-core instruction in {name} on {arch}"
+        if name.startswith("label_grad") and version("triton").startswith("3.7."):
+            assert row["spill_bytes"] == 0, name
     if arch != "sm_90":
         return
     if not version("triton").startswith("3.7."):
