@@ -33,7 +33,10 @@ def add_head_gradients(
     *,
     first: bool,  # weight is not yet written
 ) -> None:
-    """``weight (+)= g.T @ h`` and ``bias += g.sum(0)``, rows times their factors."""
+    """``weight (+)= g.T @ h`` and ``bias += g.sum(0)``, rows times their factors.
+
+    As if the labels' entries of g had not been rounded. Deterministic.
+    """
     weight, bias = grads.weight, grads.bias
     alpha = outer / chunks.amplify
     if bias is not None and row_factors is None:
