@@ -97,6 +97,23 @@ def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_h
     assert max(gradients(backend, mean_reduction, chunk_tokens, given)) <= 1.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_options_and_a_bias_cost_no_rounding(dtype):
+    """Rows of the Triton backend's gradient wait for factors, here 2 to 16, powers of two."""
+    hidden, weight, labels, bias = Case((60,), 48, 700, dtype, with_bias=True).tensors()
+    x = [t.requires_grad_() for t in (hidden, weight, bias)]
+    token_weight = torch.linspace(2.0, 20.0, 60)
+
+    def loss_of(hidden, weight, bias, labels, **options):
+        return fusedce.fused_ce(
+            hidden, weight, labels, bias=bias, token_weight=token_weight, z_loss=0.1,
+            label_smoothing=0.1, **options,
+        ).mean()  # fmt: skip
+
+    assert max(gradients("triton", loss_of, None, (*x, labels))) <= 1.1
+
+
 def plain():
     return fusedce.LossAccumulator(backward_divisor=3)
 

@@ -198,4 +198,10 @@ MUTANTS = [
 """,
         "test_denominator.py -k whatever",
     ),
+    Mutant(
+        "label_grad: launched without the rows' factors",
+        "order, chunks.residuals, row_factors, weight,",
+        "order, chunks.residuals, None, weight,",
+        "test_denominator.py -k options_and",
+    ),
 ]
