@@ -2,11 +2,11 @@
 
     python bench/host.py
 
-Kernels are bound and keyed as for an H100 and then not launched, products are 16 x 16, and the
-allocator keeps what is freed, as a GPU's does: what is left is the host's work, which a GPU waits
-for where the tiles are small. "operators" adds what stands around it in a user's call: checks,
-dispatch, torch.library and autograd. Processor time of this thread, the least of many calls: other
-processes can only add to it.
+Kernels are bound and keyed as for an H100 and then not launched, products and a buffer's zeros are
+16 x 16, 16 labels are sorted, and the allocator keeps what is freed, as a GPU's does: what is left
+is the host's work, which a GPU waits for where the tiles are small. "operators" adds what stands
+around it in a user's call: checks, dispatch, torch.library and autograd. Processor time of this
+thread, the least of many calls: other processes can only add to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.runtime import jit
 import fusedce
 import fusedce.backends.triton as backend
 from fusedce.backends import choose
-from fusedce.backends.triton import archs, chunks
+from fusedce.backends.triton import archs, chunks, head_gradients
 from fusedce.contract.problem import Problem, Wanted
 
 SHAPES = ((2048, 896, 151936), (8192, 4096, 128256))
@@ -98,12 +98,16 @@ def main() -> None:
     choose.why_not_triton = lambda *_: None
     small = torch.zeros(16, 16, dtype=torch.bfloat16)
     out = torch.zeros(16, 16, dtype=torch.bfloat16)
+    zeros, labels = torch.empty(16, 16), torch.zeros(16, dtype=torch.int64)
+    zero_, sort = torch.Tensor.zero_, torch.Tensor.sort
 
     def product(*args: Any, **kwargs: Any) -> None:
         torch.mm(small, small, out=out)
 
     jit.JITFunction.run = run
-    chunks.mm = chunks.add_product = product
+    chunks.mm = head_gradients.add_product = product
+    torch.Tensor.zero_ = lambda _: zero_(zeros)  # type: ignore[method-assign, assignment]
+    torch.Tensor.sort = lambda _, stable: sort(labels, stable=stable)  # type: ignore[method-assign]
     archs.architecture = lambda device: archs.BY_NAME["sm_90"]
     rows = []
     for N, H, V in SHAPES:
@@ -121,6 +125,7 @@ def main() -> None:
             ),
             ("training, operators", lambda p=trained: operators(p)),
         ):
+            call()  # the first one compiles
             launched.clear()
             call()
             count, tiles = sum(launched.values()), launched["exp_tile_kernel"]

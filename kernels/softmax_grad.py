@@ -9,7 +9,8 @@ buffer holds ``(softmax - onehot) * slope``, the derivative by the raw products.
 The label's entry is alone in its size and has no neighbours to average its rounding with. What
 rounding takes from it is kept aside in float32, and the third kernel gives it back to the gradient
 of the hidden state: four bytes a token and a row of weight read again, for an error of 1.7e-3 where
-it is 2.7e-3 without (peaked bf16 logits). The gradient of the head does not get it back.
+it is 2.7e-3 without (peaked bf16 logits). The gradient of the head gets it back by
+:mod:`fusedce.kernels.label_grad`.
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.

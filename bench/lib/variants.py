@@ -13,6 +13,7 @@ from fusedce.backends.triton import archs
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
+from fusedce.kernels.label_grad import label_grad_kernel
 from fusedce.kernels.scale import scale_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
@@ -31,24 +32,24 @@ KERNELS = (
 _TYPES = dict.fromkeys(
     ("N", "H", "V", "T", "width", "n", "begin", "first", "first_block", "blocks",
      "tiles_per_split", "splits",
-     "ignore_index", "n_tickets"),
+     "ignore_index", "n_tickets", "C"),
     "i32",
 ) | {
-    "labels": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64", "tickets": "*i32",
-    "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
+    "labels": "*i64", "order": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64",
+    "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
      "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
-     "zmean"),
+     "zmean", "d_bias"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
 ALIGNED = frozenset((
     "hidden", "weight", "weight_tiles", "bias", "partials", "N", "H", "V", "stride_hn", "stride_wv",
     "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
-    "products", "class_weight",
+    "products", "class_weight", "d_weight",
 ))  # fmt: skip
 OPTIONS = ("bias", "scale", "softcap")
 
@@ -61,6 +62,7 @@ class Variant(NamedTuple):
     dtype: str  # of the inputs
     constants: dict[str, Any]
     unaligned: frozenset[str] = frozenset()  # arguments that are no multiples of 16 here
+    wide: frozenset[str] = frozenset()  # arguments in float32 here
 
 
 def types_of(variant: Variant) -> dict[str, str]:
@@ -70,6 +72,8 @@ def types_of(variant: Variant) -> dict[str, str]:
         if name == "weight_tiles":
             block = f"[{variant.constants['BLOCK_V']}, {variant.constants['BLOCK_H']}]"
             types[name] = f"tensordesc<{variant.dtype}{block}>"
+        elif name in variant.wide:
+            types[name] = "*fp32"
         elif name.startswith("stride_"):
             types[name] = "i32"
         elif name == "exps" and variant.constants.get("shifts", "") is not None:
@@ -140,8 +144,9 @@ def variants(
                 }
                 if not extra:
                     constants["row_factors"] = None
-                label = f"hidden_grad {dtype}{' terms' if extra else ''}"
-                yield Variant(label, hidden_grad_kernel, dtype, constants)
+                label = f"{dtype}{' terms' if extra else ''}"
+                yield Variant(f"hidden_grad {label}", hidden_grad_kernel, dtype, constants)
+                yield from _label_grad(row, label, dtype, extra)
         if group in ("all", "scale"):
             constants = {"BLOCK": row.scale_block, "num_warps": 8}
             yield Variant(f"scale {dtype}", scale_kernel, dtype, constants)
@@ -200,6 +205,21 @@ def _softmax_grad(
                 yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)
         unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
+
+
+def _label_grad(row: archs.Architecture, label: str, dtype: str, extra: bool) -> Iterator[Variant]:
+    """Into a sum of float32, or into a gradient in the inputs' dtype; never for float32 inputs."""
+    block_c, block_h = row.label_block
+    constants: dict[str, Any] = {"BLOCK_C": block_c, "BLOCK_H": block_h, "num_warps": 4}
+    if not extra:
+        constants |= {"row_factors": None, "d_bias": None}
+    if dtype != "fp32":
+        label = f"label_grad {label}"
+        yield Variant(
+            f"{label} sum", label_grad_kernel, dtype, constants, wide=frozenset({"d_weight"})
+        )
+    if dtype == "bf16":
+        yield Variant(label, label_grad_kernel, dtype, constants)
 
 
 def _named(blocks: archs.Blocks) -> str:

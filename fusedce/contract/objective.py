@@ -129,10 +129,11 @@ def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
 def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     """``()`` fp32 or fp64: the factor in which gradients are taken before they are rounded.
 
-    Backward multiplies by what comes from upstream over this, nothing at all where that is 1. Where
-    nobody has said what will come, that of :meth:`LossSum.mean`.
+    A tensor of its own, that an operator may hand out. Backward multiplies by what comes from
+    upstream over this, nothing at all where that is 1. Where nobody has said what will come, that
+    of :meth:`LossSum.mean`.
     """
     if problem.expected_upstream is not None:
-        return problem.expected_upstream
+        return problem.expected_upstream.clone()
     dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
-    return n_valid.clamp(min=1).to(dtype).reciprocal()
+    return n_valid.clamp(min=1).to(dtype).reciprocal_()

@@ -100,9 +100,8 @@ def test_every_kernel_compiles(arch):
         pytest.skip(done.stderr.splitlines()[-1])
     rows = {row["kernel"]: row for row in json.loads(done.stdout)}
     assert {name.split()[0] for name in rows} == {
-        "forward", "exp_gemm", "exp_tile", "softmax_grad", "hidden_grad", "token_grad", "stats",
-        "merge_stats",
-        "scale", "compact",
+        "forward", "exp_gemm", "exp_tile", "softmax_grad", "hidden_grad", "label_grad",
+        "token_grad", "stats", "merge_stats", "scale", "compact",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(
@@ -112,6 +111,8 @@ def test_every_kernel_compiles(arch):
         assert row["shared"] <= row["shared_limit"], name
         if name.startswith(tensor_cores):
             assert row["matrix"], f"no tensor-core instruction in {name} on {arch}"
+        if name.startswith("label_grad") and version("triton").startswith("3.7."):
+            assert row["spill_bytes"] == 0, name
     if arch != "sm_90":
         return
     if not version("triton").startswith("3.7."):

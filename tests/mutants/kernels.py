@@ -169,4 +169,39 @@ MUTANTS = [
         "tl.store(argmax + first + c, index",
         "loss/test_options.py -k argmax",
     ),
+    Mutant(
+        "label_grad: every row of a run adds the rest of it",
+        "if goes_on | (label < 0)",
+        "if (label < 0)",
+        "test_label_grad.py",
+    ),
+    Mutant(
+        "label_grad: a run ends with its first block",
+        "more = (start < C) & (tl.load",
+        "more = (start < 0) & (tl.load",
+        "test_label_grad.py",
+    ),
+    Mutant(
+        "label_grad: what was lost without the row's factor",
+        "lost *= tl.load(row_factors",
+        "lost += 0.0 * tl.load(row_factors",
+        "test_label_grad.py",
+    ),
+    Mutant(
+        "label_grad: a gradient of two bytes rounded twice",
+        """        weight.zero_()
+        _add_labels(chunks, grads, h, y, row_factors, outer)
+        _add_product(weight, g, h, row_factors, alpha, first=False)
+""",
+        """        _add_product(weight, g, h, row_factors, alpha, first=True)
+        _add_labels(chunks, grads, h, y, row_factors, outer)
+""",
+        "test_denominator.py -k whatever",
+    ),
+    Mutant(
+        "label_grad: launched without the rows' factors",
+        "order, chunks.residuals, row_factors, weight,",
+        "order, chunks.residuals, None, weight,",
+        "test_denominator.py -k options_and",
+    ),
 ]

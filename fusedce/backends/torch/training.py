@@ -117,7 +117,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         grads.add_rows(y, h, at_label)
 
-    return Summed(total.to(acc), n_valid, factor.clone(), *grads.written())
+    return Summed(total.to(acc), n_valid, factor, *grads.written())
 
 
 def _exponentials(

@@ -66,6 +66,7 @@ class Architecture(NamedTuple):
     compact_block_n: int = 1024
     merge_block_n: int = 128
     scale_block: int = 8192
+    label_block: tuple[int, int] = (4, 512)  # rows of one label, and of H, that are added at a time
 
     def walks(self, element_size: int) -> Walks:
         return self.two_bytes if element_size == 2 else self.four_bytes

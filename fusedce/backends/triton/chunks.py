@@ -1,4 +1,4 @@
-"""A chunk of logits of the training pass, turned into its gradient, and the two products after it.
+"""A chunk of logits of the training pass, turned into its gradient and that of the hidden state.
 
 The seam is :meth:`Chunks.gradient`: exponentials are made by products of cuBLAS with a kernel after
 each, or by one product of ours; the architecture's row says by which. What follows knows nothing of
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.operands import (
     has_options,
@@ -24,15 +23,13 @@ from fusedce.backends.triton.operands import (
     pointwise,
     power_of_2,
 )
-from fusedce.backends.triton.products import add_product, mm
+from fusedce.backends.triton.products import mm
 from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
-
-_COLUMNS = 16384  # of a chunk's gradient that are widened at a time
 
 
 class Tile(NamedTuple):
@@ -72,8 +69,9 @@ class Chunks:
             self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
         walks = self.arch.walks(weight.element_size())
         self.problem = problem
-        gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
-        self.gemm = gemm if walks.by_gemm else None
+        self.gemm = None
+        if walks.by_gemm:
+            self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
         of_blocks = (2, -(-V // self.exp_block), C)
         self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
@@ -83,7 +81,7 @@ class Chunks:
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
         V, C, (most_rows, most) = self.weight.shape[0], len(h), self.tile
-        whole, products = self.weight.t(), self.room
+        columns, products = self.weight.t().split(most, 1), self.room
         some_rows = [(0, C, h)]
         if most_rows < C:
             some_rows = [
@@ -91,9 +89,8 @@ class Chunks:
                 for number, some in enumerate(h.split(most_rows))
             ]
         shape = (0, 0)
-        for begin in range(0, V, most):
-            T = min(most, V - begin)
-            w = whole[:, begin : begin + T]
+        for begin, w in zip(range(0, V, most), columns, strict=True):
+            T = w.shape[1]
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
@@ -117,7 +114,7 @@ class Chunks:
         With ``factors``, each row still waits for its factor ``factors.rows``.
         """
         V, C = self.weight.shape[0], len(h)
-        exps, grads = self.exps[:C], self.grads[:C]
+        exps, grads, blocks = self.exps, self.grads, self.sums.shape[0]
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
         make = self.exps_of_gemm if self.gemm is not None else self.exps_of_tiles
         make(h, y, exps, best)
@@ -143,20 +140,20 @@ class Chunks:
             first=first,
             V=V,
             width=multiple(V),
-            blocks=len(self.sums),
+            blocks=blocks,
             stride_ec=exps.stride(0),
             stride_gc=grads.stride(0),
             stride_block=self.sums.stride(0),
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            BLOCKS=power_of_2(len(self.sums)),
+            BLOCKS=power_of_2(blocks),
             EXP_BLOCK_V=self.exp_block,
             AMPLIFY=self.amplify,
             BLOCK_V=self.block,
             num_warps=self.arch.exp_warps,
         )
-        return grads[:, :V]
+        return grads[:C, :V]
 
     def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
         """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
@@ -270,11 +267,10 @@ class Chunks:
     ) -> None:
         V, H = self.weight.shape
         C, step = len(g), self.step
-        products = self.room[: min(step, C) * H].view(-1, H)
         block = min(power_of_2(H), 1024)
         launch = Relaunch(
             hidden_grad_kernel,
-            products=products,
+            products=self.room,
             weight=self.weight,
             d_hidden=d_hidden,
             H=H,
@@ -288,7 +284,7 @@ class Chunks:
         )
         for begin in range(0, C, step):
             n = min(step, C - begin)
-            mm(g[begin : begin + n], self.weight, products[:n])
+            mm(g[begin : begin + n], self.weight, self.room.as_strided((n, H), (H, 1)))
             launch(
                 (n, -(-H // block), 1),
                 labels=y[begin:],
@@ -296,34 +292,6 @@ class Chunks:
                 row_factors=None if factors is None else factors[begin:],
                 rows=rows[first + begin :],
             )
-
-    def add_head_gradients(
-        self,
-        g: Tensor,  # (C, V), from `gradient`
-        h: Tensor,  # (C, H)
-        grads: Gradients,
-        factors: Tensor | None,  # (C,) fp32: of the rows of g
-        outer: float,  # of all of them
-        *,
-        first: bool,
-    ) -> None:
-        """``weight (+)= g.T @ h`` and ``bias += g.sum(0)``, rows times their factors."""
-        alpha = outer / self.amplify
-        if grads.bias is not None and factors is None:
-            grads.bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
-        elif grads.bias is not None and factors is not None:
-            for i in range(0, len(grads.bias), _COLUMNS):
-                sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
-                grads.bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
-        if grads.weight is None:
-            return
-        largest = None
-        if factors is not None:
-            if h.dtype == torch.float16:  # whose range is not that of the factors
-                largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
-                factors = factors / largest
-            h = (h.float() * factors[:, None]).to(h.dtype)
-        add_product(grads.weight, g, h, alpha, largest, first=first)
 
 
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:

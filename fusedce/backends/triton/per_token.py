@@ -11,6 +11,7 @@ from fusedce.backends.plan import chunk_size
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.head_gradients import add_head_gradients
 from fusedce.backends.triton.operands import (
     alignment,
     has_options,
@@ -146,7 +147,7 @@ def token_grads(
             )
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, size_of_row, 1.0)
-            chunks.add_head_gradients(g, h, grads, size_of_row, 1.0, first=begin == 0)
+            add_head_gradients(chunks, grads, g, h, y, size_of_row, 1.0, first=begin == 0)
         return grads.written()
 
 

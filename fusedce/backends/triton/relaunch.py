@@ -23,12 +23,11 @@ class Relaunch:
     def __call__(self, grid: tuple[int, int, int], **changing: Any) -> None:
         if self._compiled is None:
             self._compiled = self._kernel[grid](**self._common, **changing)
-            if self._compiled is not None:
-                names = self._kernel.arg_names
-                given = self._common | changing
-                self._arguments = [given[name] for name in names]
-                self._places = {name: names.index(name) for name in changing}
             return
+        if not self._arguments:  # (many are launched once)
+            names = self._kernel.arg_names
+            self._arguments = [self._common.get(name) for name in names]
+            self._places = {name: names.index(name) for name in changing}
         arguments, places = self._arguments, self._places
         for name, value in changing.items():
             arguments[places[name]] = value

@@ -15,6 +15,7 @@ from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.head_gradients import add_head_gradients
 from fusedce.backends.triton.row_factors import RowFactors
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -24,14 +25,15 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     V, H = problem.weight.shape
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    problem = problem.but(labels=problem.labels.contiguous())
-    labels = problem.labels
+    labels = problem.labels.contiguous()
+    if labels is not problem.labels:
+        problem = problem.but(labels=labels)
     with on(device):
         packed = compact(problem)
         rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
-        factor = expected_upstream(problem, packed.n_valid).clone()
+        factor = expected_upstream(problem, packed.n_valid)
         if graph:
             n, outer = len(labels), 1.0
             factor.fill_(1)
@@ -80,6 +82,6 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 row_factors = factors.rows
             if grads.hidden is not None:
                 chunks.hidden_gradient(g, y, rows, begin, grads.hidden, row_factors, outer)
-            chunks.add_head_gradients(g, h, grads, row_factors, outer, first=begin == 0)
+            add_head_gradients(chunks, grads, g, h, y, row_factors, outer, first=begin == 0)
         total = losses.sum(dtype=torch.float64).float()
         return Summed(total, packed.n_valid, factor, *grads.written())

@@ -4,9 +4,10 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from fusedce.backends import gradients
 from fusedce.backends import triton as backend
 from fusedce.backends.gradients import of_inputs
-from fusedce.backends.triton import archs, per_token, training
+from fusedce.backends.triton import archs, head_gradients, per_token, training
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case
@@ -57,7 +58,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("chunk_tokens", [None, 39])
+@pytest.mark.parametrize("chunk_tokens", [None, 39, 70])  # 70: a chunk, inside a graph two
 @pytest.mark.parametrize("V", [320, 333])
 def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options, chunk_tokens, V):
     hidden, weight, labels, bias = Case(
@@ -68,6 +69,8 @@ def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options
         hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, **OPTIONS[options]
     )
     argmax = torch.empty(96, dtype=torch.int64) if options == "terms" else None
+    monkeypatch.setattr(gradients, "SMALL_HEAD", 0)
+    head_gradients.compile_for_sums.cache_clear()
 
     def step():
         backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), argmax)
@@ -78,7 +81,8 @@ def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options
     warm = step()
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step() - warm == set()
-    assert {"exp_tile_kernel", "softmax_grad_kernel"} <= {name for name, _ in warm}
+    kernels = {"exp_tile_kernel", "softmax_grad_kernel", "label_grad_kernel"}
+    assert kernels <= {name for name, _ in warm}
 
 
 @pytest.mark.parametrize("V", [320, 333])
@@ -122,8 +126,9 @@ def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chu
         assert len(set(keys)) == 1
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 39])
+@pytest.mark.parametrize("chunk_tokens", [None, 39, 70])
 def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, chunk_tokens):
+    head_gradients.compile_for_sums.cache_clear()
     hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
     labels[:31] = -100
     used = labels != -100
@@ -158,7 +163,13 @@ def test_few_kernels_are_launched(launches):
     backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
     assert [name for name, _ in launches] == [
         "compact_kernel", "exp_tile_kernel", "softmax_grad_kernel", "hidden_grad_kernel",
+        "label_grad_kernel",
     ]  # fmt: skip
+    launches.clear()
+    backend.loss_and_grads(problem, Wanted(hidden=True), None)
+    exact = problem.but(hidden=hidden.float(), weight=weight.float())
+    backend.loss_and_grads(exact, Wanted(hidden=True, weight=True), None)
+    assert "label_grad_kernel" not in {name for name, _ in launches}  # nothing to give back
 
 
 @pytest.mark.parametrize("H", [64, 896, 1024, 4096, 16384])
