@@ -32,7 +32,7 @@ class HeadCall:
     ) -> None:
         tensors = recipe.tensors()
         self.module, self.report, self.tick = module, report, tick
-        self.V = len(recipe.weight)
+        self.V, self.device = recipe.weight.shape[0], hidden.device
         self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
         leaves = [x.is_leaf for x in tensors]
         self.recipe = recipe

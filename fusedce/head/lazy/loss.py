@@ -206,7 +206,7 @@ class FusedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         # As they are now: they may be written into later.
-        ctx.logits, ctx.like = Memory(plan.call, x.known, x), x.like
+        ctx.logits, ctx.like = Memory(plan.call, x.recorded, x), x.like
         with torch.enable_grad():
             ctx.loss = plan.compute()
         return ctx.loss.detach()
@@ -221,7 +221,7 @@ class FusedLoss(torch.autograd.Function):
                 "fusedce.restore_loss_head(model) for this, or look at the logits before the loss"
             )
         plan: Plan = ctx.plan
-        memory, like = ctx.logits, ctx.like
+        memory, layout = ctx.logits, ctx.like
         inputs = plan.inputs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found: Any = ()
@@ -238,7 +238,7 @@ class FusedLoss(torch.autograd.Function):
         def make(operation: str) -> Tensor:
             return request.gradient_of_real(logits.look(operation), grad)
 
-        return LogitsGrad(like, grad.device, (term,), None, make), None
+        return LogitsGrad(layout, grad.device, (term,), None, make), None
 
 
 def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, real
 from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.ops import Layout
 
 
 class MakeLogits(torch.autograd.Function):
@@ -21,8 +22,7 @@ class MakeLogits(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden, *tensors)
         shape = (*hidden.shape[:-1], call.V)
-        like = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return LazyLogits(Memory(call), (), like)
+        return LazyLogits(Memory(call), (), Layout(shape, hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
