@@ -149,6 +149,13 @@ def fused_ce(
     )
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
+    return checked_ce(problem, monitor, argmax_out)
+
+
+def checked_ce(
+    problem: Problem, monitor: Collection[str] = (), argmax_out: Tensor | None = None
+) -> LossSum:
+    """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, seen = dispatch.loss_sum(problem, wanted, argmax_out)
     return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out

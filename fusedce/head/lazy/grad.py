@@ -58,6 +58,7 @@ class Term(NamedTuple):
     factors: tuple[Any, ...] = ()  # numbers, or tensors without dimensions
 
     def scaled(self, x: Tensor | None) -> Tensor | None:
+        """What comes to somewhere, with the factors."""
         for factor in self.factors:
             x = None if x is None else x * factor
         return x

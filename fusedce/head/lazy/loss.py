@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,17 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from fusedce.contract.checks import autocast_dtype
+from fusedce.contract.checks import autocast_dtype, check_options
 from fusedce.contract.denominator import Factor, expected, expecting
+from fusedce.contract.problem import Problem
 from fusedce.head.call import HeadCall
 from fusedce.head.items import expected_of_sum
 from fusedce.head.lazy.grad import LogitsGrad, Source, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
-from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
+from fusedce.head.lazy.steps import Bias, Projected, Steps, as_options
 from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.fused_ce import checked_ce
 
 
 class Request(NamedTuple):
@@ -65,6 +66,12 @@ class Request(NamedTuple):
     def _over(self, n_valid: Tensor) -> Tensor:
         return n_valid.clamp(min=1) if self.denominator is None else self.denominator
 
+    def _expecting(self) -> AbstractContextManager[None]:
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        factor = self._expected()
+        return nullcontext() if factor is expected() else expecting(factor)
+
     def _expected(self) -> Factor | Callable[[], Factor]:
         """What backward will multiply the sum by, as far as is known; ``None`` for a mean."""
         if self.reduction == "mean":
@@ -74,13 +81,11 @@ class Request(NamedTuple):
 
     def fused(self, p: Projected, recipe: Recipe) -> Tensor:
         """The same without logits."""
-        factors = scale_and_cap(p)
-        assert factors is not None, "not a loss that can be fused"
         with as_they_are(p.hidden.device):
             rows, weight, bias = recipe.operands(p.hidden)
             if p.bias is not None:
                 bias = p.bias if bias is None else bias + p.bias
-            if p.classes != slice(0, len(weight)):
+            if p.classes != slice(0, weight.shape[0]):
                 weight = weight[p.classes]
                 bias = None if bias is None else bias[p.classes]
             if p.factor is not None:
@@ -89,21 +94,35 @@ class Request(NamedTuple):
             target = self.target
             if rows.dim() != 2:  # each view has a node of autograd
                 rows, target = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
-            options: dict[str, Any] = {
-                "bias": bias,
-                "ignore_index": self.ignore_index,
-                "logit_scale": factors[0],
-                "softcap": factors[1],
-                "label_smoothing": self.label_smoothing,
-            }
             if self.weight is not None or self.reduction == "none":
-                options |= {"class_weight": self.weight, "reduction": self.reduction}
-                loss = fused_cross_entropy(rows, weight, target, **options)
+                loss = fused_cross_entropy(
+                    rows,
+                    weight,
+                    target,
+                    bias=bias,
+                    ignore_index=self.ignore_index,
+                    logit_scale=p.scale,
+                    softcap=p.cap,
+                    label_smoothing=self.label_smoothing,
+                    class_weight=self.weight,
+                    reduction=self.reduction,
+                )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
+            problem = Problem(
+                rows,
+                weight,
+                target,
+                bias=bias,
+                ignore_index=self.ignore_index,
+                logit_scale=p.scale,
+                softcap=p.cap,
+                label_smoothing=self.label_smoothing,
+            )
+            check_options(problem)  # of shapes and dtypes there can be no others
             tap = LossTap.current
             monitor = () if tap is None else tap.monitor
-            with nullcontext() if torch.compiler.is_compiling() else expecting(self._expected()):
-                out = fused_ce(rows, weight, target, monitor=monitor, **options)
+            with self._expecting():
+                out = checked_ce(problem, monitor)
             if tap is not None:
                 tap.see(out, self.reduction)
             loss_sum, n_valid = out
@@ -111,7 +130,7 @@ class Request(NamedTuple):
 
 
 def request_of(
-    p_shape: tuple[int, ...],
+    p_shape: torch.Size,
     device: torch.device,
     target: Tensor,
     weight: Tensor | None = None,
@@ -131,8 +150,8 @@ def request_of(
         or reduction not in ("mean", "sum", "none")
         or not isinstance(target, Tensor)
         or type(target) is LazyLogits
-        or target.is_floating_point()
-        or tuple(target.shape) != tuple(p_shape)
+        or target.dtype not in (torch.int64, torch.int32)
+        or target.shape != p_shape
         or target.device != device
         or (weight is not None and weight.dtype == torch.float64)
     ):
@@ -147,9 +166,9 @@ def project(hidden: Tensor, V: int, steps: Steps) -> Projected | None:
     p: Projected | None = Projected(hidden, hidden.dim() - 1, slice(0, V))
     for step in steps:
         p = None if p is None else step.fuse(p)
-    if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0) or scale_and_cap(p) is None:
+    if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0):
         return None
-    return p
+    return as_options(p)
 
 
 class Plan(NamedTuple):
@@ -166,12 +185,18 @@ class Plan(NamedTuple):
 
     def compute(self) -> Tensor:
         loss = self.request.fused(self.p, self.call.recipe.of(self.tensors))
-        return loss if self.dtype is None else loss.to(self.dtype)
+        return loss if self.dtype is None or self.dtype == loss.dtype else loss.to(self.dtype)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
+    def gradients(self, loss: Tensor, upstream: Tensor) -> list[Tensor | None]:
+        """Those of the hidden state, the parameters and what was added to the logits."""
         every = (self.hidden, *self.tensors, self.bias)
-        return tuple(x for x in every if x is not None and x.requires_grad)
+        inputs = tuple([x for x in every if x is not None and x.requires_grad])
+        if not inputs:
+            return [None for _ in every]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        # torch.autograd.grad without its checks
+        found = iter(_engine_run_backward((loss,), (upstream,), keep, False, inputs, True, False))
+        return [next(found) if x is not None and x.requires_grad else None for x in every]
 
 
 def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | None:
@@ -182,11 +207,10 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
     hidden.requires_grad_(wanted)
     if not wanted:
         tensors = [t.detach() for t in tensors]
-    with torch.set_grad_enabled(wanted):
-        p = project(hidden, call.V, steps)
+    p = project(hidden, call.V, steps)
     if p is None:
         return None
-    request = request_of(tuple(p.hidden.shape[:-1]), x.device, *args, **kwargs)
+    request = request_of(p.hidden.shape[:-1], call.device, *args, **kwargs)
     if request is None:
         return None
     bias = None
@@ -194,7 +218,7 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
         wants = wanted and any(s.bias.requires_grad for s in steps if isinstance(s, Bias))
         bias = p.bias.detach().requires_grad_(wants)
         p = p._replace(bias=bias)
-    dtype = None if autocast_dtype(x.device) is not None else x.dtype
+    dtype = None if autocast_dtype(call.device) is not None else x.like.dtype
     return Plan(call, request, p, hidden, tensors, bias, steps, dtype)
 
 
@@ -202,43 +226,37 @@ class FusedLoss(torch.autograd.Function):
     """The loss as a function of the logits; the fused loss has a graph of its own inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: LazyLogits, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: LazyLogits, plan: Plan, graph: list[Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
+        ctx.plan, (ctx.loss,) = plan, graph
         # As they are now: they may be written into later.
         ctx.logits, ctx.like = Memory(plan.call, x.recorded, x), x.like
-        with torch.enable_grad():
-            ctx.loss = plan.compute()
         return ctx.loss.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
-            return None, None
+            return None, None, None
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the fused loss has no second derivative (create_graph=True): call "
                 "fusedce.restore_loss_head(model) for this, or look at the logits before the loss"
             )
         plan: Plan = ctx.plan
-        memory, layout = ctx.logits, ctx.like
-        inputs = plan.inputs
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found: Any = ()
-        if inputs:  # torch.autograd.grad without its checks
-            found = _engine_run_backward((ctx.loss,), (grad,), keep, False, inputs, True, False)
-        by_id = {id(x): g for x, g in zip(inputs, found, strict=True)}
-        comes_to = tuple(by_id.get(id(x)) for x in (plan.hidden, *plan.tensors))
-        left = tuple(s for s in reversed(plan.steps) if s.undone)
-        bias = None if plan.bias is None else by_id.get(id(plan.bias))
-        term = Term(plan.call, comes_to, bias, left)
+        *comes_to, bias = plan.gradients(ctx.loss, grad)
+        left = tuple([s for s in reversed(plan.steps) if s.undone])
+        term = Term(plan.call, tuple(comes_to), bias, left)
 
-        logits, request = Source(memory), plan.request
+        logits, request = Source(ctx.logits), plan.request
 
         def make(operation: str) -> Tensor:
             return request.gradient_of_real(logits.look(operation), grad)
 
-        return LogitsGrad(layout, grad.device, (term,), None, make), None
+        return LogitsGrad(ctx.like, grad.device, (term,), None, make), None, None
+
+
+# `apply` without questions about torch.func, inside of which no loss is fused.
+_apply = super(torch.autograd.Function, FusedLoss).apply
 
 
 def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +267,8 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     if plan is None:
         return NotImplemented
     plan.call.report.fused()
-    return FusedLoss.apply(x, plan) if wanted else plan.compute()
+    loss = plan.compute()
+    return _apply(x, plan, [loss]) if wanted else loss
 
 
 intercept(F.cross_entropy, _cross_entropy)

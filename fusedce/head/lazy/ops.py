@@ -122,8 +122,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 def _viewed(shape: torch.Size, sizes: Sequence[int]) -> list[int] | None:
     """The shape that ``view(sizes)`` gives; ``None`` where torch has to say what is wrong."""
-    n, others = math.prod(shape), math.prod(s for s in sizes if s != -1)
-    found = [n // others if s == -1 and others else s for s in sizes]
+    n, found = math.prod(shape), list(sizes)
+    if -1 in found:
+        at = found.index(-1)
+        found[at] = 1
+        others = math.prod(found)
+        found[at] = n // others if others else -1
     return found if math.prod(found) == n and min(found, default=0) >= 0 else None
 
 
