@@ -59,10 +59,8 @@ class HeadCall:
         """Whether the values are, or may be, no longer those that the head ran with."""
         if self.recipe.merged != merged_into(self.module):
             return True
-        if self._is_gone():
-            return self.tick.next is not None
         if self._fingerprints() != self.seen:
-            return True
+            return self.tick.next is not None or not self._is_gone()
         return self.tick.next is not None and any(
             o is None or self.changes_with(o) for o in self.tick.steps()
         )
@@ -72,11 +70,13 @@ class HeadCall:
         return any([x.untyped_storage().size() == 0 for x in self.held])
 
     def _fingerprints(self) -> list[Any]:
-        """What tells that tensors were written into, or given other data."""
-        return [
-            (0 if x.is_inference() else x._version, x.dtype, x.untyped_storage()._cdata)
-            for x in (self.hidden, *self.held)
-        ]
+        """What tells that tensors were written into, given other data, or freed."""
+        found = []
+        for x in (self.hidden, *self.held):
+            storage = x.untyped_storage()
+            version = 0 if x.is_inference() else x._version
+            found.append((version, x.dtype, storage._cdata, storage.size()))
+        return found
 
     def changes_with(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer changes what the head ran with, or may do so.

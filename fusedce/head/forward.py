@@ -53,7 +53,8 @@ class FusedHead:
                 cast = hidden.dtype
             dtype = _dtype_of_logits(self, attached, hidden, recipe.weight, cast)
             if dtype is not None:
-                return _lazy_logits(self, attached, hidden.to(cast), recipe, dtype)
+                hidden = hidden if hidden.dtype == cast else hidden.to(cast)
+                return _lazy_logits(self, attached, hidden, recipe, dtype)
             reason = "in this mode it is not hidden @ weight.T + bias"
         if not torch.compiler.is_compiling():
             attached.report.note(f"the original head runs: {reason}")
@@ -120,7 +121,7 @@ def _lazy_logits(
     if recipe.adapters and recipe.dropouts():
         hidden = recipe.with_dropped(hidden)
     tensors = recipe.tensors()
-    if any(hasattr(x, "full_tensor") for x in tensors):
+    if any([hasattr(x, "full_tensor") for x in tensors]):
         tensors = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
         recipe = recipe.of(tensors)
     if torch.compiler.is_compiling():

@@ -191,7 +191,7 @@ class LogitsGrad(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             for x in args[:2]:
-                if isinstance(x, LogitsGrad):
+                if isinstance(x, LogitsGrad) and x.base is not None:
                     x.sync()
             result = _LAZILY.get(func, _undo)(func, *args, **kwargs)
             if result is not NotImplemented:

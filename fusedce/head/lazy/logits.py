@@ -42,6 +42,14 @@ class Recorded(NamedTuple):
 class Memory:
     """What views of the same logits share: how they are made, and their values once looked at."""
 
+    values: Tensor | None = None
+    _written = False
+    _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
+    _before: Tensor | None = None  # the values when they were given to others unseen
+    # A copy can be made from what it is a copy of, as long as that has not changed since.
+    parent: weakref.ref[Memory] | None = None
+    length = 0  # of the parent's history then
+
     def __init__(
         self,
         call: HeadCall,
@@ -49,13 +57,8 @@ class Memory:
         parent: LazyLogits | None = None,
     ) -> None:
         self.call, self.history = call, history
-        self.values: Tensor | None = None
-        self._written = False
-        self._compiled: list[tuple[Tensor, int]] = []  # what compiled code got, and its version
-        self._before: Tensor | None = None  # the values when they were given to others unseen
-        # A copy can be made from what it is a copy of, as long as that has not changed since.
-        self.parent = None if parent is None else weakref.ref(parent.memory)
-        self.length = 0 if parent is None else len(parent.memory.history)
+        if parent is not None:
+            self.parent, self.length = weakref.ref(parent.memory), len(parent.memory.history)
 
     @property
     def written(self) -> bool:
@@ -75,7 +78,7 @@ class Memory:
     def give_away(self, x: Tensor) -> Tensor:
         """The same memory, but no view of anything: torch.compile has no views of subclasses."""
         new = unviewed(x)
-        self._compiled.append((new, new._version))
+        self._compiled = (*self._compiled, (new, new._version))
         return new
 
     def look(self, operation: str) -> Tensor:
@@ -246,7 +249,7 @@ def _record(
     row = op.recorded
     if row is None and not op.is_view:
         return NotImplemented
-    if (x.memory.written and not op.is_view) or _has_lazy(args, kwargs):
+    if not op.is_view and (x.memory.written or _has_lazy(args, kwargs)):
         return NotImplemented
     layout = layout_after(func, x.like, args, kwargs, x.memory.call.device)
     if isinstance(layout, list):

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
-from fusedce.contract.checks import autocast_dtype, check_options
+from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.denominator import Factor, expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.call import HeadCall
@@ -23,6 +23,9 @@ from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import checked_ce
+
+
+_ENGINE = Variable._execution_engine
 
 
 class Request(NamedTuple):
@@ -116,9 +119,8 @@ class Request(NamedTuple):
                 ignore_index=self.ignore_index,
                 logit_scale=p.scale,
                 softcap=p.cap,
-                label_smoothing=self.label_smoothing,
+                label_smoothing=float(self.label_smoothing),
             )
-            check_options(problem)  # of shapes and dtypes there can be no others
             tap = LossTap.current
             monitor = () if tap is None else tap.monitor
             with self._expecting():
@@ -153,6 +155,7 @@ def request_of(
         or target.dtype not in (torch.int64, torch.int32)
         or target.shape != p_shape
         or target.device != device
+        or not 0 <= label_smoothing <= 1
         or (weight is not None and weight.dtype == torch.float64)
     ):
         return None
@@ -194,8 +197,8 @@ class Plan(NamedTuple):
         if not inputs:
             return [None for _ in every]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        # torch.autograd.grad without its checks
-        found = iter(_engine_run_backward((loss,), (upstream,), keep, False, inputs, True, False))
+        # torch.autograd.grad without its checks: inputs whose gradients it returns
+        found = iter(_ENGINE.run_backward((loss,), (upstream,), keep, False, inputs, True, False))
         return [next(found) if x is not None and x.requires_grad else None for x in every]
 
 

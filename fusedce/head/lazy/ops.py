@@ -62,6 +62,9 @@ def known(func: Any) -> Known:
     )
 
 
+_wrapper = torch.Tensor._make_wrapper_subclass
+
+
 class Layout:
     """Shape, dtype and strides of a tensor without data.
 
@@ -93,13 +96,11 @@ class Layout:
 
     def wrapper(self, kind: type, device: torch.device) -> Any:
         """A tensor of this subclass."""
-        make, like = torch.Tensor._make_wrapper_subclass, self.strided
+        like = self.strided
         if like is None:
-            return make(kind, self.shape, dtype=self.dtype, device=device)
+            return _wrapper(kind, self.shape, dtype=self.dtype, device=device)
         strides, offset = like.stride(), like.storage_offset()
-        return make(
-            kind, self.shape, strides, offset, dtype=self.dtype, device=device
-        )
+        return _wrapper(kind, self.shape, strides, offset, dtype=self.dtype, device=device)
 
     def after(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """The layout of an operator's result, or of each of them."""
@@ -141,7 +142,7 @@ def layout_after(
             return None
         names = {"dtype", "memory_format"}
         return x.after(func, **{k: v for k, v in kwargs.items() if k in names})
-    if any(isinstance(a, Tensor) for a in args):
+    if any([isinstance(a, Tensor) for a in args]):
         dtype, shape = x.dtype, x.shape
         for a in args:
             if isinstance(a, Tensor):

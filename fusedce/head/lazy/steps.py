@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 Steps = tuple["Step", ...]
 
 
@@ -251,4 +252,5 @@ def as_options(p: Projected) -> Projected | None:
     """
     if p.cap is not None:
         p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
-    return None if p.cap == 0 or not math.isfinite(p.scale) else p
+    usable = (p.cap is None or _TINY <= p.cap <= _HUGE) and -_HUGE <= p.scale <= _HUGE
+    return p if usable else None
