@@ -67,7 +67,7 @@ class HeadCall:
 
     def _is_gone(self) -> bool:
         """Whether a parameter is held in parts by now."""
-        return any([x.untyped_storage().size() == 0 for x in self.held])
+        return any(x.untyped_storage().size() == 0 for x in self.held)
 
     def _fingerprints(self) -> list[Any]:
         """What tells that tensors were written into, given other data, or freed."""

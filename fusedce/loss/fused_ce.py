@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from fusedce.autograd import dispatch
+from fusedce.autograd.summed import SumApart
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import is_sharded, sharded_ce
 
@@ -150,6 +151,14 @@ def fused_ce(
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
     return checked_ce(problem, monitor, argmax_out)
+
+
+def ce_apart(problem: Problem, wanted: Wanted) -> SumApart | None:
+    """The same without autograd: the loss, and its gradients for a node of the caller's own.
+
+    ``None`` where they do not come by themselves.
+    """
+    return dispatch.sum_apart(problem, wanted)
 
 
 def checked_ce(

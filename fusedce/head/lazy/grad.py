@@ -30,6 +30,7 @@ from fusedce.head.lazy.logits import LazyLogits, Memory, real, unviewed
 from fusedce.head.lazy.ops import Layout, aten, known
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
 
+
 class Source:
     """Logits that the numbers of a gradient are made of, while somebody has that gradient."""
 
@@ -215,7 +216,9 @@ def _zeros(func: Any, x: LogitsGrad, *args: Any, dtype: Any = None, **_: Any) ->
     return LogitsGrad(Layout(sizes, dtype or x.dtype), x.device, (), None)
 
 
-def _empty(func: Any, x: LogitsGrad, sizes: Any, strides: Any, *, dtype: Any = None, **_: Any) -> Any:
+def _empty(
+    func: Any, x: LogitsGrad, sizes: Any, strides: Any, *, dtype: Any = None, **_: Any
+) -> Any:
     like = torch.empty_strided(sizes, strides, dtype=dtype or x.dtype, device="meta")
     return LogitsGrad(Layout.of(like), x.device, (), None)
 
@@ -372,9 +375,7 @@ def _put_back(func: Any, into: Any, indices: Any, grad: Any, *_: Any) -> Any:
     return _moved(grad, layout, move, terms)
 
 
-def _sum(
-    func: Any, x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
+def _sum(func: Any, x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over all rows: the gradient of a bias that was added to the logits."""
     V = x.shape[-1]
     rows = sorted(d % x.dim() for d in dims or ())

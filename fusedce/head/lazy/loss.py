@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,8 @@ from torch.autograd import Variable
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.denominator import Factor, expected, expecting
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.results import LossSum
 from fusedce.head.call import HeadCall
 from fusedce.head.items import expected_of_sum
 from fusedce.head.lazy.grad import LogitsGrad, Source, Term
@@ -22,8 +23,7 @@ from fusedce.head.lazy.steps import Bias, Projected, Steps, as_options
 from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import checked_ce
-
+from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
 
 _ENGINE = Variable._execution_engine
 
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     target: Tensor
     weight: Tensor | None
     ignore_index: int
-    reduction: str
+    reduction: Literal["none", "mean", "sum"]
     label_smoothing: float
     denominator: Tensor | None
 
@@ -61,12 +61,12 @@ class Request(NamedTuple):
         factor = upstream.to(z.dtype)
         if self.reduction == "mean":
             chosen = torch.where(valid, w[y], 0).sum()
-            over = chosen if self.weight is not None else self._over(valid.sum())
+            over = chosen if self.weight is not None else self.over(valid.sum())
             factor = factor / over
         grad = torch.where(valid[..., None], grad * factor[..., None], 0)
         return grad.movedim(-1, dim)
 
-    def _over(self, n_valid: Tensor) -> Tensor:
+    def over(self, n_valid: Tensor) -> Tensor:
         return n_valid.clamp(min=1) if self.denominator is None else self.denominator
 
     def _expecting(self) -> AbstractContextManager[None]:
@@ -82,8 +82,8 @@ class Request(NamedTuple):
         told = expected_of_sum()
         return expected() if told is None else told
 
-    def fused(self, p: Projected, recipe: Recipe) -> Tensor:
-        """The same without logits."""
+    def problem(self, p: Projected, recipe: Recipe) -> Problem:
+        """What the fused loss is asked, checked by being asked of logits."""
         with as_they_are(p.hidden.device):
             rows, weight, bias = recipe.operands(p.hidden)
             if p.bias is not None:
@@ -97,12 +97,27 @@ class Request(NamedTuple):
             target = self.target
             if rows.dim() != 2:  # each view has a node of autograd
                 rows, target = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
+            return Problem(
+                rows,
+                weight,
+                target,
+                bias=bias,
+                ignore_index=self.ignore_index,
+                softcap=p.cap,
+                logit_scale=p.scale,
+                label_smoothing=float(self.label_smoothing),
+            )
+
+    def fused(self, p: Projected, recipe: Recipe) -> Tensor:
+        """The same without logits."""
+        problem = self.problem(p, recipe)
+        with as_they_are(p.hidden.device):
             if self.weight is not None or self.reduction == "none":
                 loss = fused_cross_entropy(
-                    rows,
-                    weight,
-                    target,
-                    bias=bias,
+                    problem.hidden,
+                    problem.weight,
+                    problem.labels,
+                    bias=problem.bias,
                     ignore_index=self.ignore_index,
                     logit_scale=p.scale,
                     softcap=p.cap,
@@ -111,24 +126,30 @@ class Request(NamedTuple):
                     reduction=self.reduction,
                 )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
-            problem = Problem(
-                rows,
-                weight,
-                target,
-                bias=bias,
-                ignore_index=self.ignore_index,
-                logit_scale=p.scale,
-                softcap=p.cap,
-                label_smoothing=float(self.label_smoothing),
-            )
             tap = LossTap.current
             monitor = () if tap is None else tap.monitor
             with self._expecting():
                 out = checked_ce(problem, monitor)
             if tap is not None:
                 tap.see(out, self.reduction)
-            loss_sum, n_valid = out
-            return loss_sum if self.reduction == "sum" else loss_sum / self._over(n_valid)
+            return self.reduced(*out)
+
+    def apart(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
+        """The sum of the same with its gradients, where it has them without a graph."""
+        tap = LossTap.current
+        if self.weight is not None or self.reduction == "none":
+            return None
+        if tap is not None and tap.monitor:
+            return None
+        problem = self.problem(p, recipe)
+        with as_they_are(p.hidden.device), self._expecting():
+            found = ce_apart(problem, wanted)
+        if tap is not None and found is not None:
+            tap.see(LossSum(found.loss_sum, found.n_valid), self.reduction)
+        return found
+
+    def reduced(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
+        return loss_sum if self.reduction == "sum" else loss_sum / self.over(n_valid)
 
 
 def request_of(
@@ -186,20 +207,81 @@ class Plan(NamedTuple):
     steps: Steps
     dtype: torch.dtype | None  # of the loss; None: as it comes
 
-    def compute(self) -> Tensor:
-        loss = self.request.fused(self.p, self.call.recipe.of(self.tensors))
+    def of_dtype(self, loss: Tensor) -> Tensor:
         return loss if self.dtype is None or self.dtype == loss.dtype else loss.to(self.dtype)
 
-    def gradients(self, loss: Tensor, upstream: Tensor) -> list[Tensor | None]:
+    def compute(self) -> Tensor:
+        return self.of_dtype(self.request.fused(self.p, self.call.recipe.of(self.tensors)))
+
+
+class Graph:
+    """A loss whose gradients a graph of its own gives."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.loss = plan, plan.compute()
+        self.saved: tuple[Tensor, ...] = ()
+
+    def result(self) -> Tensor:
+        return self.loss.detach()
+
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """Those of the hidden state, the parameters and what was added to the logits."""
-        every = (self.hidden, *self.tensors, self.bias)
+        every = (self.plan.hidden, *self.plan.tensors, self.plan.bias)
         inputs = tuple([x for x in every if x is not None and x.requires_grad])
         if not inputs:
             return [None for _ in every]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         # torch.autograd.grad without its checks: inputs whose gradients it returns
-        found = iter(_ENGINE.run_backward((loss,), (upstream,), keep, False, inputs, True, False))
+        args = (self.loss,), (upstream,), keep, False, inputs, True, False
+        found = iter(_ENGINE.run_backward(*args))
         return [next(found) if x is not None and x.requires_grad else None for x in every]
+
+
+class Apart:
+    """A loss of the head's own operands: its gradients are there, and no graph has to lead to them.
+
+    So it is where nothing was done to the hidden state but reshaping, and nothing to the weight.
+    """
+
+    def __init__(self, plan: Plan, found: SumApart) -> None:
+        self.plan, self.saved = plan, found.saved
+        self.found = found._replace(saved=())
+
+    @staticmethod
+    def of(plan: Plan) -> Apart | None:
+        call, p, hidden = plan.call, plan.p, plan.hidden
+        if call.recipe.adapters or p.bias is not None or p.factor is not None:
+            return None
+        if p.classes != slice(0, call.V) or any(x.dtype != hidden.dtype for x in plan.tensors):
+            return None
+        if p.hidden is not hidden and not _is_same_rows(p.hidden, hidden):
+            return None
+        found = plan.request.apart(p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted))
+        return None if found is None else Apart(plan, found)
+
+    def result(self) -> Tensor:
+        found = self.found
+        return self.plan.of_dtype(self.plan.request.reduced(found.loss_sum, found.n_valid))
+
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """Those of the hidden state, the parameters and ``None``."""
+        found, plan = self.found, self.plan
+        upstream = upstream.to(found.loss_sum.dtype)
+        if plan.request.reduction == "mean":
+            upstream = upstream / plan.request.over(found.n_valid)
+        hidden, *tensors = found.gradients(saved, upstream)
+        assert hidden is not None
+        return [hidden.view(plan.hidden.shape), *tensors[: len(plan.tensors)], None]
+
+
+def _is_same_rows(x: Tensor, hidden: Tensor) -> bool:
+    """Whether a view of all of the hidden state has its rows in the same order."""
+    return (
+        x.is_contiguous()
+        and hidden.is_contiguous()
+        and x.numel() == hidden.numel()
+        and x.data_ptr() == hidden.data_ptr()
+    )
 
 
 def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | None:
@@ -226,27 +308,29 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
 
 
 class FusedLoss(torch.autograd.Function):
-    """The loss as a function of the logits; the fused loss has a graph of its own inside."""
+    """The loss as a function of the logits, with what knows its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: LazyLogits, plan: Plan, graph: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: LazyLogits, way: Graph | Apart) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.plan, (ctx.loss,) = plan, graph
+        ctx.save_for_backward(*way.saved)
+        way.saved = ()  # they are freed by the backward pass
         # As they are now: they may be written into later.
-        ctx.logits, ctx.like = Memory(plan.call, x.recorded, x), x.like
-        return ctx.loss.detach()
+        ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x)
+        ctx.like = x.like
+        return way.result()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
-            return None, None, None
+            return None, None
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the fused loss has no second derivative (create_graph=True): call "
                 "fusedce.restore_loss_head(model) for this, or look at the logits before the loss"
             )
-        plan: Plan = ctx.plan
-        *comes_to, bias = plan.gradients(ctx.loss, grad)
+        way, plan = ctx.way, ctx.way.plan
+        *comes_to, bias = way.gradients(ctx.saved_tensors, grad)
         left = tuple([s for s in reversed(plan.steps) if s.undone])
         term = Term(plan.call, tuple(comes_to), bias, left)
 
@@ -255,7 +339,7 @@ class FusedLoss(torch.autograd.Function):
         def make(operation: str) -> Tensor:
             return request.gradient_of_real(logits.look(operation), grad)
 
-        return LogitsGrad(ctx.like, grad.device, (term,), None, make), None, None
+        return LogitsGrad(ctx.like, grad.device, (term,), None, make), None
 
 
 # `apply` without questions about torch.func, inside of which no loss is fused.
@@ -270,8 +354,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     if plan is None:
         return NotImplemented
     plan.call.report.fused()
-    loss = plan.compute()
-    return _apply(x, plan, [loss]) if wanted else loss
+    return _apply(x, Apart.of(plan) or Graph(plan)) if wanted else plan.compute()
 
 
 intercept(F.cross_entropy, _cross_entropy)

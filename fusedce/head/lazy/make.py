@@ -35,7 +35,7 @@ class MakeLogits(torch.autograd.Function):
         if isinstance(grad, LogitsGrad):
             grad.sync()
             terms, dense = grad.terms, grad.dense
-            if any([t.left or t.call is not call for t in terms]):
+            if any(t.left or t.call is not call for t in terms):
                 terms, dense = (), grad.look("backward of the head")
             parts = [[t.scaled(x) for x in t.comes_to] for t in terms]
         else:

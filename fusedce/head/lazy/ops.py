@@ -142,7 +142,7 @@ def layout_after(
             return None
         names = {"dtype", "memory_format"}
         return x.after(func, **{k: v for k, v in kwargs.items() if k in names})
-    if any([isinstance(a, Tensor) for a in args]):
+    if any(isinstance(a, Tensor) for a in args):
         dtype, shape = x.dtype, x.shape
         for a in args:
             if isinstance(a, Tensor):
