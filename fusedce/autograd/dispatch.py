@@ -52,10 +52,9 @@ def loss_sum(
             return out, seen
         argmax_out = argmax_out.view(-1)
     wanted = wanted_gradients(problem)
-    capped_smoothing = problem.softcap is not None and problem.label_smoothing > 0
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
-    if statistics or capped_smoothing or not (any(wanted) or one_pass):
+    if statistics or _capped_smoothing(problem) or not (any(wanted) or one_pass):
         losses, stats = per_token.losses(problem, monitored, argmax_out)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
@@ -65,6 +64,18 @@ def loss_sum(
     wanted = wanted.but(argmax=monitored.argmax)
     total, n_valid, argmax = summed.loss_sum(problem, wanted, argmax_out)
     return LossSum(total, n_valid), Seen(argmax)
+
+
+def sum_apart(problem: Problem, wanted: Wanted) -> summed.SumApart | None:
+    """The sum and the gradients in ``wanted`` beside it; ``None`` where they come another way."""
+    problem = _prepared(problem)
+    if transformed() or _capped_smoothing(problem):
+        return None
+    return summed.apart(with_expected_upstream(problem), wanted)
+
+
+def _capped_smoothing(problem: Problem) -> bool:
+    return problem.softcap is not None and problem.label_smoothing > 0
 
 
 def token_losses(problem: Problem) -> Tensor:

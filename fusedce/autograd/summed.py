@@ -17,6 +17,7 @@ gradients to the loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,31 @@ def loss_sum(
     if any(wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
     return total, n_valid, argmax
+
+
+class SumApart(NamedTuple):
+    """A sum and its gradients, for somebody with a node of autograd of his own to keep them."""
+
+    loss_sum: Tensor  # ()
+    n_valid: Tensor  # ()
+    saved: tuple[Tensor, ...]  # the gradients' factor (), then they; (0,) for one not wanted
+    wanted: Wanted
+    dtype: torch.dtype  # of the inputs
+    backend: str
+
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """Those of hidden state, weight and bias, within a backward pass; ``saved`` is used up.
+
+        ``upstream ()``: what the gradient of ``loss_sum`` is.
+        """
+        return scaled(saved, upstream, self.wanted.gradients(), self.dtype, self.backend)
+
+
+def apart(problem: Problem, wanted: Wanted) -> SumApart:
+    with torch.no_grad():
+        total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
+    dtype = problem.hidden.dtype
+    return SumApart(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend))
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
@@ -174,23 +200,29 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    factor, d_hidden, d_weight, d_bias = ctx.saved_tensors
-    ratio = upstream / factor
     needed: Any = Attached(*ctx.needs_input_grad)
-
-    def scaled(grad: Tensor, needs: bool) -> Any:
-        return _scaled(grad, ratio, ctx.backend).to(ctx.dtype) if needs else None
-
-    return tuple(
-        Attached(*nothing)._replace(
-            hidden=scaled(d_hidden, needed.hidden),
-            weight=scaled(d_weight, needed.weight),
-            bias=scaled(d_bias, needed.bias),
-        )
-    )
+    wanted = needed.hidden, needed.weight, needed.bias
+    hidden, weight, bias = scaled(ctx.saved_tensors, upstream, wanted, ctx.dtype, ctx.backend)
+    return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 
 _with_gradients.register_autograd(_backward, setup_context=_setup_context)
+
+
+def scaled(
+    saved: Sequence[Tensor],
+    upstream: Tensor,
+    needed: Sequence[bool],
+    dtype: torch.dtype,
+    backend: str,
+) -> list[Any]:
+    """The gradients behind their factor, times ``upstream`` over what was expected of it."""
+    factor, *grads = saved
+    ratio = upstream / factor
+    return [
+        _scaled(grad, ratio, backend).to(dtype) if needs else None
+        for grad, needs in zip(grads, needed, strict=True)
+    ]
 
 
 def _scaled(grad: Tensor, factor: Tensor, backend: str) -> Tensor:

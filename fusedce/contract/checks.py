@@ -92,10 +92,13 @@ def autocast(problem: Problem) -> Problem:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast casts to there; ``None`` where it is not enabled."""
-    kind = device.type
-    if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the question
+    if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the questions
+        kind = device.type
         available = kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    elif not torch._C._is_any_autocast_enabled():
+        return None
     else:
+        kind = device.type
         available = torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 

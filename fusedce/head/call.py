@@ -30,20 +30,16 @@ class HeadCall:
     def __init__(
         self, module: nn.Module, recipe: Recipe, hidden: Tensor, report: Report, tick: Tick
     ) -> None:
-        tensors = recipe.tensors()
         self.module, self.report, self.tick = module, report, tick
-        self.V = len(recipe.weight)
+        self.V, self.device = recipe.weight.shape[0], hidden.device
         self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
-        leaves = [x.is_leaf for x in tensors]
-        self.recipe = recipe
-        if not all(leaves):
-            kept = [x if leaf else x.detach() for x, leaf in zip(tensors, leaves, strict=True)]
-            self.recipe = recipe.of(kept)
-        self.wanted = [x.requires_grad for x in tensors]
-        self.made = [
-            not leaf and x._base is None for x, leaf in zip(tensors, leaves, strict=True)
-        ]  # no parameters
-        self.seen = [_fingerprint(x) for x in (self.hidden, *tensors)]
+        given = recipe.tensors()
+        self.wanted = [x.requires_grad for x in given]
+        self.made = [not x.is_leaf and x._base is None for x in given]  # no parameters
+        leaves = all(x.is_leaf for x in given)
+        self.held = given if leaves else [x if x.is_leaf else x.detach() for x in given]
+        self.recipe = recipe if leaves else recipe.of(self.held)
+        self.seen = self._fingerprints()
 
     # ---- what it computed with ---------------------------------------------------------------
 
@@ -55,21 +51,32 @@ class HeadCall:
         """
         if self.has_changed():
             raise RuntimeError(_CHANGED)
-        tensors = self.recipe.tensors()
-        if any(_is_gone(x) for x in tensors):
-            return self._gathered(tensors)
-        return [x.detach() for x in tensors]
+        if self._is_gone():
+            return self._gathered(self.held)
+        return [x.detach() for x in self.held]
 
     def has_changed(self) -> bool:
         """Whether the values are, or may be, no longer those that the head ran with."""
         if self.recipe.merged != merged_into(self.module):
             return True
-        tensors = self.recipe.tensors()
-        if any(_is_gone(x) for x in tensors):
-            return self.tick.next is not None
-        if [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen:
-            return True
-        return any(o is None or self.changes_with(o) for o in self.tick.steps())
+        if self._fingerprints() != self.seen:
+            return self.tick.next is not None or not self._is_gone()
+        return self.tick.next is not None and any(
+            o is None or self.changes_with(o) for o in self.tick.steps()
+        )
+
+    def _is_gone(self) -> bool:
+        """Whether a parameter is held in parts by now."""
+        return any(x.untyped_storage().size() == 0 for x in self.held)
+
+    def _fingerprints(self) -> list[Any]:
+        """What tells that tensors were written into, given other data, or freed."""
+        found = []
+        for x in (self.hidden, *self.held):
+            storage = x.untyped_storage()
+            version = 0 if x.is_inference() else x._version
+            found.append((version, x.dtype, storage._cdata, storage.size()))
+        return found
 
     def changes_with(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer changes what the head ran with, or may do so.
@@ -78,7 +85,7 @@ class HeadCall:
         trained as a part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), nobody knows
         which optimizer's step is copied into it.
         """
-        tensors = self.recipe.tensors()
+        tensors = self.held
         known = {id(p) for p in self.module.parameters()}
         for x, made, wanted in zip(tensors, self.made, self.wanted, strict=True):
             if not made and (id(x) not in known or hasattr(x, "ds_id") or (wanted and _is_part(x))):
@@ -159,20 +166,9 @@ class HeadCall:
         return [next(found) if need else None for need in needed]
 
 
-def _fingerprint(x: Tensor) -> Any:
-    """What tells that a tensor was written into, or given other data."""
-    version = 0 if x.is_inference() else x._version
-    return version, x.dtype, x.untyped_storage()._cdata
-
-
 def _memory(x: Tensor) -> int:
     return getattr(x, "_local_tensor", x).untyped_storage()._cdata
 
 
 def _is_part(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
-
-
-def _is_gone(x: Tensor) -> bool:
-    """Whether this parameter is held in parts by now."""
-    return x.untyped_storage().size() == 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
-from fusedce.head.lazy.make import MakeLogits
+from fusedce.head.lazy.make import make_logits
 from fusedce.head.lazy.traced import TracedLogits
 from fusedce.head.probe import Mode, can_probe, is_plain, mode_of, probe
 from fusedce.head.recipe import OWN, Recipe, is_sum_of_products, own_class, recipe_of
@@ -46,8 +46,14 @@ class FusedHead:
         reason = _why_not(self, hidden)
         if reason is None:
             recipe = recipe_of(self)
-            dtype = _dtype_of_logits(self, attached, hidden, recipe.weight)
+            reason = _misfit(recipe.weight, hidden)
+        if reason is None:
+            cast = autocast_dtype(hidden.device)
+            if cast is None or hidden.dtype == torch.float64:
+                cast = hidden.dtype
+            dtype = _dtype_of_logits(self, attached, hidden, recipe.weight, cast)
             if dtype is not None:
+                hidden = hidden if hidden.dtype == cast else hidden.to(cast)
                 return _lazy_logits(self, attached, hidden, recipe, dtype)
             reason = "in this mode it is not hidden @ weight.T + bias"
         if not torch.compiler.is_compiling():
@@ -85,12 +91,16 @@ def _why_not(module: nn.Module, hidden: Any) -> str | None:
     return None
 
 
+def _misfit(weight: Tensor, hidden: Tensor) -> str | None:
+    if weight.shape[-1] != hidden.shape[-1] or weight.device != hidden.device:
+        return "its weight is of another shape or on another device than its input"
+    return None
+
+
 def _dtype_of_logits(
-    module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor
+    module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor, cast: torch.dtype
 ) -> torch.dtype | None:
     """That of the logits the original head would make, or ``None`` if it is not linear here."""
-    cast = autocast_dtype(hidden.device)
-    cast = hidden.dtype if cast is None or hidden.dtype == torch.float64 else cast
     if is_plain(own_class(type(module))):
         return cast
     mode = mode_of(module, hidden, weight)
@@ -108,9 +118,6 @@ def _dtype_of_logits(
 def _lazy_logits(
     module: nn.Module, attached: Attached, hidden: Tensor, recipe: Recipe, dtype: torch.dtype
 ) -> Any:
-    cast = autocast_dtype(hidden.device)
-    if cast is not None and hidden.dtype != torch.float64:
-        hidden = hidden.to(cast)
     if recipe.adapters and recipe.dropouts():
         hidden = recipe.with_dropped(hidden)
     tensors = recipe.tensors()
@@ -125,7 +132,7 @@ def _lazy_logits(
     if is_view:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     call = HeadCall(module, recipe, hidden, attached.report, CLOCK.now)
-    logits = MakeLogits.apply(call, hidden, *tensors)
+    logits = make_logits(call, hidden, *tensors)
     if is_view:
         logits = logits.view(*leading, call.V)
     return logits if hidden.dtype == dtype else logits.to(dtype)

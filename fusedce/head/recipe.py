@@ -57,6 +57,9 @@ class Recipe(NamedTuple):
 
     def of(self, tensors: list[Tensor]) -> Recipe:
         """The same with other tensors, in the order of :meth:`tensors`."""
+        if not self.adapters:
+            weight, bias = tensors if len(tensors) == 2 else (tensors[0], None)
+            return Recipe(weight, bias, (), self.merged)
         left = iter(tensors)
 
         def one(x: Tensor | None) -> Any:
@@ -80,8 +83,9 @@ class Recipe(NamedTuple):
         """
         H = self.weight.shape[1]
         dtype = hidden.dtype
-        weight = self.weight.to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        weight, bias = self.weight, self.bias
+        weight = weight if weight.dtype == dtype else weight.to(dtype)
+        bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
         if not self.adapters:
             return Operands(hidden, weight, bias)
         hidden, *dropped = hidden.split(H, -1)

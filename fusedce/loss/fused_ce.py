@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from fusedce.autograd import dispatch, sharded
+from fusedce.autograd.summed import SumApart
 from fusedce.backends.sharded.agreement import on_the_way
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded import device_of, is_sharded, met
 
@@ -128,6 +129,21 @@ def fused_ce(
     problem = checked(problem)
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
+    return checked_ce(problem, monitor, argmax_out)
+
+
+def ce_apart(problem: Problem, wanted: Wanted) -> SumApart | None:
+    """The same without autograd: the loss, and its gradients for a node of the caller's own.
+
+    ``None`` where they do not come by themselves.
+    """
+    return dispatch.sum_apart(problem, wanted)
+
+
+def checked_ce(
+    problem: Problem, monitor: Collection[str] = (), argmax_out: Tensor | None = None
+) -> LossSum:
+    """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, seen = dispatch.loss_sum(problem, wanted, argmax_out)
     return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out

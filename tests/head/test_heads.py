@@ -160,3 +160,9 @@ def test_a_deep_copy_watches_its_own_head(llama):
     run(twin).backward()
     assert head_report(twin).losses_fused == 1
     assert head_report(model).losses_fused == 0
+
+
+def test_an_input_of_another_width_raises_where_the_untouched_head_does():
+    head = replace_loss_head(plain_model())[1]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        head(torch.randn(3, head.in_features + 1))

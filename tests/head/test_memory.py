@@ -37,6 +37,16 @@ def test_kept_detached_logits_hold_no_graph():
     assert kept.shape == (3, 7, V)
 
 
+def test_a_kept_loss_holds_no_gradients_after_backward():
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    loss = ce(model(x), y)
+    loss.backward()
+    model.zero_grad()
+    gc.collect()
+    others = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (V, H)]
+    assert all(t.data_ptr() == model[1].weight.data_ptr() for t in others)
+
+
 class Saved:
     """A tensor that autograd keeps for a backward."""
 

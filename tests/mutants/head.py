@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "stale: writes unseen",
-        "if [_fingerprint(x) for x in (self.hidden, *tensors)] != self.seen:",
+        "if self._fingerprints() != self.seen:",
         "if False:",
         "head/test_tensors.py -k change",
     ),
@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradient: holds itself",
-        "view = lambda t: func(t, *rest, **kwargs)",
-        "view = lambda t: func(t, *args[1:], **kwargs)",
+        "x.terms, lambda t: func(t, *args))",
+        "x.terms, lambda t, x=x: func(t, *args))",
         "head/test_stale.py -k garbage",
     ),
     Mutant(
@@ -65,9 +65,15 @@ MUTANTS = [
     ),
     Mutant(
         "head: sharded again, not gathered",
-        "if any(_is_gone(x) for x in tensors):\n            return self._gathered(tensors)",
+        "if self._is_gone():\n            return self._gathered(self.held)",
         "pass",
         "head/test_ranks.py -k fsdp",
+    ),
+    Mutant(
+        "head: an input of another width",
+        "weight.shape[-1] != hidden.shape[-1] or",
+        "",
+        "head/test_heads.py -k width",
     ),
     Mutant(
         "head: dropout drawn anew",

@@ -11,8 +11,8 @@ MUTANTS = [
     ),
     Mutant(
         "lazy: cap without its scale",
-        "return (scale, abs(p.cap))",
-        "return (p.scale, abs(p.cap))",
+        "p._replace(scale=p.scale * p.cap, cap=abs(p.cap))",
+        "p._replace(cap=abs(p.cap))",
         "head/test_losses.py -k cap",
     ),
     Mutant(
@@ -86,6 +86,36 @@ MUTANTS = [
         "if torch.is_grad_enabled():\n            raise",
         "if False:\n            raise",
         "head/test_functions.py -k second_derivative",
+    ),
+    Mutant(
+        "gradient: a view's shape is what was asked for",
+        "found[at] = n // others if others else -1",
+        "pass",
+        "head/test_losses.py -k fused",
+    ),
+    Mutant(
+        "layout: all are contiguous",
+        "meta.stride() == _strides(shape) and meta.storage_offset() == 0",
+        "True",
+        "head/test_tensors.py",
+    ),
+    Mutant(
+        "apart: rows in another order",
+        "if p.hidden is not hidden and not _is_same_rows(p.hidden, hidden):",
+        "if False:",
+        "head/test_losses.py -k fused",
+    ),
+    Mutant(
+        "apart: the gradient of a sum",
+        "upstream = upstream / plan.request.over(found.n_valid)",
+        "pass",
+        "head/test_losses.py -k fused",
+    ),
+    Mutant(
+        "apart: gradients outlive their use",
+        "self.found = found._replace(saved=())",
+        "self.found = found",
+        "head/test_memory.py -k kept_loss",
     ),
     Mutant(
         "traced: steps not remembered",

@@ -27,22 +27,8 @@ from torch.optim import Optimizer
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.logits import LazyLogits, Memory, real, unviewed
-from fusedce.head.lazy.ops import UNDOING, aten, effects_of
+from fusedce.head.lazy.ops import Layout, aten, known
 from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
-
-_ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
-_RESHAPES = {
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default,
-}  # fmt: skip
-_SAME = _RESHAPES | {aten.detach.default, aten.alias.default, aten.clone.default}
-_ZEROS = {aten.new_zeros.default, aten.zeros_like.default}
-_INDEX_PUTS = {
-    getattr(aten, name).default
-    for name in ("_index_put_impl", "_index_put_impl_", "index_put", "index_put_",
-                 "_unsafe_index_put")
-    if hasattr(aten, name)
-}  # fmt: skip
 
 
 class Source:
@@ -73,6 +59,7 @@ class Term(NamedTuple):
     factors: tuple[Any, ...] = ()  # numbers, or tensors without dimensions
 
     def scaled(self, x: Tensor | None) -> Tensor | None:
+        """What comes to somewhere, with the factors."""
         for factor in self.factors:
             x = None if x is None else x * factor
         return x
@@ -85,7 +72,7 @@ class LogitsGrad(torch.Tensor):
     the base's, and shares their memory as soon as somebody may write into it.
     """
 
-    like: Tensor
+    like: Layout  # that of these
     terms: tuple[Term, ...]
     dense: Tensor | None
     make: Callable[[str], Tensor] | None  # None: without terms
@@ -100,16 +87,14 @@ class LogitsGrad(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        like: Tensor,
+        layout: Layout,
         device: torch.device,
         terms: tuple[Term, ...],
         dense: Tensor | None,
         make: Callable[[str], Tensor] | None = None,
     ) -> LogitsGrad:
-        new = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
-        new.like, new.terms, new.dense, new.make = like, terms, dense, make
+        new: LogitsGrad = layout.wrapper(cls, device)
+        new.like, new.terms, new.dense, new.make = layout, terms, dense, make
         return new
 
     @classmethod
@@ -145,9 +130,9 @@ class LogitsGrad(torch.Tensor):
                 elif self.dense is not None:
                     self.numbers = self.dense.to(self.dtype, copy=True)
                 else:
-                    self.numbers = torch.zeros_like(self.like, device=self.device)
+                    self.numbers = torch.zeros_like(self.like.meta(), device=self.device)
                 if self.numbers.stride() != self.like.stride():
-                    new = torch.empty_like(self.like, device=self.device)
+                    new = torch.empty_like(self.like.meta(), device=self.device)
                     self.numbers = new.copy_(self.numbers)
         return self.numbers
 
@@ -205,63 +190,71 @@ class LogitsGrad(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for x in args[:2]:
-            if isinstance(x, LogitsGrad):
-                x.sync()
-        result = _lazily(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        name, effects, x = str(func), effects_of(func), args[0] if args else None
-        if isinstance(x, LogitsGrad) and (effects.writes == (0,) or effects.is_view):
-            out = func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
-            if effects.writes:
-                x.written()
-            return x if effects.writes else out
-        return func(*real(args, name), **real(kwargs, name))
+        with torch._C.DisableTorchFunctionSubclass():
+            for x in args[:2]:
+                if isinstance(x, LogitsGrad) and x.base is not None:
+                    x.sync()
+            result = _LAZILY.get(func, _undo)(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            name, op, x = str(func), known(func), args[0] if args else None
+            if isinstance(x, LogitsGrad) and (op.writes == (0,) or op.is_view):
+                out = func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
+                if op.writes:
+                    x.written()
+                return x if op.writes else out
+            return func(*real(args, name), **real(kwargs, name))
 
 
-def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if func in _ADDITIONS and kwargs.get("alpha", 1) == 1:
-        return _add(func, x, args[1])
-    if func in _INDEX_PUTS:
-        return _put_back(*args)
-    if not isinstance(x, LogitsGrad):
-        if func is aten.mul.Tensor and isinstance(args[1], LogitsGrad):
-            return _lazily(func, (args[1], x), kwargs)
+# ---- what stays lazy ------------------------------------------------------------------------
+# Each is given the operator and its arguments. Closures that are kept must not hold the gradient
+# itself, which may come to hold them.
+
+
+def _zeros(func: Any, x: LogitsGrad, *args: Any, dtype: Any = None, **_: Any) -> Any:
+    sizes = args[0] if func is aten.new_zeros.default else x.shape
+    return LogitsGrad(Layout(sizes, dtype or x.dtype), x.device, (), None)
+
+
+def _empty(
+    func: Any, x: LogitsGrad, sizes: Any, strides: Any, *, dtype: Any = None, **_: Any
+) -> Any:
+    like = torch.empty_strided(sizes, strides, dtype=dtype or x.dtype, device="meta")
+    return LogitsGrad(Layout.of(like), x.device, (), None)
+
+
+def _cast(func: Any, x: LogitsGrad, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    dtype = dtype or x.dtype
+    if device not in (None, x.device) or not dtype.is_floating_point:
         return NotImplemented
-    rest = args[1:]  # for closures that are kept: they must not hold x, which may come to hold them
-    if func in _ZEROS:
-        sizes = rest[0] if func is aten.new_zeros.default else x.shape
-        dtype = kwargs.get("dtype") or x.dtype
-        like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
-        return LogitsGrad(like, x.device, (), None)
-    if func is aten.new_empty_strided.default:
-        dtype = kwargs.get("dtype") or x.dtype
-        like = torch.empty_strided(rest[0], rest[1], dtype=dtype, device="meta")
-        return LogitsGrad(like, x.device, (), None)
-    if func is aten.copy_.default:
-        return _copy(x, rest[0])
-    if func is aten.sum.dim_IntList:
-        return _sum(x, *rest, **kwargs)
-    if func is aten._to_copy.default:
-        dtype = kwargs.get("dtype") or x.dtype
-        if kwargs.get("device") not in (None, x.device) or not dtype.is_floating_point:
+    return _moved(x, x.like.after(torch.Tensor.to, dtype), lambda t: t.to(dtype), x.terms)
+
+
+def _same(func: Any, x: LogitsGrad, *args: Any, **kwargs: Any) -> Any:
+    move = lambda t: func(t, *args, **kwargs)  # noqa: E731
+    view = move if known(func).is_view else None
+    return _moved(x, x.like.after(func, *args, **kwargs), move, x.terms, view)
+
+
+def _reshape(func: Any, x: LogitsGrad, *args: Any) -> Any:
+    layout = x.like.after(func, *args)
+    # A dense part may be laid out in another way.
+    new = _moved(x, layout, lambda t: t.reshape(layout.shape), x.terms, lambda t: func(t, *args))
+    new.reshaped = True
+    return new
+
+
+def _undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """What undoes a step of the logits, or multiplies."""
+    if not isinstance(x, LogitsGrad):
+        if func is not aten.mul.Tensor or not isinstance(args[0], LogitsGrad):
             return NotImplemented
-        return _moved(x, x.like.to(dtype), lambda t: t.to(dtype), x.terms)
-    if func in _SAME:
-        like = func(x.like, *rest, **kwargs)
-        view = lambda t: func(t, *rest, **kwargs)  # noqa: E731
-        if func in _RESHAPES:  # a dense part may be laid out in another way
-            new = _moved(x, like, lambda t: t.reshape(like.shape), x.terms, view)
-            new.reshaped = True
-            return new
-        return _moved(x, like, view, x.terms, view if effects_of(func).is_view else None)
-    row = UNDOING.get(func)
-    step = None if row is None or row.undo is None else row.undo(x, *rest, **kwargs)
-    if isinstance(step, Scale) or (row is not None and _is_factor(rest)):
-        terms = tuple(_scaled(t, step, func, rest) for t in x.terms)
-        return _moved(x, x.like, lambda t: func(t, *rest, **kwargs), terms)
+        x, args = args[0], (x,)
+    row = known(func).undoing
+    step = None if row is None or row.undo is None else row.undo(x, *args, **kwargs)
+    if isinstance(step, Scale) or (row is not None and _is_factor(args)):
+        terms = tuple(_scaled(t, step, func, args) for t in x.terms)
+        return _moved(x, x.like, lambda t: func(t, *args, **kwargs), terms)
     if step is None:
         return NotImplemented
     if any(not t.left or t.left[0] != step for t in x.terms):
@@ -272,16 +265,16 @@ def _lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
     if isinstance(step, Cap):
-        logits = Source(rest[0])
+        logits = Source(args[0])
         return _moved(x, x.like, lambda t: func(t, logits.look("tanh_backward")), terms)
-    like = func(x.like, *rest, **kwargs)
-    move = lambda t: func(t, *rest, **kwargs)  # noqa: E731
-    return _moved(x, like, move, terms, move if effects_of(func).is_view else None)
+    layout = x.like.after(func, *args, **kwargs)
+    move = lambda t: func(t, *args, **kwargs)  # noqa: E731
+    return _moved(x, layout, move, terms, move if known(func).is_view else None)
 
 
 def _moved(
     x: LogitsGrad,
-    like: Tensor,
+    layout: Layout,
     move: Callable[[Tensor], Tensor],
     terms: tuple[Term, ...],
     view: Callable[[Tensor], Tensor] | None = None,
@@ -289,7 +282,7 @@ def _moved(
     """The same after a linear operation; ``view`` is what that does to numbers laid out like it."""
     make = x.make and _after(x.make, move)
     dense = None if x.dense is None else move(x.dense)
-    new = LogitsGrad(like, x.device, terms, dense, make)
+    new = LogitsGrad(layout, x.device, terms, dense, make)
     if view is not None:
         new.base, new.move, new.seen = x, view, x.writes
     return new
@@ -299,10 +292,12 @@ def _after(make: Callable[[str], Tensor], move: Callable[[Tensor], Tensor]) -> A
     return lambda operation: move(make(operation))
 
 
-def _copy(x: LogitsGrad, source: Any) -> Any:
-    """``x.copy_(source)``, as autograd does around what was written in place into a view."""
+def _copy(func: Any, x: Any, source: Any, *_: Any) -> Any:
+    """As autograd does around what was written in place into a view."""
+    if not isinstance(x, LogitsGrad) or not isinstance(source, LogitsGrad):
+        return NotImplemented
     base = x.base
-    if not isinstance(source, LogitsGrad) or source.shape != x.shape or x.exposed:
+    if source.shape != x.shape or x.exposed:
         return NotImplemented
     if base is not None:
         if base.base is not None or base.exposed or not x.reshaped:
@@ -331,7 +326,9 @@ def _scaled(term: Term, step: Step | None, func: Any, args: tuple[Any, ...]) -> 
     return term._replace(factors=(*term.factors, factor))
 
 
-def _add(func: Any, a: Any, b: Any) -> Any:
+def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Any:
+    if alpha != 1:
+        return NotImplemented
     if not isinstance(a, LogitsGrad):
         if func is aten.add_.Tensor:
             return NotImplemented
@@ -356,7 +353,7 @@ def _add(func: Any, a: Any, b: Any) -> Any:
     return LogitsGrad(a.like, a.device, terms, dense, make)
 
 
-def _put_back(into: Any, indices: Any, grad: Any, *_: Any, **__: Any) -> Any:
+def _put_back(func: Any, into: Any, indices: Any, grad: Any, *_: Any) -> Any:
     """What autograd does to undo a choice of rows: adds them to zeros."""
     if not isinstance(into, LogitsGrad) or not isinstance(grad, LogitsGrad):
         return NotImplemented
@@ -369,16 +366,16 @@ def _put_back(into: Any, indices: Any, grad: Any, *_: Any, **__: Any) -> Any:
             return NotImplemented
         if step.before != tuple(into.shape) or step.after != tuple(grad.shape):
             return NotImplemented
-    terms, like = tuple(t._replace(left=t.left[1:]) for t in grad.terms), into.like
+    terms, layout = tuple(t._replace(left=t.left[1:]) for t in grad.terms), into.like
 
     def move(t: Tensor) -> Tensor:
-        zeros = torch.zeros_like(like, device=t.device, dtype=t.dtype)
+        zeros = torch.zeros_like(layout.meta(), device=t.device, dtype=t.dtype)
         return aten.index_put.default(zeros, indices, t, True)
 
-    return _moved(grad, like, move, terms)
+    return _moved(grad, layout, move, terms)
 
 
-def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _sum(func: Any, x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over all rows: the gradient of a bias that was added to the logits."""
     V = x.shape[-1]
     rows = sorted(d % x.dim() for d in dims or ())
@@ -396,3 +393,22 @@ def _sum(x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) 
         return NotImplemented
     shape = (*(1 for _ in rows), V) if keepdim else (V,)
     return total.to(x.dtype).view(shape)
+
+
+_INDEX_PUTS = ("_index_put_impl", "_index_put_impl_", "index_put", "index_put_",
+               "_unsafe_index_put")  # fmt: skip
+_LAZILY: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add),
+    **dict.fromkeys((getattr(aten, n).default for n in _INDEX_PUTS if hasattr(aten, n)), _put_back),
+    **dict.fromkeys((aten.new_zeros.default, aten.zeros_like.default), _zeros),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+         aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default),
+        _reshape,
+    ),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
+    aten.new_empty_strided.default: _empty,
+    aten.copy_.default: _copy,
+    aten.sum.dim_IntList: _sum,
+    aten._to_copy.default: _cast,
+}  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.ops import IN_PLACE, RECORDED, Effects, effects_of, result_like
+from fusedce.head.lazy.ops import Known, Layout, known, layout_after
 from fusedce.head.lazy.steps import Index, Step, Steps
 
 T = torch.Tensor
@@ -42,6 +42,14 @@ class Recorded(NamedTuple):
 class Memory:
     """What views of the same logits share: how they are made, and their values once looked at."""
 
+    values: Tensor | None = None
+    _written = False
+    _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
+    _before: Tensor | None = None  # the values when they were given to others unseen
+    # A copy can be made from what it is a copy of, as long as that has not changed since.
+    parent: weakref.ref[Memory] | None = None
+    length = 0  # of the parent's history then
+
     def __init__(
         self,
         call: HeadCall,
@@ -49,13 +57,8 @@ class Memory:
         parent: LazyLogits | None = None,
     ) -> None:
         self.call, self.history = call, history
-        self.values: Tensor | None = None
-        self._written = False
-        self._compiled: list[tuple[Tensor, int]] = []  # what compiled code got, and its version
-        self._before: Tensor | None = None  # the values when they were given to others unseen
-        # A copy can be made from what it is a copy of, as long as that has not changed since.
-        self.parent = None if parent is None else weakref.ref(parent.memory)
-        self.length = 0 if parent is None else len(parent.memory.history)
+        if parent is not None:
+            self.parent, self.length = weakref.ref(parent.memory), len(parent.memory.history)
 
     @property
     def written(self) -> bool:
@@ -75,7 +78,7 @@ class Memory:
     def give_away(self, x: Tensor) -> Tensor:
         """The same memory, but no view of anything: torch.compile has no views of subclasses."""
         new = unviewed(x)
-        self._compiled.append((new, new._version))
+        self._compiled = (*self._compiled, (new, new._version))
         return new
 
     def look(self, operation: str) -> Tensor:
@@ -106,23 +109,16 @@ class LazyLogits(torch.Tensor):
 
     memory: Memory
     views: tuple[Recorded, ...]  # that lead from the memory to these
-    like: Tensor  # of the same shape, strides and dtype, without data
+    like: Layout  # that of these
 
     @staticmethod
-    def __new__(cls, memory: Memory, views: tuple[Recorded, ...], like: Tensor) -> LazyLogits:
-        new = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=memory.call.hidden.device,
-        )
-        new.memory, new.views, new.like = memory, views, like
+    def __new__(cls, memory: Memory, views: tuple[Recorded, ...], layout: Layout) -> LazyLogits:
+        new: LazyLogits = layout.wrapper(cls, memory.call.device)
+        new.memory, new.views, new.like = memory, views, layout
         return new
 
     @property
-    def known(self) -> tuple[Recorded, ...]:
+    def recorded(self) -> tuple[Recorded, ...]:
         return (*self.memory.history, *self.views)
 
     @property
@@ -131,7 +127,7 @@ class LazyLogits(torch.Tensor):
         if self.memory.written:
             return None
         found: list[Step] = []
-        for recorded in self.known:
+        for recorded in self.recorded:
             if recorded.steps is None:
                 return None
             found += recorded.steps
@@ -206,13 +202,13 @@ class LazyLogits(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        effects = effects_of(func)
-        if effects.writes:
-            return _write(func, effects, args, kwargs)
-        flipped = effects.symmetric and not isinstance(args[0], LazyLogits)
+        op = known(func)
+        if op.writes:
+            return _write(func, op, args, kwargs)
+        flipped = op.symmetric and not isinstance(args[0], LazyLogits)
         x, others = (args[1], (args[0], *args[2:])) if flipped else (args[0], args[1:])
         if isinstance(x, LazyLogits):
-            result = _record(x, func, effects, others, kwargs)
+            result = _record(x, func, op, others, kwargs)
             if result is not NotImplemented:
                 return result
         name = str(func)
@@ -247,31 +243,31 @@ def _has_lazy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _record(
-    x: LazyLogits, func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
+    x: LazyLogits, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``func(x, *args, **kwargs)`` without computing it, or ``NotImplemented``."""
-    row = RECORDED.get(func)
-    if row is None and not effects.is_view:
+    row = op.recorded
+    if row is None and not op.is_view:
         return NotImplemented
-    if (x.memory.written and not effects.is_view) or _has_lazy(args, kwargs):
+    if not op.is_view and (x.memory.written or _has_lazy(args, kwargs)):
         return NotImplemented
-    like = result_like(func, x.like, args, kwargs, x.device)
-    if effects.is_view and isinstance(like, (list, tuple)):
+    layout = layout_after(func, x.like, args, kwargs, x.memory.call.device)
+    if isinstance(layout, list):
         parts = []
-        for i, part in enumerate(like):
+        for i, part in enumerate(layout):
             nth = Recorded(lambda t, *a, i=i, **k: func(t, *a, **k)[i], args, kwargs, None)
             parts.append(LazyLogits(x.memory, (*x.views, nth), part))
         return parts
-    if like is None:
+    if layout is None:
         return NotImplemented
-    steps = None if row is None else row.read(tuple(x.like.shape), like, *args, **kwargs)
-    if effects.is_view:
-        return LazyLogits(x.memory, (*x.views, Recorded(func, args, kwargs, steps)), like)
+    steps = None if row is None else row.read(x.like.shape, layout, *args, **kwargs)
+    if op.is_view:
+        return LazyLogits(x.memory, (*x.views, Recorded(func, args, kwargs, steps)), layout)
     if steps is None:
         return NotImplemented
     args = tuple(_kept(a, steps) for a in args)
-    history = (*x.known, Recorded(func, args, kwargs, steps))
-    return LazyLogits(Memory(x.memory.call, history, x), (), like)
+    history = (*x.recorded, Recorded(func, args, kwargs, steps))
+    return LazyLogits(Memory(x.memory.call, history, x), (), layout)
 
 
 def _kept(argument: Any, steps: Steps) -> Any:
@@ -281,10 +277,10 @@ def _kept(argument: Any, steps: Steps) -> Any:
     return argument.detach().clone() if isinstance(argument, Tensor) else argument
 
 
-def _write(func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What writes into logits: a step that all views see, or else into real ones."""
     x = args[0] if args else None
-    row = IN_PLACE.get(func)
+    row = op.in_place
     if (
         row is not None
         and isinstance(x, LazyLogits)
@@ -293,14 +289,14 @@ def _write(func: Any, effects: Effects, args: tuple[Any, ...], kwargs: dict[str,
         and not _has_lazy(args[1:], kwargs)
         and all(r.steps is not None and all(s.rearranges for s in r.steps) for r in x.views)
     ):
-        steps = row.read(tuple(x.like.shape), x.like, *args[1:], **kwargs)
+        steps = row.read(x.like.shape, x.like, *args[1:], **kwargs)
         if steps is not None and not any(isinstance(a, Tensor) and a.dim() for a in args[1:]):
             values = tuple(a.item() if isinstance(a, Tensor) else a for a in args[1:])
             x.memory.history = (*x.memory.history, Recorded(func, values, kwargs, steps))
             return x
     name, lazy = str(func), {}
-    written = [args[i] for i in effects.writes if i < len(args)]
-    written += [kwargs[n] for n in effects.written_names if n in kwargs]
+    written = [args[i] for i in op.writes if i < len(args)]
+    written += [kwargs[n] for n in op.written_names if n in kwargs]
     targets = [t for w in written for t in (w if isinstance(w, (list, tuple)) else [w])]
     for t in targets:
         if isinstance(t, LazyLogits):
@@ -338,7 +334,7 @@ def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Parts, each a view of its own: autograd would fill up what is not used with real zeros."""
-    parts = func(x.like, *args, **kwargs)
+    parts = func(x.like.meta(), *args, **kwargs)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     begin, views = 0, []
     for part in parts:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.denominator import Factor, expected, expecting
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.results import LossSum
 from fusedce.head.call import HeadCall
 from fusedce.head.items import expected_of_sum
 from fusedce.head.lazy.grad import LogitsGrad, Source, Term
 from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
-from fusedce.head.lazy.steps import Bias, Projected, Steps, scale_and_cap
+from fusedce.head.lazy.steps import Bias, Projected, Steps, as_options
 from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.tap import LossTap
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
+
+_ENGINE = Variable._execution_engine
 
 
 class Request(NamedTuple):
@@ -30,7 +34,7 @@ class Request(NamedTuple):
     target: Tensor
     weight: Tensor | None
     ignore_index: int
-    reduction: str
+    reduction: Literal["none", "mean", "sum"]
     label_smoothing: float
     denominator: Tensor | None
 
@@ -57,13 +61,19 @@ class Request(NamedTuple):
         factor = upstream.to(z.dtype)
         if self.reduction == "mean":
             chosen = torch.where(valid, w[y], 0).sum()
-            over = chosen if self.weight is not None else self._over(valid.sum())
+            over = chosen if self.weight is not None else self.over(valid.sum())
             factor = factor / over
         grad = torch.where(valid[..., None], grad * factor[..., None], 0)
         return grad.movedim(-1, dim)
 
-    def _over(self, n_valid: Tensor) -> Tensor:
+    def over(self, n_valid: Tensor) -> Tensor:
         return n_valid.clamp(min=1) if self.denominator is None else self.denominator
+
+    def _expecting(self) -> AbstractContextManager[None]:
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        factor = self._expected()
+        return nullcontext() if factor is expected() else expecting(factor)
 
     def _expected(self) -> Factor | Callable[[], Factor]:
         """What backward will multiply the sum by, as far as is known; ``None`` for a mean."""
@@ -72,15 +82,13 @@ class Request(NamedTuple):
         told = expected_of_sum()
         return expected() if told is None else told
 
-    def fused(self, p: Projected, recipe: Recipe) -> Tensor:
-        """The same without logits."""
-        factors = scale_and_cap(p)
-        assert factors is not None, "not a loss that can be fused"
+    def problem(self, p: Projected, recipe: Recipe) -> Problem:
+        """What the fused loss is asked, checked by being asked of logits."""
         with as_they_are(p.hidden.device):
             rows, weight, bias = recipe.operands(p.hidden)
             if p.bias is not None:
                 bias = p.bias if bias is None else bias + p.bias
-            if p.classes != slice(0, len(weight)):
+            if p.classes != slice(0, weight.shape[0]):
                 weight = weight[p.classes]
                 bias = None if bias is None else bias[p.classes]
             if p.factor is not None:
@@ -89,29 +97,63 @@ class Request(NamedTuple):
             target = self.target
             if rows.dim() != 2:  # each view has a node of autograd
                 rows, target = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
-            options: dict[str, Any] = {
-                "bias": bias,
-                "ignore_index": self.ignore_index,
-                "logit_scale": factors[0],
-                "softcap": factors[1],
-                "label_smoothing": self.label_smoothing,
-            }
+            return Problem(
+                rows,
+                weight,
+                target,
+                bias=bias,
+                ignore_index=self.ignore_index,
+                softcap=p.cap,
+                logit_scale=p.scale,
+                label_smoothing=float(self.label_smoothing),
+            )
+
+    def fused(self, p: Projected, recipe: Recipe) -> Tensor:
+        """The same without logits."""
+        problem = self.problem(p, recipe)
+        with as_they_are(p.hidden.device):
             if self.weight is not None or self.reduction == "none":
-                options |= {"class_weight": self.weight, "reduction": self.reduction}
-                loss = fused_cross_entropy(rows, weight, target, **options)
+                loss = fused_cross_entropy(
+                    problem.hidden,
+                    problem.weight,
+                    problem.labels,
+                    bias=problem.bias,
+                    ignore_index=self.ignore_index,
+                    logit_scale=p.scale,
+                    softcap=p.cap,
+                    label_smoothing=self.label_smoothing,
+                    class_weight=self.weight,
+                    reduction=self.reduction,
+                )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
             tap = LossTap.current
             monitor = () if tap is None else tap.monitor
-            with nullcontext() if torch.compiler.is_compiling() else expecting(self._expected()):
-                out = fused_ce(rows, weight, target, monitor=monitor, **options)
+            with self._expecting():
+                out = checked_ce(problem, monitor)
             if tap is not None:
                 tap.see(out, self.reduction)
-            loss_sum, n_valid = out
-            return loss_sum if self.reduction == "sum" else loss_sum / self._over(n_valid)
+            return self.reduced(*out)
+
+    def apart(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
+        """The sum of the same with its gradients, where it has them without a graph."""
+        tap = LossTap.current
+        if self.weight is not None or self.reduction == "none":
+            return None
+        if tap is not None and tap.monitor:
+            return None
+        problem = self.problem(p, recipe)
+        with as_they_are(p.hidden.device), self._expecting():
+            found = ce_apart(problem, wanted)
+        if tap is not None and found is not None:
+            tap.see(LossSum(found.loss_sum, found.n_valid), self.reduction)
+        return found
+
+    def reduced(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
+        return loss_sum if self.reduction == "sum" else loss_sum / self.over(n_valid)
 
 
 def request_of(
-    p_shape: tuple[int, ...],
+    p_shape: torch.Size,
     device: torch.device,
     target: Tensor,
     weight: Tensor | None = None,
@@ -131,9 +173,10 @@ def request_of(
         or reduction not in ("mean", "sum", "none")
         or not isinstance(target, Tensor)
         or type(target) is LazyLogits
-        or target.is_floating_point()
-        or tuple(target.shape) != tuple(p_shape)
+        or target.dtype not in (torch.int64, torch.int32)
+        or target.shape != p_shape
         or target.device != device
+        or not 0 <= label_smoothing <= 1
         or (weight is not None and weight.dtype == torch.float64)
     ):
         return None
@@ -147,9 +190,9 @@ def project(hidden: Tensor, V: int, steps: Steps) -> Projected | None:
     p: Projected | None = Projected(hidden, hidden.dim() - 1, slice(0, V))
     for step in steps:
         p = None if p is None else step.fuse(p)
-    if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0) or scale_and_cap(p) is None:
+    if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0):
         return None
-    return p
+    return as_options(p)
 
 
 class Plan(NamedTuple):
@@ -164,14 +207,81 @@ class Plan(NamedTuple):
     steps: Steps
     dtype: torch.dtype | None  # of the loss; None: as it comes
 
-    def compute(self) -> Tensor:
-        loss = self.request.fused(self.p, self.call.recipe.of(self.tensors))
-        return loss if self.dtype is None else loss.to(self.dtype)
+    def of_dtype(self, loss: Tensor) -> Tensor:
+        return loss if self.dtype is None or self.dtype == loss.dtype else loss.to(self.dtype)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        every = (self.hidden, *self.tensors, self.bias)
-        return tuple(x for x in every if x is not None and x.requires_grad)
+    def compute(self) -> Tensor:
+        return self.of_dtype(self.request.fused(self.p, self.call.recipe.of(self.tensors)))
+
+
+class Graph:
+    """A loss whose gradients a graph of its own gives."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.loss = plan, plan.compute()
+        self.saved: tuple[Tensor, ...] = ()
+
+    def result(self) -> Tensor:
+        return self.loss.detach()
+
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """Those of the hidden state, the parameters and what was added to the logits."""
+        every = (self.plan.hidden, *self.plan.tensors, self.plan.bias)
+        inputs = tuple([x for x in every if x is not None and x.requires_grad])
+        if not inputs:
+            return [None for _ in every]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        # torch.autograd.grad without its checks: inputs whose gradients it returns
+        args = (self.loss,), (upstream,), keep, False, inputs, True, False
+        found = iter(_ENGINE.run_backward(*args))
+        return [next(found) if x is not None and x.requires_grad else None for x in every]
+
+
+class Apart:
+    """A loss of the head's own operands: its gradients are there, and no graph has to lead to them.
+
+    So it is where nothing was done to the hidden state but reshaping, and nothing to the weight.
+    """
+
+    def __init__(self, plan: Plan, found: SumApart) -> None:
+        self.plan, self.saved = plan, found.saved
+        self.found = found._replace(saved=())
+
+    @staticmethod
+    def of(plan: Plan) -> Apart | None:
+        call, p, hidden = plan.call, plan.p, plan.hidden
+        if call.recipe.adapters or p.bias is not None or p.factor is not None:
+            return None
+        if p.classes != slice(0, call.V) or any(x.dtype != hidden.dtype for x in plan.tensors):
+            return None
+        if p.hidden is not hidden and not _is_same_rows(p.hidden, hidden):
+            return None
+        found = plan.request.apart(p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted))
+        return None if found is None else Apart(plan, found)
+
+    def result(self) -> Tensor:
+        found = self.found
+        return self.plan.of_dtype(self.plan.request.reduced(found.loss_sum, found.n_valid))
+
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """Those of the hidden state, the parameters and ``None``."""
+        found, plan = self.found, self.plan
+        upstream = upstream.to(found.loss_sum.dtype)
+        if plan.request.reduction == "mean":
+            upstream = upstream / plan.request.over(found.n_valid)
+        hidden, *tensors = found.gradients(saved, upstream)
+        assert hidden is not None
+        return [hidden.view(plan.hidden.shape), *tensors[: len(plan.tensors)], None]
+
+
+def _is_same_rows(x: Tensor, hidden: Tensor) -> bool:
+    """Whether a view of all of the hidden state has its rows in the same order."""
+    return (
+        x.is_contiguous()
+        and hidden.is_contiguous()
+        and x.numel() == hidden.numel()
+        and x.data_ptr() == hidden.data_ptr()
+    )
 
 
 def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | None:
@@ -182,11 +292,10 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
     hidden.requires_grad_(wanted)
     if not wanted:
         tensors = [t.detach() for t in tensors]
-    with torch.set_grad_enabled(wanted):
-        p = project(hidden, call.V, steps)
+    p = project(hidden, call.V, steps)
     if p is None:
         return None
-    request = request_of(tuple(p.hidden.shape[:-1]), x.device, *args, **kwargs)
+    request = request_of(p.hidden.shape[:-1], call.device, *args, **kwargs)
     if request is None:
         return None
     bias = None
@@ -194,22 +303,22 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
         wants = wanted and any(s.bias.requires_grad for s in steps if isinstance(s, Bias))
         bias = p.bias.detach().requires_grad_(wants)
         p = p._replace(bias=bias)
-    dtype = None if autocast_dtype(x.device) is not None else x.dtype
+    dtype = None if autocast_dtype(call.device) is not None else x.like.dtype
     return Plan(call, request, p, hidden, tensors, bias, steps, dtype)
 
 
 class FusedLoss(torch.autograd.Function):
-    """The loss as a function of the logits; the fused loss has a graph of its own inside."""
+    """The loss as a function of the logits, with what knows its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: LazyLogits, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: LazyLogits, way: Graph | Apart) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
+        ctx.save_for_backward(*way.saved)
+        way.saved = ()  # they are freed by the backward pass
         # As they are now: they may be written into later.
-        ctx.logits, ctx.like = Memory(plan.call, x.known, x), x.like
-        with torch.enable_grad():
-            ctx.loss = plan.compute()
-        return ctx.loss.detach()
+        ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x)
+        ctx.like = x.like
+        return way.result()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -220,25 +329,21 @@ class FusedLoss(torch.autograd.Function):
                 "the fused loss has no second derivative (create_graph=True): call "
                 "fusedce.restore_loss_head(model) for this, or look at the logits before the loss"
             )
-        plan: Plan = ctx.plan
-        memory, like = ctx.logits, ctx.like
-        inputs = plan.inputs
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found: Any = ()
-        if inputs:  # torch.autograd.grad without its checks
-            found = _engine_run_backward((ctx.loss,), (grad,), keep, False, inputs, True, False)
-        by_id = {id(x): g for x, g in zip(inputs, found, strict=True)}
-        comes_to = tuple(by_id.get(id(x)) for x in (plan.hidden, *plan.tensors))
-        left = tuple(s for s in reversed(plan.steps) if s.undone)
-        bias = None if plan.bias is None else by_id.get(id(plan.bias))
-        term = Term(plan.call, comes_to, bias, left)
+        way, plan = ctx.way, ctx.way.plan
+        *comes_to, bias = way.gradients(ctx.saved_tensors, grad)
+        left = tuple([s for s in reversed(plan.steps) if s.undone])
+        term = Term(plan.call, tuple(comes_to), bias, left)
 
-        logits, request = Source(memory), plan.request
+        logits, request = Source(ctx.logits), plan.request
 
         def make(operation: str) -> Tensor:
             return request.gradient_of_real(logits.look(operation), grad)
 
-        return LogitsGrad(like, grad.device, (term,), None, make), None
+        return LogitsGrad(ctx.like, grad.device, (term,), None, make), None
+
+
+# `apply` without questions about torch.func, inside of which no loss is fused.
+_apply = super(torch.autograd.Function, FusedLoss).apply
 
 
 def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +354,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     if plan is None:
         return NotImplemented
     plan.call.report.fused()
-    return FusedLoss.apply(x, plan) if wanted else plan.compute()
+    return _apply(x, Apart.of(plan) or Graph(plan)) if wanted else plan.compute()
 
 
 intercept(F.cross_entropy, _cross_entropy)

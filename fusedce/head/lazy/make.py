@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, real
 from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.ops import Layout
 
 
 class MakeLogits(torch.autograd.Function):
@@ -21,8 +23,7 @@ class MakeLogits(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden, *tensors)
         shape = (*hidden.shape[:-1], call.V)
-        like = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return LazyLogits(Memory(call), (), like)
+        return LazyLogits(Memory(call), (), Layout(shape, hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -30,21 +31,25 @@ class MakeLogits(torch.autograd.Function):
         if grad is None:
             return (None, *(None for _ in needed))
         call: HeadCall = ctx.call
-        parts: list[list[Any]] = []
+        parts: list[Sequence[Any]] = []
         if isinstance(grad, LogitsGrad):
             grad.sync()
             terms, dense = grad.terms, grad.dense
             if any(t.left or t.call is not call for t in terms):
                 terms, dense = (), grad.look("backward of the head")
-            for t in terms:
-                parts.append([t.scaled(x) for x in t.comes_to])
+            parts = [[t.scaled(x) for x in t.comes_to] for t in terms]
         else:
             dense = real(grad, "backward of the head")
         if dense is not None:
             live = ctx.saved_tensors if torch.is_grad_enabled() else None
             parts.append(call.gradients(dense, needed, live))
-        found = []
-        for i, need in enumerate(needed):
-            grads = [p[i] for p in parts if need and p[i] is not None]
-            found.append(sum(grads[1:], grads[0]) if grads else None)
-        return (None, *found)
+        found: list[Any] = [None] * len(needed)
+        for part in parts:
+            for i, x in enumerate(part):
+                if needed[i] and x is not None:
+                    found[i] = x if found[i] is None else found[i] + x
+        return None, *found
+
+
+# `apply` without questions about torch.func, inside of which no head is replaced.
+make_logits = super(torch.autograd.Function, MakeLogits).apply

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,28 +15,16 @@ from fusedce.head.lazy.table import STEPS, Row
 aten = torch.ops.aten
 
 
-class Effects(NamedTuple):
+class Known(NamedTuple):
+    """What is known of an operator, asked of its schema and of the table once."""
+
     writes: tuple[int, ...]  # positions of the arguments that are written into
     written_names: tuple[str, ...]
     is_view: bool  # of the first argument
     symmetric: bool
-
-
-@cache
-def effects_of(func: Any) -> Effects:
-    arguments, returns = func._schema.arguments, func._schema.returns
-    written = [
-        (i, a.name)
-        for i, a in enumerate(arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    is_view = not written and any(r.alias_info is not None for r in returns)
-    return Effects(
-        tuple(i for i, _ in written),
-        tuple(n for _, n in written),
-        is_view and bool(arguments) and arguments[0].alias_info is not None,
-        func in (aten.mul.Tensor, aten.add.Tensor),
-    )
+    recorded: Row | None  # the step it is for logits,
+    in_place: Row | None  # or writes into them,
+    undoing: Row | None  # or undoes for a gradient
 
 
 def _overload(name: str) -> Any:
@@ -49,41 +39,128 @@ def _by_op(names: str) -> dict[Any, Row]:
     return table
 
 
-RECORDED = _by_op("ops")
-IN_PLACE = _by_op("in_place")
-UNDOING = _by_op("undo_ops")
+_RECORDED, _IN_PLACE, _UNDOING = _by_op("ops"), _by_op("in_place"), _by_op("undo_ops")
 
 
-def result_like(
-    func: Any, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+@cache
+def known(func: Any) -> Known:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [
+        (i, a.name)
+        for i, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    is_view = not written and any(r.alias_info is not None for r in returns)
+    return Known(
+        tuple(i for i, _ in written),
+        tuple(n for _, n in written),
+        is_view and bool(arguments) and arguments[0].alias_info is not None,
+        func in (aten.mul.Tensor, aten.add.Tensor),
+        _RECORDED.get(func),
+        _IN_PLACE.get(func),
+        _UNDOING.get(func),
+    )
+
+
+_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class Layout:
+    """Shape, dtype and strides of a tensor without data.
+
+    Most logits are contiguous, and what becomes of their strides need not be asked.
+    """
+
+    __slots__ = ("dtype", "shape", "strided")
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, strided: Tensor | None = None
+    ) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.strided = strided  # on the meta device; None: contiguous, without an offset
+
+    @staticmethod
+    def of(meta: Tensor) -> Layout:
+        shape = meta.shape
+        usual = meta.stride() == _strides(shape) and meta.storage_offset() == 0
+        return Layout(shape, meta.dtype, None if usual else meta)
+
+    def meta(self) -> Tensor:
+        """Such a tensor on the meta device."""
+        if self.strided is not None:
+            return self.strided
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def stride(self) -> tuple[int, ...]:
+        return _strides(self.shape) if self.strided is None else self.strided.stride()
+
+    def wrapper(self, kind: type, device: torch.device) -> Any:
+        """A tensor of this subclass."""
+        like = self.strided
+        if like is None:
+            return _wrapper(kind, self.shape, dtype=self.dtype, device=device)
+        strides, offset = like.stride(), like.storage_offset()
+        return _wrapper(kind, self.shape, strides, offset, dtype=self.dtype, device=device)
+
+    def after(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """The layout of an operator's result, or of each of them."""
+        if func is aten.view.default and self.strided is None:
+            shape = _viewed(self.shape, args[0])
+            if shape is not None:
+                return Layout(shape, self.dtype)
+        out = func(self.meta(), *args, **kwargs)
+        return Layout.of(out) if isinstance(out, Tensor) else [Layout.of(x) for x in out]
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _viewed(shape: torch.Size, sizes: Sequence[int]) -> list[int] | None:
+    """The shape that ``view(sizes)`` gives; ``None`` where torch has to say what is wrong."""
+    n, found = math.prod(shape), list(sizes)
+    if -1 in found:
+        at = found.index(-1)
+        found[at] = 1
+        others = math.prod(found)
+        found[at] = n // others if others else -1
+    return found if math.prod(found) == n and min(found, default=0) >= 0 else None
+
+
+def layout_after(
+    func: Any, x: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> Any:
-    """The result of an operator without its data; ``None`` where it has none on this device."""
+    """The layout of an operator's result; ``None`` where it has none on this device."""
     if func is aten._to_copy.default:
         to = kwargs.get("device")
         if to is not None and torch.device(to) not in (device, torch.device(device.type)):
             return None
-        known = {"dtype", "memory_format"}
-        return func(like, **{k: v for k, v in kwargs.items() if k in known})
+        names = {"dtype", "memory_format"}
+        return x.after(func, **{k: v for k, v in kwargs.items() if k in names})
     if any(isinstance(a, Tensor) for a in args):
-        dtype = like.dtype
-        shape = torch.Size(like.shape)
+        dtype, shape = x.dtype, x.shape
         for a in args:
             if isinstance(a, Tensor):
                 if a.device != device and a.dim():
                     return None
-                dtype = torch.result_type(like, a)
+                dtype = torch.result_type(x.meta(), a)
                 shape = torch.broadcast_shapes(shape, a.shape)
-        return torch.empty_like(like, dtype=dtype) if shape == like.shape else None
+        return x.after(torch.empty_like, dtype=dtype) if shape == x.shape else None
     if func is aten.index.Tensor:
-        return _indexed(like, args[0])
-    return func(like, *args, **kwargs)
+        return _indexed(x, args[0])
+    return x.after(func, *args, **kwargs)
 
 
-def _indexed(like: Tensor, indices: Any) -> Tensor | None:
+def _indexed(x: Layout, indices: Any) -> Layout | None:
     """Masks give as many rows as they hold, which only they know: ask with one class."""
     used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
-    if used >= like.dim() or any(i is not None and i.device.type == "meta" for i in indices):
+    if used >= len(x.shape) or any(i is not None and i.device.type == "meta" for i in indices):
         return None
     one = torch.empty((1,), device=next(i.device for i in indices if i is not None))
-    shape = aten.index.Tensor(one.expand(*like.shape[:-1], 1), indices).shape[:-1]
-    return torch.empty((*shape, like.shape[-1]), dtype=like.dtype, device="meta")
+    shape = aten.index.Tensor(one.expand(*x.shape[:-1], 1), indices).shape[:-1]
+    return Layout((*shape, x.shape[-1]), x.dtype)

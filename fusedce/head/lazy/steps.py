@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 Steps = tuple["Step", ...]
 
 
@@ -244,9 +245,12 @@ class Subscript(Step):
         return p._replace(hidden=hidden, class_dim=hidden.dim() - 1, classes=left)
 
 
-def scale_and_cap(p: Projected) -> tuple[float, float | None] | None:
-    """``(logit_scale, softcap)``: ``b * tanh(a * z)`` is a cap of b after a scale of ab."""
-    if p.cap is None:
-        return (p.scale, None) if math.isfinite(p.scale) else None
-    scale = p.scale * p.cap
-    return (scale, abs(p.cap)) if math.isfinite(scale) and p.cap else None
+def as_options(p: Projected) -> Projected | None:
+    """Scale and cap as the fused loss takes them, if it does.
+
+    ``b * tanh(a * z)`` is a cap of b after a scale of ab.
+    """
+    if p.cap is not None:
+        p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
+    usable = (p.cap is None or _TINY <= p.cap <= _HUGE) and -_HUGE <= p.scale <= _HUGE
+    return p if usable else None

@@ -44,9 +44,9 @@ def _cast(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
 
 
 def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> Steps | None:
-    if any(isinstance(a, torch.dtype) for a in args):
+    if args and isinstance(args[0], torch.dtype):
         return None
-    return (Reshape(before, tuple(out.shape)),)
+    return (Reshape(before, out.shape),)
 
 
 def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:

@@ -14,7 +14,7 @@ from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Tick
 from fusedce.head.lazy.loss import project, request_of
-from fusedce.head.lazy.make import MakeLogits
+from fusedce.head.lazy.make import make_logits
 from fusedce.head.lazy.steps import Steps
 from fusedce.head.lazy.table import STEPS, Row
 from fusedce.head.recipe import Recipe, as_they_are
@@ -85,7 +85,7 @@ class TracedLogits:
                 o = self._origin
                 call = HeadCall(o.module, o.recipe, o.hidden, o.report, o.tick)
                 with torch.set_grad_enabled(o.grad):
-                    x = MakeLogits.apply(call, o.hidden, *o.recipe.tensors())
+                    x = make_logits(call, o.hidden, *o.recipe.tensors())
             else:
                 x = self._parent.tensor()
             for step in self._made_by:
@@ -277,7 +277,7 @@ def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         p = project(o.hidden, o.recipe.weight.shape[0], x._steps)
         if p is None:
             return NotImplemented
-        request = request_of(tuple(p.hidden.shape[:-1]), x.device, *args, **kwargs)
+        request = request_of(p.hidden.shape[:-1], x.device, *args, **kwargs)
         if request is None:
             return NotImplemented
         loss = request.fused(p, o.recipe)
