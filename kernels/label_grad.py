@@ -70,5 +70,6 @@ def label_grad_kernel(
         at = d_weight + label.to(tl.int64) * H + offs_h
         total = tl.load(at, mask=mask_h, other=0.0).to(tl.float32) + of_weight * factor
         tl.store(at, total.to(d_weight.dtype.element_ty), mask=mask_h)
-    if d_bias is not None and tl.program_id(1) == 0:
-        tl.store(d_bias + label, tl.load(d_bias + label) + of_bias * factor)
+    if d_bias is not None:
+        more_of_bias = tl.load(d_bias + label) + of_bias * factor
+        tl.store(d_bias + label, more_of_bias, mask=tl.program_id(1) == 0)

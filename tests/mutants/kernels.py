@@ -204,4 +204,16 @@ MUTANTS = [
         "order, chunks.residuals, None, weight,",
         "test_denominator.py -k options_and",
     ),
+    Mutant(
+        "label_grad: compiled inside a graph that holds more chunks",
+        "if weight is not None and weight.dtype == h.dtype:",
+        "if weight is None:",
+        "backends/triton/test_specialization.py -k graph",
+    ),
+    Mutant(
+        "label_grad: every block of H adds to the bias",
+        "more_of_bias, mask=tl.program_id(1) == 0)",
+        "more_of_bias)",
+        "test_label_grad.py",
+    ),
 ]
