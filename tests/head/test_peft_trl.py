@@ -187,7 +187,8 @@ def test_frozen_head_costs_no_weight_gradient(monkeypatch):
     replace_loss_head(model)
     loss_and_grads(model)
     ((weight, wanted),) = given
-    assert not weight.requires_grad and not wanted.weight
+    assert not weight.requires_grad
+    assert not wanted.weight
     assert weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 

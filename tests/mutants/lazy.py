@@ -118,6 +118,30 @@ MUTANTS = [
         "head/test_memory.py -k kept_loss",
     ),
     Mutant(
+        "apart: capped and smoothed",
+        "if transformed() or _capped_smoothing(problem):",
+        "if transformed():",
+        "head/test_losses.py -k fused",
+    ),
+    Mutant(
+        "apart: nobody monitors",
+        "if tap is not None and tap.monitor:\n            return None",
+        "pass",
+        "trainer/test_compute_loss.py",
+    ),
+    Mutant(
+        "apart: nobody taps",
+        "if tap is not None and found is not None:",
+        "if False:",
+        "trainer/test_compute_loss.py",
+    ),
+    Mutant(
+        "apart: a factor expected of others",
+        "with as_they_are(p.hidden.device), self._expecting():",
+        "with as_they_are(p.hidden.device):",
+        "head/test_losses.py -k told",
+    ),
+    Mutant(
         "apart: a loss that holds itself",
         "return way.loss.detach()",
         "return way.loss if isinstance(way, Apart) else way.loss.detach()",
