@@ -121,13 +121,13 @@ MUTANTS = [
         "apart: capped and smoothed",
         "if transformed() or _capped_smoothing(problem):",
         "if transformed():",
-        "head/test_losses.py -k fused",
+        "head/test_losses.py -k cap",
     ),
     Mutant(
         "apart: nobody monitors",
         "if tap is not None and tap.monitor:\n            return None",
         "pass",
-        "trainer/test_compute_loss.py",
+        "head/test_losses.py -k tap",
     ),
     Mutant(
         "apart: nobody taps",
