@@ -16,6 +16,7 @@ import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.contract.denominator import expecting
 from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.tap import LossTap
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
@@ -50,6 +51,9 @@ LOSSES = {
         F.cross_entropy(z.transpose(1, 2), y, reduction="none").square()[y > 10].sum()
     ),
     "smoothing": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), label_smoothing=0.1),
+    "smoothed cap": lambda z, y: F.cross_entropy(
+        (torch.tanh(z / 2.0) * 2.0).view(-1, V), y.view(-1), label_smoothing=0.1
+    ),
     "class weight": lambda z, y: F.cross_entropy(
         z.float().view(-1, V), y.view(-1), torch.linspace(0, 1, V), label_smoothing=0.2
     ),
@@ -250,6 +254,16 @@ def test_classes_of_transformers(sweep, model_type):
     row = sweep.check(model_type, names[model_type])
     assert row.get("right"), row
     assert row["fused"], row
+
+
+def test_a_tap_sees_what_it_monitors():
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    with torch.no_grad():
+        y[0, :5] = model[1](model[0](x)).argmax(-1)[0, :5]
+        correct = int((model(x).argmax(-1) == y).sum())
+    with LossTap(monitor=("correct",)) as tap:
+        LOSSES["view"](model(x), y).backward()
+    assert [int(m["correct"]) for m in tap.monitors] == [correct]
 
 
 class Told(nn.Module):

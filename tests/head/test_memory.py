@@ -47,6 +47,21 @@ def test_a_kept_loss_holds_no_gradients_after_backward():
     assert all(t.data_ptr() == model[1].weight.data_ptr() for t in others)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_that_nobody_keeps_is_freed_without_the_garbage_collector(reduction):
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    gc.collect()
+    gc.disable()
+    try:
+        z = model(x)
+        call = weakref.ref(z.memory.call)
+        loss = F.cross_entropy(z.view(-1, V), y.view(-1), reduction=reduction)
+        del z, loss  # nothing calls backward
+        assert call() is None
+    finally:
+        gc.enable()
+
+
 class Saved:
     """A tensor that autograd keeps for a backward."""
 

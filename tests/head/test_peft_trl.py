@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from support.versions import trl_1_16
 
-import fusedce
 from fusedce import FusedTrainerMixin, replace_loss_head, restore_loss_head
+from fusedce.loss.fused_ce import ce_apart
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -178,16 +178,17 @@ def test_frozen_head_costs_no_weight_gradient(monkeypatch):
     """The op is given a weight that wants none, and that nothing was added to."""
     given = []
 
-    def spy(hidden, weight, labels, **kwargs):
-        given.append(weight)
-        return fusedce.fused_ce(hidden, weight, labels, **kwargs)
+    def spy(problem, wanted):
+        given.append((problem.weight, wanted))
+        return ce_apart(problem, wanted)
 
     model = adapted()
-    monkeypatch.setattr("fusedce.head.lazy.loss.fused_ce", spy)
+    monkeypatch.setattr("fusedce.head.lazy.request.ce_apart", spy)
     replace_loss_head(model)
     loss_and_grads(model)
-    (weight,) = given
+    ((weight, wanted),) = given
     assert not weight.requires_grad
+    assert not wanted.weight
     assert weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 

@@ -298,3 +298,13 @@ def test_logits_of_a_compiled_model():
     loss.backward()
     torch.testing.assert_close(loss.detach(), F.cross_entropy(real.view(-1, V), y.view(-1)))
     assert model[1].weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("sizes", [(-1, V + 1), (2, 3), (-1, -1, V), (-2, V)])
+def test_a_view_of_another_size_raises_what_torch_raises(sizes):
+    z = replace_loss_head(plain_model())(tokens(2, 3))
+    with pytest.raises(RuntimeError) as expected:
+        torch.zeros(2, 3, V).view(sizes)
+    with pytest.raises(RuntimeError) as found:
+        z.view(sizes)
+    assert str(found.value) == str(expected.value)

@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradient: holds itself",
-        "x.terms, lambda t: func(t, *args))",
-        "x.terms, lambda t, x=x: func(t, *args))",
+        "move = lambda t: func(t, *args, **kwargs)  # noqa: E731\n    view =",
+        "move = lambda t, x=x: func(t, *args, **kwargs)\n    view =",
         "head/test_stale.py -k garbage",
     ),
     Mutant(

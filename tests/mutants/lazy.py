@@ -88,10 +88,10 @@ MUTANTS = [
         "head/test_functions.py -k second_derivative",
     ),
     Mutant(
-        "gradient: a view's shape is what was asked for",
-        "found[at] = n // others if others else -1",
-        "pass",
-        "head/test_losses.py -k fused",
+        "layout: a view of any size",
+        "return found if math.prod(found) == n and min(found, default=0) >= 0 else None",
+        "return found",
+        "head/test_tensors.py -k another_size",
     ),
     Mutant(
         "layout: all are contiguous",
@@ -116,6 +116,36 @@ MUTANTS = [
         "self.found = found._replace(saved=())",
         "self.found = found",
         "head/test_memory.py -k kept_loss",
+    ),
+    Mutant(
+        "apart: capped and smoothed",
+        "if transformed() or _capped_smoothing(problem):",
+        "if transformed():",
+        "head/test_losses.py -k cap",
+    ),
+    Mutant(
+        "apart: nobody monitors",
+        "if tap is not None and tap.monitor:\n            return None",
+        "pass",
+        "head/test_losses.py -k tap",
+    ),
+    Mutant(
+        "apart: nobody taps",
+        "if tap is not None and found is not None:",
+        "if False:",
+        "trainer/test_compute_loss.py",
+    ),
+    Mutant(
+        "apart: a factor expected of others",
+        "with as_they_are(p.hidden.device), self._expecting():",
+        "with as_they_are(p.hidden.device):",
+        "head/test_losses.py -k told",
+    ),
+    Mutant(
+        "apart: a loss that holds itself",
+        "return way.loss.detach()",
+        "return way.loss if isinstance(way, Apart) else way.loss.detach()",
+        "head/test_memory.py -k nobody_keeps",
     ),
     Mutant(
         "traced: steps not remembered",

@@ -22,9 +22,7 @@ from torch import Tensor
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.ops import Known, Layout, known, layout_after
 from fusedce.head.lazy.steps import Index, Step, Steps
-
-T = torch.Tensor
-_BELOW = torch._C.DisableTorchFunctionSubclass
+from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, unviewed
 
 
 class Recorded(NamedTuple):
@@ -85,7 +83,7 @@ class Memory:
         if self.values is None:
             inference = torch.is_inference_mode_enabled() and not self.call.hidden.is_inference()
             with torch.inference_mode(False) if inference else torch.no_grad(), torch.no_grad():
-                with _BELOW():
+                with BELOW():
                     self.values = self._compute(operation)
         return self.values
 
@@ -104,12 +102,11 @@ class Memory:
         return x
 
 
-class LazyLogits(torch.Tensor):
+class LazyLogits(Lazy):
     """See the module. Made by a replaced head, never directly."""
 
     memory: Memory
     views: tuple[Recorded, ...]  # that lead from the memory to these
-    like: Layout  # that of these
 
     @staticmethod
     def __new__(cls, memory: Memory, views: tuple[Recorded, ...], layout: Layout) -> LazyLogits:
@@ -137,7 +134,7 @@ class LazyLogits(torch.Tensor):
         """The real logits, without a graph. They share what is written with these."""
         x = self.memory.look(operation)
         if self.views:
-            with torch.no_grad(), _BELOW():
+            with torch.no_grad(), BELOW():
                 for view in self.views:
                     x = view(x)
         return x
@@ -153,7 +150,7 @@ class LazyLogits(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.memory.values is None:
             return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
-        with _BELOW():
+        with BELOW():
             return repr(self.look("repr")).replace("tensor(", "LazyLogits(", 1)
 
     __str__ = __repr__
@@ -161,37 +158,8 @@ class LazyLogits(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (
-            self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Compiled code that is handed lazy logits gets real ones."""
-        if "looked" not in self.__dict__:
-            self.looked = self.memory.give_away(self.look("torch.compile"))
-        return ["looked"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
-        return inner["looked"]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = _ABOVE.get(func)
-        with _BELOW():
-            if handler is not None and args and isinstance(args[0], LazyLogits):
-                result = handler(func, *args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-            return func(*args, **kwargs)
+    def unviewed(self) -> Tensor:
+        return self.memory.give_away(self.look("torch.compile"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
@@ -213,26 +181,6 @@ class LazyLogits(torch.Tensor):
                 return result
         name = str(func)
         return func(*real(args, name), **real(kwargs, name))
-
-
-def unviewed(x: Tensor) -> Tensor:
-    """The same memory, but no view of anything."""
-    with torch.no_grad():
-        new = torch.empty(0, dtype=x.dtype, device=x.device)
-        return new.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
-
-
-def real(x: Any, operation: str) -> Any:
-    """``x`` with all lazy logits and lazy gradients in it replaced by real ones."""
-    if isinstance(x, torch.Tensor):
-        look = getattr(x, "look", None)
-        return x if look is None else look(operation)
-    if isinstance(x, dict):
-        return {k: real(v, operation) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        items = [real(y, operation) for y in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    return x
 
 
 def _has_lazy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -317,14 +265,6 @@ def _write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 # ---- above autograd -------------------------------------------------------------------------
 
 
-def _values(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """What gives away the memory itself."""
-    values = x.expose(func.__name__)
-    if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
-        values = values.detach().requires_grad_()  # for torch to refuse it
-    return func(values, *args, **kwargs)
-
-
 def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Torch crashes where a view's first hook makes it find its node anew, after a write."""
     if x.requires_grad:
@@ -354,25 +294,15 @@ def _iterate(func: Any, x: LazyLogits) -> Any:
     return parts if parts is NotImplemented else iter(parts)
 
 
-_ABOVE: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_), _values
-    ),
+LazyLogits.above = Lazy.above | {
     **dict.fromkeys(
         (T.split, torch.split, T.chunk, torch.chunk, T.tensor_split, torch.tensor_split,
          T.split_with_sizes, torch.split_with_sizes),
         _split,
     ),
-    T._is_view: lambda func, x: False,  # see `unviewed`
-    T.tolist: lambda func, x: x.look("tolist").tolist(),
     T.register_hook: _hook,
     T.retain_grad: _hook,
     T.unbind: _unbind,
     torch.unbind: _unbind,
     T.__iter__: _iterate,
 }  # fmt: skip
-
-
-def intercept(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
-    """Have ``func`` of lazy logits go to ``handler(func, ...)``, above autograd."""
-    _ABOVE[func] = handler

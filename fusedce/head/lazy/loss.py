@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,187 +11,15 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from fusedce.contract.checks import autocast_dtype
-from fusedce.contract.denominator import Factor, expected, expecting
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.results import LossSum
+from fusedce.contract.problem import Wanted
 from fusedce.head.call import HeadCall
-from fusedce.head.items import expected_of_sum
 from fusedce.head.lazy.grad import LogitsGrad, Source, Term
-from fusedce.head.lazy.logits import LazyLogits, Memory, intercept
-from fusedce.head.lazy.steps import Bias, Projected, Steps, as_options
-from fusedce.head.recipe import Recipe, as_they_are
-from fusedce.head.tap import LossTap
-from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
+from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.request import Request, project, request_of
+from fusedce.head.lazy.steps import Bias, Projected, Steps
+from fusedce.loss.fused_ce import SumApart
 
 _ENGINE = Variable._execution_engine
-
-
-class Request(NamedTuple):
-    """A call of ``F.cross_entropy``, and what its mean is divided by instead of its own count."""
-
-    target: Tensor
-    weight: Tensor | None
-    ignore_index: int
-    reduction: Literal["none", "mean", "sum"]
-    label_smoothing: float
-    denominator: Tensor | None
-
-    def gradient_of_real(self, logits: Tensor, upstream: Tensor) -> Tensor:
-        """What the gradient of real logits is, in float32 or better::
-
-            (p * (a + s * sum(w)) - a * onehot - s * w) / denominator
-
-        with ``p`` the softmax, ``w`` the class weights, ``s`` the smoothing of one class and ``a``
-        what is left for the label, times its weight. In words, for this is asked below autograd.
-        """
-        dim = 1 if logits.dim() > 1 else 0
-        z = logits.movedim(dim, -1)
-        z = z if z.dtype == torch.float64 else z.float()
-        V = z.shape[-1]
-        valid = self.target.ne(self.ignore_index)
-        y = self.target.long().masked_fill(~valid, 0)
-        w = torch.ones(V, dtype=z.dtype, device=z.device)
-        w = w if self.weight is None else self.weight.to(z.dtype)
-        share = self.label_smoothing / V
-        label = (1 - self.label_smoothing) * w[y]
-        grad = z.softmax(-1).mul_((label + share * w.sum())[..., None]).sub_(share * w)
-        grad.scatter_add_(-1, y[..., None], -label[..., None])
-        factor = upstream.to(z.dtype)
-        if self.reduction == "mean":
-            chosen = torch.where(valid, w[y], 0).sum()
-            over = chosen if self.weight is not None else self.over(valid.sum())
-            factor = factor / over
-        grad = torch.where(valid[..., None], grad * factor[..., None], 0)
-        return grad.movedim(-1, dim)
-
-    def over(self, n_valid: Tensor) -> Tensor:
-        return n_valid.clamp(min=1) if self.denominator is None else self.denominator
-
-    def _expecting(self) -> AbstractContextManager[None]:
-        if torch.compiler.is_compiling():
-            return nullcontext()
-        factor = self._expected()
-        return nullcontext() if factor is expected() else expecting(factor)
-
-    def _expected(self) -> Factor | Callable[[], Factor]:
-        """What backward will multiply the sum by, as far as is known; ``None`` for a mean."""
-        if self.reduction == "mean":
-            return None if self.denominator is None else self.denominator.reciprocal()
-        told = expected_of_sum()
-        return expected() if told is None else told
-
-    def problem(self, p: Projected, recipe: Recipe) -> Problem:
-        """What the fused loss is asked, checked by being asked of logits."""
-        with as_they_are(p.hidden.device):
-            rows, weight, bias = recipe.operands(p.hidden)
-            if p.bias is not None:
-                bias = p.bias if bias is None else bias + p.bias
-            if p.classes != slice(0, weight.shape[0]):
-                weight = weight[p.classes]
-                bias = None if bias is None else bias[p.classes]
-            if p.factor is not None:
-                rows = (rows * p.factor).to(rows.dtype)
-                bias = None if bias is None else (bias * p.factor).to(bias.dtype)
-            target = self.target
-            if rows.dim() != 2:  # each view has a node of autograd
-                rows, target = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
-            return Problem(
-                rows,
-                weight,
-                target,
-                bias=bias,
-                ignore_index=self.ignore_index,
-                softcap=p.cap,
-                logit_scale=p.scale,
-                label_smoothing=float(self.label_smoothing),
-            )
-
-    def fused(self, p: Projected, recipe: Recipe) -> Tensor:
-        """The same without logits."""
-        problem = self.problem(p, recipe)
-        with as_they_are(p.hidden.device):
-            if self.weight is not None or self.reduction == "none":
-                loss = fused_cross_entropy(
-                    problem.hidden,
-                    problem.weight,
-                    problem.labels,
-                    bias=problem.bias,
-                    ignore_index=self.ignore_index,
-                    logit_scale=p.scale,
-                    softcap=p.cap,
-                    label_smoothing=self.label_smoothing,
-                    class_weight=self.weight,
-                    reduction=self.reduction,
-                )
-                return loss.view(self.target.shape) if self.reduction == "none" else loss
-            tap = LossTap.current
-            monitor = () if tap is None else tap.monitor
-            with self._expecting():
-                out = checked_ce(problem, monitor)
-            if tap is not None:
-                tap.see(out, self.reduction)
-            return self.reduced(*out)
-
-    def apart(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
-        """The sum of the same with its gradients, where it has them without a graph."""
-        tap = LossTap.current
-        if self.weight is not None or self.reduction == "none":
-            return None
-        if tap is not None and tap.monitor:
-            return None
-        problem = self.problem(p, recipe)
-        with as_they_are(p.hidden.device), self._expecting():
-            found = ce_apart(problem, wanted)
-        if tap is not None and found is not None:
-            tap.see(LossSum(found.loss_sum, found.n_valid), self.reduction)
-        return found
-
-    def reduced(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
-        return loss_sum if self.reduction == "sum" else loss_sum / self.over(n_valid)
-
-
-def request_of(
-    p_shape: torch.Size,
-    device: torch.device,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: Literal["none", "mean", "sum"] = "mean",
-    label_smoothing: float = 0.0,
-) -> Request | None:
-    """The call as the fused loss takes it; ``None`` where it does not.
-
-    ``p_shape``: that of the labels it would take.
-    """
-    if (
-        size_average is not None
-        or reduce is not None
-        or reduction not in ("mean", "sum", "none")
-        or not isinstance(target, Tensor)
-        or type(target) is LazyLogits
-        or target.dtype not in (torch.int64, torch.int32)
-        or target.shape != p_shape
-        or target.device != device
-        or not 0 <= label_smoothing <= 1
-        or (weight is not None and weight.dtype == torch.float64)
-    ):
-        return None
-    tap = LossTap.current
-    denominator = None if tap is None else tap.denominator
-    return Request(target, weight, ignore_index, reduction, label_smoothing, denominator)
-
-
-def project(hidden: Tensor, V: int, steps: Steps) -> Projected | None:
-    """Logits after these steps, if the fused loss can take them as those of its classes."""
-    p: Projected | None = Projected(hidden, hidden.dim() - 1, slice(0, V))
-    for step in steps:
-        p = None if p is None else step.fuse(p)
-    if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0):
-        return None
-    return as_options(p)
 
 
 class Plan(NamedTuple):
@@ -221,9 +48,6 @@ class Graph:
         self.plan, self.loss = plan, plan.compute()
         self.saved: tuple[Tensor, ...] = ()
 
-    def result(self) -> Tensor:
-        return self.loss.detach()
-
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """Those of the hidden state, the parameters and what was added to the logits."""
         every = (self.plan.hidden, *self.plan.tensors, self.plan.bias)
@@ -246,6 +70,7 @@ class Apart:
     def __init__(self, plan: Plan, found: SumApart) -> None:
         self.plan, self.saved = plan, found.saved
         self.found = found._replace(saved=())
+        self.loss = plan.of_dtype(plan.request.reduced(found.loss_sum, found.n_valid))
 
     @staticmethod
     def of(plan: Plan) -> Apart | None:
@@ -258,10 +83,6 @@ class Apart:
             return None
         found = plan.request.apart(p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted))
         return None if found is None else Apart(plan, found)
-
-    def result(self) -> Tensor:
-        found = self.found
-        return self.plan.of_dtype(self.plan.request.reduced(found.loss_sum, found.n_valid))
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """Those of the hidden state, the parameters and ``None``."""
@@ -318,7 +139,7 @@ class FusedLoss(torch.autograd.Function):
         # As they are now: they may be written into later.
         ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x)
         ctx.like = x.like
-        return way.result()
+        return way.loss.detach()  # not itself, whose node would hold it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -357,4 +178,4 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     return _apply(x, Apart.of(plan) or Graph(plan)) if wanted else plan.compute()
 
 
-intercept(F.cross_entropy, _cross_entropy)
+LazyLogits.above[F.cross_entropy] = _cross_entropy

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Tick
-from fusedce.head.lazy.loss import project, request_of
 from fusedce.head.lazy.make import make_logits
+from fusedce.head.lazy.request import project, request_of
 from fusedce.head.lazy.steps import Steps
 from fusedce.head.lazy.table import STEPS, Row
 from fusedce.head.recipe import Recipe, as_they_are
