@@ -54,22 +54,30 @@ class Graph:
         inputs = tuple([x for x in every if x is not None and x.requires_grad])
         if not inputs:
             return [None for _ in every]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        # torch.autograd.grad without its checks: inputs whose gradients it returns
-        args = (self.loss,), (upstream,), keep, False, inputs, True, False
-        found = iter(_ENGINE.run_backward(*args))
+        found = iter(_gradients(self.loss, upstream, inputs))
         return [next(found) if x is not None and x.requires_grad else None for x in every]
 
 
-class Apart:
-    """A loss of the head's own operands: its gradients are there, and no graph has to lead to them.
+def _gradients(root: Tensor, upstream: Tensor, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+    """``torch.autograd.grad`` without its checks, within a backward pass."""
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    found: Sequence[Any] = _ENGINE.run_backward(
+        (root,), (upstream,), keep, False, inputs, True, False
+    )
+    return found
 
-    So it is where nothing was done to the hidden state but reshaping, and nothing to the weight.
+
+class Apart:
+    """A loss of rows of the hidden state and the head's own weight: its gradients are there.
+
+    A graph leads from the hidden state to the rows alone, and need not be asked where they are all
+    of it in the same order.
     """
 
     def __init__(self, plan: Plan, found: SumApart) -> None:
         self.plan, self.saved = plan, found.saved
         self.found = found._replace(saved=())
+        self.whole = plan.p.hidden is plan.hidden or _is_same_rows(plan.p.hidden, plan.hidden)
         self.loss = plan.of_dtype(plan.request.reduced(found.loss_sum, found.n_valid))
 
     @staticmethod
@@ -78,8 +86,6 @@ class Apart:
         if call.recipe.adapters or p.bias is not None or p.factor is not None:
             return None
         if p.classes != slice(0, call.V) or any(x.dtype != hidden.dtype for x in plan.tensors):
-            return None
-        if p.hidden is not hidden and not _is_same_rows(p.hidden, hidden):
             return None
         found = plan.request.apart(p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted))
         return None if found is None else Apart(plan, found)
@@ -90,9 +96,13 @@ class Apart:
         upstream = upstream.to(found.loss_sum.dtype)
         if plan.request.reduction == "mean":
             upstream = upstream / plan.request.over(found.n_valid)
-        hidden, *tensors = found.gradients(saved, upstream)
-        assert hidden is not None
-        return [hidden.view(plan.hidden.shape), *tensors[: len(plan.tensors)], None]
+        rows, *tensors = found.gradients(saved, upstream)
+        assert rows is not None
+        if self.whole:
+            hidden = rows.view(plan.hidden.shape)
+        else:
+            (hidden,) = _gradients(plan.p.hidden, rows.view(plan.p.hidden.shape), (plan.hidden,))
+        return [hidden, *tensors[: len(plan.tensors)], None]
 
 
 def _is_same_rows(x: Tensor, hidden: Tensor) -> bool:
