@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -146,3 +147,5 @@ class Guard:
 
 
 _STREAMING: weakref.WeakSet[Guard] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):  # open windows are the parent's
+    os.register_at_fork(after_in_child=_STREAMING.clear)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.accumulate.channel import channel_of
+from fusedce.accumulate.guard import _STREAMING
 
 SOON = 10  # seconds; the process group gives up after 120
 
@@ -207,6 +208,20 @@ def test_join_is_refused_in_the_same_words(name):
     for words in (a, b):
         assert "Join lets a rank leave while others train on" in words
         assert "micro-batches whose labels are all ignore_index" in words
+
+
+def open_windows(rank):
+    return len(_STREAMING)
+
+
+def test_a_forked_process_has_no_open_window_of_its_parent():
+    """It would look no more whether other ranks have ended theirs: two could be at once."""
+    acc = LossAccumulator()
+    hidden, labels = ones()
+    acc.backward(fused_ce(hidden, new_weight(), labels))
+    assert open_windows(0) > 0
+    assert ranks.of(ranks.run({"open": open_windows}), "open") == [0, 0]
+    acc.discard_window()
 
 
 def test_a_rank_that_runs_out_of_micro_batches():

@@ -4,6 +4,12 @@ from mutants import Mutant
 
 MUTANTS = [
     Mutant(
+        "uneven: a forked process has its parent's open windows",
+        "os.register_at_fork(after_in_child=_STREAMING.clear)",
+        "pass",
+        "test_uneven.py -k forked",
+    ),
+    Mutant(
         "window: ranks forgotten",
         "(1 if steps.adds else steps.tokens.ranks.size())",
         "1",
