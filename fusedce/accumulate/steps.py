@@ -83,15 +83,11 @@ class Steps:
             micro_batches=len(declared), losses=0 if ONLY in losses else hash_of(losses)
         )
         sent = self.meeting.send(WINDOW, local, terms)
-        self._opens(Window(losses, declared, sent, self.new_faults()))
         if self.on_empty != "zero" or sent.work is None:
-            try:
-                self._decide_step(sent.wait().sum())
-            except Exception:
-                self.ends()
-                raise
+            self._decide_step(sent.wait().sum())
         else:
             self.should_step = True
+        self._opens(Window(losses, declared, sent, self.new_faults()))
 
     def leave(self, error: BaseException | None) -> None:
         window = self.window
