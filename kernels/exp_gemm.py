@@ -7,7 +7,7 @@ blocks. Each of the two is the other's test.
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, exp, finite_max, logits_slope, logits_tile, others_of_tile, program_of_grid
+from .tile import block_reference, exp, logits_slope, logits_tile, others_of_tile, program_of_grid
 
 
 @triton.jit(do_not_specialize=["labels", "maxima", "sums", "z_label", "best", "N"])
@@ -18,9 +18,9 @@ def exp_gemm_kernel(
     bias,  # (V,) or None
     labels,  # (N,) int
     exps,  # (N, V) out: exponentials times the slope of their logits, 0 at the label
-    maxima,  # (splits, rows) fp32 out, in powers of two, the label's logit left out
-    sums,  # (splits, rows) fp32 out, the same
-    z_label,  # (N,) fp32 out, where a tile holds the label
+    z_label,  # (N,) fp32, or None: every tile has references of its own
+    maxima,  # (splits, rows) fp32 out, the label's logit left out
+    sums,  # (splits, rows) fp32 out, the same, relative to the tile's references
     best,  # (splits, rows) int32 out, or None: where the maximum is
     N,
     H,  # in units of UNIT elements, as the strides of hidden and weight
@@ -59,15 +59,13 @@ def exp_gemm_kernel(
         )  # fmt: skip
         label = tl.load(labels + row)
         label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
-        offs = tl.arange(0, BLOCK_V)
-        at = label - start_v
-        held = mask_n & (at >= 0) & (at < BLOCK_V)
-        own = tl.sum(tl.where(offs[None, :] == at[:, None], z, 0.0), axis=1)
-        tl.store(z_label + row, own, mask=held)
         slope = logits_slope(z, scale, softcap)
         z = others_of_tile(z, label, start_v, V, BLOCK_V)
-        m = tl.max(z, axis=1) * LOG2E
-        e = exp(z, finite_max(m)[:, None])
+        m = tl.max(z, axis=1)
+        own = None
+        if z_label is not None:
+            own = tl.load(z_label + row)
+        e = exp(z, block_reference(m, own)[:, None])
         of_block = split.to(tl.int64) * stride_block + row
         tl.store(maxima + of_block, m, mask=mask_n)
         tl.store(sums + of_block, tl.sum(e, axis=1), mask=mask_n)
@@ -76,7 +74,7 @@ def exp_gemm_kernel(
         g = e * slope
         if AMPLIFY != 1.0:
             g *= AMPLIFY
-        offs_v = start_v + offs
+        offs_v = start_v + tl.arange(0, BLOCK_V)
         out = exps + row[:, None] * stride_ec + offs_v[None, :]
         mask = mask_n[:, None] & (offs_v < width)[None, :]
         tl.store(out, g.to(exps.dtype.element_ty), mask=mask)

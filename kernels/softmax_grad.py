@@ -1,16 +1,23 @@
-"""From logits to their gradient, by three kernels, with two bytes per logit in between.
+"""From logits to their gradient: exponentials once, two bytes each, and one number a row.
 
-The logits of a chunk come as float32 products, one tile of the vocabulary at a time. The first
-kernel turns a tile into exponentials in the inputs' dtype, relative to the maximum of their row and
-block, and keeps what it needs to know about them in float32. Once all tiles are through, the second
-multiplies each block by ``2 ** maximum / sum``, in place, and writes the label's entry: then the
-buffer holds ``(softmax - onehot) * slope``, the derivative by the raw products.
+The logits of a chunk come as float32 products, one tile of the vocabulary at a time. `exp_tile`
+turns a tile into exponentials in the inputs' dtype, relative to the *label's* logit, which
+`label_logit` computes beforehand. What turns a row of them into probabilities is then one factor,
+the same in all tiles: it goes to the small operands of the two products that follow, and nobody
+walks over the chunk again. `softmax_rows` merges the sums of a row's blocks into its loss and that
+factor, and writes the hidden state times the factor, which the gradient of the head needs.
 
-The label's entry is alone in its size and has no neighbours to average its rounding with. What
-rounding takes from it is kept aside in float32, and the third kernel gives it back to the gradient
-of the hidden state: four bytes a token and a row of weight read again, for an error of 1.7e-3 where
-it is 2.7e-3 without (peaked bf16 logits). The gradient of the head gets it back by
-:mod:`fusedce.kernels.label_grad`.
+Two entries of a row are alone in their size and have no neighbours to average their rounding with:
+the label's, and that of the likeliest of the other classes. They leave the chunk (0 stands there)
+and reach the gradients in float32, with `hidden_grad` and :mod:`fusedce.kernels.label_grad`.
+Errors of bfloat16 gradients, over that of rounding the exact ones once: 1.00 to 1.07, where both
+were rounded with the others 1.2 to 1.5 (peaked logits).
+
+References are whole numbers, so another one is an exact factor. A block whose maximum is 2^60 above
+the label takes its own; then `softmax_rows` walks over that row and brings all blocks to the
+highest. It also does so where rows have to be normalised before they are rounded (``NORMALISE``):
+float16 has not the range, and of what label smoothing leaves of a probability the difference has
+to be rounded, not the probability.
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
@@ -25,7 +32,49 @@ on: compiling inside a graph's capture is an error.
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, exp, finish_logits, finite_max, logits_slope, token_loss
+from .tile import (
+    LOG2E,
+    block_reference,
+    exp,
+    finish_logits,
+    finite_max,
+    label_logits,
+    logits_slope,
+    token_loss,
+)
+
+# Of what the likeliest class is taken out of the chunk. Smaller ones are many, and half the rows of
+# a batch may agree in theirs: the sum over a run of one class is made in one order, by one program.
+APART: tl.constexpr = tl.constexpr(0.125)
+
+
+@triton.jit(do_not_specialize=["hidden", "labels", "z_label", "C", "stride_hn"])
+def label_logit_kernel(
+    hidden,  # (C, H)
+    weight,  # (V, H)
+    bias,  # (V,) or None
+    labels,  # (C,) int
+    z_label,  # (C,) fp32 out, NaN for bad labels
+    C,
+    H,
+    V,
+    stride_hn,
+    stride_wv,
+    scale,  # None for 1
+    softcap,  # or None
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    row = tl.where(mask_c, offs_c, 0).to(tl.int64)
+    label = tl.load(labels + row)
+    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+    z = label_logits(
+        hidden + row * stride_hn, weight, bias, label, H, stride_wv, scale, softcap,
+        BLOCK_C, BLOCK_H,
+    )  # fmt: skip
+    tl.store(z_label + offs_c, z, mask=mask_c)
 
 
 @triton.jit
@@ -35,16 +84,6 @@ def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
     return tl.where((at >= start) & (at < tl.minimum(start + BLOCK_V, T)), at, -1).to(tl.int32)
 
 
-@triton.jit
-def finished_label(products, bias, at, scale, softcap):
-    """The logit at ``at`` of a row of products: one load; anything where ``at`` is -1."""
-    at = tl.maximum(at, 0)
-    b = None
-    if bias is not None:
-        b = tl.load(bias + at).to(tl.float32)
-    return finish_logits(tl.load(products + at), b, scale, softcap)
-
-
 @triton.jit(
     do_not_specialize=[
         "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "T", "stride_block"
@@ -52,12 +91,12 @@ def finished_label(products, bias, at, scale, softcap):
 )  # fmt: skip
 def exp_tile_kernel(
     products,  # (rows, T) fp32: hidden[first:] @ weight[begin : begin + T].T
-    exps,  # (C, V) out
+    exps,  # (C, V) out: exponentials times the slope of their logits, 0 at the label
     bias,  # (V,) or None
     labels,  # (C,) int
-    maxima,  # (blocks, C) fp32 out, in powers of two, the label's logit left out
-    sums,  # (blocks, C) fp32 out, the same
-    z_label,  # (C,) fp32 out, where a block holds the label
+    z_label,  # (C,) fp32, or None: every block has a reference of its own
+    maxima,  # (blocks, C) fp32 out, the label's logit left out
+    sums,  # (blocks, C) fp32 out, the same, relative to the block's reference
     best,  # (blocks, C) int32 out, or None: where the maximum is
     first,  # row of the chunk
     first_block,  # begin / BLOCK_V
@@ -80,17 +119,17 @@ def exp_tile_kernel(
     z = tl.load(products + offs_t, mask=mask_t, other=0.0)
     b = None
     if bias is not None:
-        bias += begin
-        b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32)
+        b = tl.load(bias + begin + offs_t, mask=mask_t, other=0.0).to(tl.float32)
     z = finish_logits(z, b, scale, softcap)
     slope = logits_slope(z, scale, softcap)
 
     at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
-    if at >= 0:
-        tl.store(z_label + c, finished_label(products, bias, at, scale, softcap))
     z = tl.where((offs_t < T) & (offs_t != at), z, float("-inf"))
-    m = tl.max(z, axis=0) * LOG2E
-    e = exp(z, finite_max(m))
+    m = tl.max(z, axis=0)
+    own = None
+    if z_label is not None:
+        own = tl.load(z_label + c)
+    e = exp(z, block_reference(m, own))
     at_block = (first_block + tl.program_id(1)) * stride_block + c
     tl.store(maxima + at_block, m)
     tl.store(sums + at_block, tl.sum(e, axis=0))
@@ -104,148 +143,214 @@ def exp_tile_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "maxima", "sums", "z_label", "losses", "residuals", "terms", "shifts", "lse",
-        "row_factors", "best", "argmax", "rows", "first", "stride_block", "stride_terms",
+        "hidden", "labels", "maxima", "sums", "z_label", "losses", "columns", "entries", "terms",
+        "shifts", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
+        "stride_block", "stride_row", "stride_terms",
     ]
 )  # fmt: skip
-def softmax_grad_kernel(
+def softmax_rows_kernel(
     exps,  # (C, V)
     grads,  # (C, V) out: exps, or with shifts another buffer
+    hidden,  # (C, H)
+    scaled,  # (C, H) out, or None: hidden times the rows' factors
     class_weight,  # (V,) fp32, or None
     labels,  # (C,) int
     maxima,  # (blocks, rows) fp32
     sums,  # (blocks, rows) fp32
     z_label,  # (C,) fp32
     losses,  # (C,) fp32 out
-    residuals,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
+    columns,  # (2, C) int out: entries of the gradient that are 0 in the chunk; -1 for none
+    entries,  # (2, C) fp32 out: what they are, without AMPLIFY and the row's factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
     shifts,  # (C,) fp32 or None: and shift * class_weight, taken before anything is rounded
     lse,  # (C,) fp32 out, with terms
-    row_factors,  # (C,) fp32 out, with terms: what the row is to be multiplied by
+    row_factors,  # (C,) fp32 out, or None: what the row is to be multiplied by
     best,  # (blocks, rows) int32, or None
     argmax,  # (N,) int64 out, where there is best
     rows,  # (N,) int32: where each row belongs, with argmax
     first,
+    H,
     V,
     width,  # V rounded up to a multiple of 16
     blocks,
     stride_ec,
     stride_gc,
+    stride_hn,
     stride_block,
+    stride_row,  # of columns and entries
     stride_terms,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
+    NORMALISE: tl.constexpr,  # grads hold probabilities, and row_factors are powers of two
     BLOCKS: tl.constexpr,  # at least `blocks`
     EXP_BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_v = offs_v < width
+    exps += c * stride_ec
+    grads += c * stride_gc
+    offs_v = tl.arange(0, BLOCK_V)
+    offs_h = tl.arange(0, BLOCK_H)
     if first + c >= tl.load(count):
-        out = grads + c * stride_gc + offs_v
-        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_v)
+        for start in range(0, width, BLOCK_V):
+            none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
+            tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+        if scaled is not None:
+            for start in range(0, H, BLOCK_H):
+                none = tl.zeros((BLOCK_H,), dtype=scaled.dtype.element_ty)
+                tl.store(scaled + c * H + start + offs_h, none, mask=start + offs_h < H)
         tl.store(losses + c, 0.0)
-        tl.store(residuals + c, 0.0)
+        for entry in tl.static_range(2):
+            tl.store(columns + entry * stride_row + c, -1)
+            tl.store(entries + entry * stride_row + c, 0.0)
+        if row_factors is not None:
+            tl.store(row_factors + c, 0.0)
         if terms is not None:
             tl.store(lse + c, 0.0)
-            tl.store(row_factors + c, 0.0)
         return
 
     label = tl.load(labels + c)
-    known = (label >= 0) & (label < V)  # a bad label poisons its row, and was never looked up
+    known = (label >= 0) & (label < V)  # a bad label poisons its row
     label = tl.where(known, label, -1).to(tl.int32)
-    z = tl.where(known, tl.load(z_label + c), float("nan"))
+    z = tl.load(z_label + c)
+    own = None
+    if not NORMALISE:
+        own = z
     offs_b = tl.arange(0, BLOCKS)
-    m = tl.load(maxima + offs_b * stride_block + c, mask=offs_b < blocks, other=float("-inf"))
-    s = tl.load(sums + offs_b * stride_block + c, mask=offs_b < blocks, other=0.0)
+    mask_b = offs_b < blocks
+    m = tl.load(maxima + offs_b * stride_block + c, mask=mask_b, other=float("-inf"))
+    s = tl.load(sums + offs_b * stride_block + c, mask=mask_b, other=0.0)
+    references = tl.where(mask_b, block_reference(m, own), float("-inf"))
+    reference = tl.max(references, axis=0)  # of the row
     m_others = tl.max(m, axis=0)  # -inf where the label is alone
-    m_safe = finite_max(m_others)
-    others = tl.sum(s * tl.exp2(m - m_safe), axis=0)
-    top = finite_max(tl.maximum(m_others, z * LOG2E))
-    others *= tl.exp2(m_others - top)
+    top = finite_max(tl.maximum(m_others, z) * LOG2E)
+    others = tl.sum(s * tl.exp2(references - top), axis=0)
     inverse = 1.0 / (exp(z, top) + others)
-    if EXP_BLOCK_V == BLOCK_V:
-        own = tl.load(maxima + block * stride_block + c)
-    else:
-        of_entry = offs_v // EXP_BLOCK_V
-        own = tl.load(maxima + of_entry * stride_block + c, mask=offs_v < V, other=0.0)
-    factor = tl.exp2(own - top) * inverse
-    g = tl.load(exps + c * stride_ec + offs_v, mask=mask_v, other=0.0).to(tl.float32) * factor
+    to_p = tl.exp2(reference - top) * inverse
     # p - 1 = -(sum of the others), which does not cancel.
     g_label = -others * inverse * logits_slope(z, scale, softcap)
+    of_p = 1.0
+    shift = 0.0
+    factor = to_p
     if terms is not None:
-        # The row's size is kept aside: whatever the weights, what is stored is at most `scale`.
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
         a = tl.load(terms + c)
         by_lse = tl.load(terms + 2 * stride_terms + c) * log_sum.to(tl.float32)
         b = tl.load(terms + stride_terms + c) + by_lse
-        size = tl.abs(a) + tl.abs(b)
-        if shifts is not None:
-            shift = tl.load(shifts + c)
-            size += tl.abs(shift)
-        # A power of two: the products' other operand takes it in without being rounded again.
-        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
-        size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
-        g *= (a + b) / size
-        p = exp(z, top) * inverse * logits_slope(z, scale, softcap)
-        g_label = (a / size) * g_label + (b / size) * p
-        if shifts is not None:  # (no soft-cap beside it: the slope is the scale)
+        of_p = a + b
+        g_label = a * g_label + b * (exp(z, top) * inverse * logits_slope(z, scale, softcap))
+        if NORMALISE:
+            # The row's size is kept aside: whatever the weights, what is stored is at most `scale`.
+            size = tl.abs(a) + tl.abs(b)
+            if shifts is not None:
+                shift = tl.load(shifts + c)
+                size += tl.abs(shift)
+            # A power of two: the products' other operand takes it in without being rounded again.
+            exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+            size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
+            if shifts is not None:  # (no soft-cap beside it: the slope is the scale)
+                if scale is not None:
+                    shift *= scale
+                if class_weight is not None:
+                    g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
+                else:
+                    g_label += shift
+            to_p *= of_p / size
             shift /= size
-            if scale is not None:
-                shift *= scale
+            factor = size
+        else:
+            factor *= of_p
+        tl.store(lse + c, log_sum.to(tl.float32))
+    if row_factors is not None:
+        tl.store(row_factors + c, factor)
+    tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
+    if best is not None:
+        index = tl.load(best + tl.argmax(m, axis=0) * stride_block + c)
+        index = tl.where(z > m_others, label, index)
+        tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
+    tl.store(columns + c, label)
+    tl.store(entries + c, g_label)
+
+    likeliest = tl.full((), -1, tl.int32)
+    of_likeliest = tl.zeros((), tl.float32)
+    if grads.dtype.element_ty == tl.bfloat16 and not NORMALISE:
+        # Looked for in its block by what was stored of it. With a soft-cap another entry may be the
+        # largest there; then this one is no larger than its neighbours, and stays.
+        p = exp(m_others, top) * inverse
+        if p >= APART:
+            block = tl.argmax(m, axis=0)
+            slope = logits_slope(m_others, scale, softcap)
+            stored = exp(m_others, block_reference(m_others, own)) * slope
+            offs = block * EXP_BLOCK_V + tl.arange(0, EXP_BLOCK_V)
+            e = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
+            stored = stored.to(exps.dtype.element_ty).to(tl.float32)
+            found = tl.min(tl.where(e == stored, offs, V), axis=0)
+            if found < V:
+                likeliest = found
+                of_likeliest = of_p * p * slope
+                tl.store(exps + found, 0.0)
+    tl.store(columns + stride_row + c, likeliest)
+    tl.store(entries + stride_row + c, of_likeliest)
+
+    end = width
+    if not NORMALISE:
+        lowest = tl.min(tl.where(mask_b, references, reference), axis=0)
+        end = tl.where(lowest < reference, width, 0)
+    for start in range(0, end, BLOCK_V):
+        offs = start + offs_v
+        m = tl.load(maxima + offs // EXP_BLOCK_V * stride_block + c, mask=offs < V, other=0.0)
+        g = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
+        g *= tl.exp2(block_reference(m, own) - reference)
+        if NORMALISE:
+            g *= to_p
+        if shifts is not None:
             if class_weight is not None:
-                cw = tl.load(class_weight + offs_v, mask=mask_v, other=0.0)
-                g += shift * AMPLIFY * cw
-                g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
+                g += shift * AMPLIFY * tl.load(class_weight + offs, mask=offs < width, other=0.0)
             else:
                 g += shift * AMPLIFY
-                g_label += shift
-        if block == 0:
-            tl.store(lse + c, log_sum.to(tl.float32))
-            tl.store(row_factors + c, size)
-    rounded = (g_label * AMPLIFY).to(grads.dtype.element_ty).to(tl.float32)
-    if block == 0:
-        tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
-        tl.store(residuals + c, g_label - rounded * (1.0 / AMPLIFY))
-        if best is not None:
-            index = tl.load(best + tl.argmax(m, axis=0) * stride_block + c)
-            index = tl.where(z * LOG2E > m_others, label, index)
-            tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
-    g = tl.where(offs_v == label, rounded, g)
-    out = grads + c * stride_gc + offs_v  # (not kept in registers from the beginning)
-    tl.store(out, g.to(grads.dtype.element_ty), mask=mask_v)
+        g = tl.where((offs == label) | (offs == likeliest), 0.0, g)
+        tl.store(grads + offs, g.to(grads.dtype.element_ty), mask=offs < width)
+    if scaled is not None:
+        for start in range(0, H, BLOCK_H):
+            offs = start + offs_h
+            h = tl.load(hidden + c * stride_hn + offs, mask=offs < H, other=0.0).to(tl.float32)
+            tl.store(scaled + c * H + offs, (h * factor).to(scaled.dtype.element_ty), mask=offs < H)
 
 
-@triton.jit(do_not_specialize=["labels", "residuals", "row_factors", "rows"])
+@triton.jit(do_not_specialize=["columns", "entries", "row_factors", "rows", "stride_row"])
 def hidden_grad_kernel(
     products,  # (C, H) fp32: gradient of the logits @ weight, AMPLIFY times
     weight,  # (V, H)
-    labels,  # (C,) int
-    residuals,  # (C,) fp32
-    row_factors,  # (C,) fp32 or None: multiply all of the above
+    columns,  # (ENTRIES, C) int: entries of that gradient which are not in it
+    entries,  # (ENTRIES, C) fp32: what they are
+    row_factors,  # (C,) fp32 or None: of the products
     rows,  # (C,) int32: where each row belongs
     d_hidden,  # (N, H) out
     H,
     V,
     stride_wv,
     stride_dn,
+    stride_row,  # of columns and entries
     factor,  # of all rows
     AMPLIFY: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
-    label = tl.load(labels + c).to(tl.uint32)  # negative ones are large then
-    at = tl.where(label < V, label, 0).to(tl.int64)  # of a bad one the residual is NaN
+    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
     if row_factors is not None:
-        factor *= tl.load(row_factors + c)
-    w = tl.load(weight + at * stride_wv + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0)
-    g = (g * (1.0 / AMPLIFY) + tl.load(residuals + c) * w) * factor
+        g *= tl.load(row_factors + c)
+    for entry in tl.static_range(ENTRIES):
+        column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
+        known = column < V  # (of a bad label the entry is NaN)
+        at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
+        w = tl.load(at, mask=mask_h & known, other=0.0).to(tl.float32)
+        g += tl.load(entries + entry * stride_row + c) * w
     row = tl.load(rows + c).to(tl.int64)
-    tl.store(d_hidden + row * stride_dn + offs_h, g.to(d_hidden.dtype.element_ty), mask=mask_h)
+    out = d_hidden + row * stride_dn + offs_h
+    tl.store(out, (g * factor).to(d_hidden.dtype.element_ty), mask=mask_h)

@@ -197,6 +197,23 @@ def exp(z, reference):
 
 
 @triton.jit
+def block_reference(m, z_label):
+    """The power of two that exponentials of a block of a row are stored relative to.
+
+    Its maximum ``m``, where there is no ``z_label``. Otherwise a whole number, so that what it takes
+    to another block's is exact: the label's logit, the same in all blocks of a row; but where that
+    is NaN or -inf, or the block's maximum is 2^60 above it, it comes from the maximum.
+    """
+    own = finite_max(m) * LOG2E
+    if z_label is None:
+        return own
+    else:
+        own = tl.ceil(own)
+        label = tl.floor(z_label * LOG2E)
+        return tl.where(own - label <= 60.0, label, own)
+
+
+@triton.jit
 def token_loss(top, others, z_label):
     """``log(1 + exp(L - z_label))`` in fp64, L the log-sum-exp of the logits but the label's.
 

@@ -3,13 +3,23 @@
 import triton
 import triton.language as tl
 
-from .softmax_grad import finished_label, label_of_tile
+from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
+
+
+@triton.jit
+def finished_label(products, bias, at, scale, softcap):
+    """The logit at ``at`` of a row of products: one load; anything where ``at`` is -1."""
+    at = tl.maximum(at, 0)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + at).to(tl.float32)
+    return finish_logits(tl.load(products + at), b, scale, softcap)
 
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "residuals",
+        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "lost",
         "first", "begin", "T",
     ]
 )  # fmt: skip
@@ -25,7 +35,7 @@ def token_grad_kernel(
     beta,  # or None
     gamma,  # or None
     at_label,  # (C,) fp32: g at the label
-    residuals,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
+    lost,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     first,
     begin,
@@ -75,6 +85,6 @@ def token_grad_kernel(
     exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
     rounded = (exact * AMPLIFY).to(grads.dtype.element_ty).to(tl.float32)
     if at >= 0:
-        tl.store(residuals + c, exact - rounded * (1.0 / AMPLIFY))
+        tl.store(lost + c, exact - rounded * (1.0 / AMPLIFY))
     g = tl.where(offs_t == at, rounded, g)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

@@ -1,6 +1,6 @@
 """A chunk of logits of the training pass, turned into its gradient and that of the hidden state.
 
-The seam is :meth:`Chunks.gradient`: exponentials are made by products of cuBLAS with a kernel after
+The seam is :meth:`Chunks.exponentials`: they are made by products of cuBLAS with a kernel after
 each, or by one product of ours; the architecture's row says by which. What follows knows nothing of
 it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,12 @@ from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.contract.problem import Problem
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
-from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
+from fusedce.kernels.softmax_grad import (
+    exp_tile_kernel,
+    hidden_grad_kernel,
+    label_logit_kernel,
+    softmax_rows_kernel,
+)
 from fusedce.kernels.token_grad import token_grad_kernel
 
 
@@ -40,6 +45,20 @@ class Tile(NamedTuple):
     begin: int  # its first vocabulary entry
     T: int
     products: Tensor  # (rows, T), rows padded
+
+
+class ChunkGradient(NamedTuple):
+    """``amplify`` times the derivative of the losses by ``h @ weight.T``, as products want it.
+
+    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[k, c]`` (without ``amplify``) more at
+    ``columns[k, c]``.
+    """
+
+    logits: Tensor  # (C, V)
+    factors: Tensor | None  # (C,) fp32
+    columns: Tensor  # (K, C) int; out of range: none
+    entries: Tensor  # (K, C) fp32
+    scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
 
 
 class Chunks:
@@ -67,6 +86,7 @@ class Chunks:
         if problem.label_smoothing and problem.softcap is None:
             # What smoothing leaves of a probability is rounded, not the probability itself.
             self.exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
+        self.normalise = weight.dtype == torch.float16 or self.exps is not self.grads
         walks = self.arch.walks(weight.element_size())
         self.problem = problem
         self.gemm = None
@@ -75,8 +95,9 @@ class Chunks:
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
         of_blocks = (2, -(-V // self.exp_block), C)
         self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
-        self.z_label = torch.empty(C, dtype=torch.float32, device=device)
-        self.residuals = torch.empty(C, dtype=torch.float32, device=device)
+        of_rows = torch.empty(4, C, dtype=torch.float32, device=device)
+        self.z_label, self.factors, self.entries = of_rows[0], of_rows[1], of_rows[2:]
+        self.columns = torch.empty(2, C, dtype=problem.labels.dtype, device=device)
 
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
@@ -105,71 +126,107 @@ class Chunks:
         losses: Tensor,  # (C,) fp32 to fill
         count: Tensor,  # () int32: valid rows
         first: int,  # number of the chunk's first row
-        factors: ChunkFactors | None,
+        options: ChunkFactors | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `rows`
         rows: Tensor,  # (N,) int32
-    ) -> Tensor:
-        """``(C, V)``: ``amplify`` times the derivative of the losses by ``h @ weight.T``.
-
-        With ``factors``, each row still waits for its factor ``factors.rows``.
-        """
-        V, C = self.weight.shape[0], len(h)
+        *,
+        of_weight: bool,  # it will be wanted
+    ) -> ChunkGradient:
+        """From the logits, which are made here."""
+        (V, H), C = self.weight.shape, len(h)
         exps, grads, blocks = self.exps, self.grads, self.sums.shape[0]
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
-        make = self.exps_of_gemm if self.gemm is not None else self.exps_of_tiles
-        make(h, y, exps, best)
-        terms = None if factors is None else factors.terms
-        softmax_grad_kernel[(C, self.blocks)](
+        self.exponentials(h, y, best)
+        scaled = torch.empty_like(h) if of_weight and not self.normalise else None
+        terms = None if options is None else options.terms
+        factors = None if self.normalise and options is None else self.factors
+        softmax_rows_kernel[(C,)](
             exps=exps,
             grads=grads,
-            class_weight=None if factors is None else factors.class_weight,
+            hidden=h,
+            scaled=scaled,
+            class_weight=None if options is None else options.class_weight,
             labels=y,
             maxima=self.maxima,
             sums=self.sums,
             z_label=self.z_label,
             losses=losses,
-            residuals=self.residuals,
+            columns=self.columns,
+            entries=self.entries,
             count=count,
             terms=terms,
-            shifts=None if terms is None or self.exps is self.grads else terms[3],
-            lse=None if factors is None else factors.lse,
-            row_factors=None if factors is None else factors.rows,
+            shifts=None if terms is None or exps is grads else terms[3],
+            lse=None if options is None else options.lse,
+            row_factors=factors,
             best=best,
             argmax=argmax,
             rows=None if argmax is None else rows,
             first=first,
+            H=H,
             V=V,
             width=multiple(V),
             blocks=blocks,
             stride_ec=exps.stride(0),
             stride_gc=grads.stride(0),
+            stride_hn=h.stride(0),
             stride_block=self.sums.stride(0),
+            stride_row=self.entries.stride(0),
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
+            AMPLIFY=self.amplify,
+            NORMALISE=self.normalise,
             BLOCKS=power_of_2(blocks),
             EXP_BLOCK_V=self.exp_block,
-            AMPLIFY=self.amplify,
             BLOCK_V=self.block,
+            BLOCK_H=min(power_of_2(H), 1024),
             num_warps=self.arch.exp_warps,
         )
-        return grads[:C, :V]
+        columns, entries = self.columns[:, :C], self.entries[:, :C]
+        return ChunkGradient(grads[:C, :V], factors, columns, entries, scaled)
 
-    def exps_of_tiles(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
-        """Exponentials, their maxima and sums: products by cuBLAS, a kernel after each."""
+    def exponentials(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
+        """Into ``exps``, relative to the labels' logits if they are not to be normalised."""
+        (V, H), C = self.weight.shape, len(h)
+        block_c, block_h = self.arch.label_block
+        label_logit_kernel[(-(-C // block_c),)](
+            hidden=h,
+            weight=self.weight,
+            labels=y,
+            z_label=self.z_label,
+            C=C,
+            H=H,
+            V=V,
+            stride_hn=h.stride(0),
+            stride_wv=self.weight.stride(0),
+            BLOCK_C=block_c,
+            BLOCK_H=min(power_of_2(H), block_h),
+            num_warps=4,
+            **self.pointwise,
+        )
+        shared = {
+            "exps": self.exps,
+            "labels": y,
+            "z_label": None if self.normalise else self.z_label,
+            "maxima": self.maxima,
+            "sums": self.sums,
+            "best": best,
+            "stride_ec": self.exps.stride(0),
+            "stride_block": self.sums.stride(0),
+            "AMPLIFY": self.amplify,
+        }
+        if self.gemm is not None:
+            self._by_gemm(h, self.gemm, shared)
+        else:
+            self._by_tiles(h, shared)
+
+    def _by_tiles(self, h: Tensor, shared: dict[str, Any]) -> None:
+        """Products by cuBLAS, a kernel after each."""
         launch = Relaunch(
             exp_tile_kernel,
-            exps=exps,
-            labels=y,
-            maxima=self.maxima,
-            sums=self.sums,
-            z_label=self.z_label,
-            best=best,
-            stride_ec=exps.stride(0),
-            stride_block=self.sums.stride(0),
-            AMPLIFY=self.amplify,
             BLOCK_V=self.block,
             num_warps=self.arch.exp_warps,
+            **shared,
             **self.pointwise,
         )
         for first, rows, begin, T, products in self.tiles(h):
@@ -184,26 +241,15 @@ class Chunks:
                 stride_pc=width,
             )
 
-    def exps_of_gemm(self, h: Tensor, y: Tensor, exps: Tensor, best: Tensor | None) -> None:
-        """The same by one product whose epilogue makes them."""
-        blocks = self.gemm
-        assert blocks is not None
-        problem = self.problem._replace(hidden=h, weight=self.weight, labels=y)
-        shared = operands(problem, blocks) | self.pointwise
-        tiles = -(-len(h) // blocks.BLOCK_N) * shared["splits"]
+    def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
+        """One product whose epilogue makes them."""
+        problem = self.problem._replace(hidden=h, weight=self.weight, labels=shared["labels"])
+        walk = operands(problem, blocks) | self.pointwise
+        tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
         for name in ("tiles_per_split", "splits"):
-            del shared[name]
+            del walk[name]
         exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
-            exps=exps,
-            maxima=self.maxima,
-            sums=self.sums,
-            z_label=self.z_label,
-            best=best,
-            width=multiple(shared["V"]),
-            stride_ec=exps.stride(0),
-            stride_block=self.sums.stride(0),
-            AMPLIFY=self.amplify,
-            **shared,
+            width=multiple(walk["V"]), **(walk | shared)
         )
 
     def known_gradient(
@@ -217,13 +263,14 @@ class Chunks:
         gamma: Tensor | None,
         at_label: Tensor,  # g at the label
         class_weight: Tensor | None,  # (V,) fp32, padded
+        factors: Tensor,  # (C,) of g: it still waits for them
         count: Tensor,  # () int32: used rows
         first: int,  # number of the chunk's first row
-    ) -> Tensor:
-        """``(C, V)``: ``amplify`` times ``g``, times the derivative of z by ``h @ weight.T``."""
+    ) -> ChunkGradient:
+        """From ``g``, the gradient of the logits."""
         V, C = self.weight.shape[0], len(h)
         grads = self.grads[:C]
-        self.residuals.zero_()
+        lost = torch.zeros(1, C, device=h.device)
         bias = self.pointwise["bias"]
         for first_row, n_rows, begin, T, products in self.tiles(h):
             rows = slice(first_row, first_row + n_rows)
@@ -238,7 +285,7 @@ class Chunks:
                 beta=None if beta is None else beta[rows],
                 gamma=None if gamma is None else gamma[rows],
                 at_label=at_label[rows],
-                residuals=self.residuals[rows],
+                lost=lost[0, rows],
                 count=count,
                 first=first + first_row,
                 begin=begin,
@@ -253,19 +300,18 @@ class Chunks:
                 BLOCK_V=self.block,
                 num_warps=self.arch.exp_warps,
             )
-        return grads[:, :V]
+        return ChunkGradient(grads[:, :V], factors, y[None], lost.mul_(factors), None)
 
     def hidden_gradient(
         self,
-        g: Tensor,  # (C, V), from `gradient`
-        y: Tensor,  # (C,)
+        gradient: ChunkGradient,
         rows: Tensor,  # (N,) int32
         first: int,
         d_hidden: Tensor,  # (N, H) to fill at rows[first : first + C]
-        factors: Tensor | None,  # (C,) fp32: of the rows of g
-        outer: float,  # of all of them
+        outer: float,  # a factor
     ) -> None:
         V, H = self.weight.shape
+        g, factors, columns, entries, _ = gradient
         C, step = len(g), self.step
         block = min(power_of_2(H), 1024)
         launch = Relaunch(
@@ -277,8 +323,10 @@ class Chunks:
             V=V,
             stride_wv=self.weight.stride(0),
             stride_dn=d_hidden.stride(0),
+            stride_row=columns.stride(0),
             factor=outer,
             AMPLIFY=self.amplify,
+            ENTRIES=len(columns),
             BLOCK_H=block,
             num_warps=self.arch.exp_warps,
         )
@@ -287,8 +335,8 @@ class Chunks:
             mm(g[begin : begin + n], self.weight, self.room.as_strided((n, H), (H, 1)))
             launch(
                 (n, -(-H // block), 1),
-                labels=y[begin:],
-                residuals=self.residuals[begin:],
+                columns=columns[:, begin:],
+                entries=entries[:, begin:],
                 row_factors=None if factors is None else factors[begin:],
                 rows=rows[first + begin :],
             )

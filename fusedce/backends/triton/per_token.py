@@ -142,12 +142,13 @@ def token_grads(
                 padding = torch.arange(begin, begin + len(y), device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
                 size_of_row.masked_fill_(padding, 0)
-            g = chunks.known_gradient(
-                h, y, lse[chosen], temperature, alpha, beta, gamma, at_label, c, count, begin
-            )
+            gradient = chunks.known_gradient(
+                h, y, lse[chosen], temperature, alpha, beta, gamma, at_label, c, size_of_row,
+                count, begin,
+            )  # fmt: skip
             if grads.hidden is not None:
-                chunks.hidden_gradient(g, y, rows, begin, grads.hidden, size_of_row, 1.0)
-            add_head_gradients(chunks, grads, g, h, y, size_of_row, 1.0, first=begin == 0)
+                chunks.hidden_gradient(gradient, rows, begin, grads.hidden, 1.0)
+            add_head_gradients(chunks, grads, gradient, h, 1.0, first=begin == 0)
         return grads.written()
 
 

@@ -25,7 +25,6 @@ class ChunkFactors(NamedTuple):
     )
     class_weight: Tensor | None  # (V,) fp32, at most 1, padded, with label smoothing
     lse: Tensor  # (C,) fp32, for the kernel to fill
-    rows: Tensor  # (C,) fp32, for the kernel to fill: factors of the rows of its gradient
 
     def losses(self, nll: Tensor) -> Tensor:
         """``(C,)`` losses from what the kernel found."""
@@ -66,6 +65,5 @@ class RowFactors:
             None if self.mean is None else self.mean.of(h.float()),
             terms.float(),
             self.class_weight,
-            torch.empty(C, device=device),
             torch.empty(C, device=device),
         )

@@ -1,4 +1,4 @@
-"""The training pass: chunks of logits by cuBLAS, their gradient in place, two more products.
+"""The training pass: a chunk's exponentials by cuBLAS, one factor a row, two more products.
 
 A chunk holds its exponentials in the inputs' dtype; float32 logits exist for one tile of the
 vocabulary at a time. The number of valid tokens is read once, since the host sets the sizes of
@@ -75,13 +75,14 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
             factors = None if options is None else options.chunk(chunk, h, y, padding)
-            g = chunks.gradient(h, y, losses[begin:end], count, begin, factors, argmax, rows)
-            row_factors = None
+            gradient = chunks.gradient(
+                h, y, losses[begin:end], count, begin, factors, argmax, rows,
+                of_weight=grads.weight is not None,
+            )  # fmt: skip
             if factors is not None:
                 losses[begin:end] = factors.losses(losses[begin:end])
-                row_factors = factors.rows
             if grads.hidden is not None:
-                chunks.hidden_gradient(g, y, rows, begin, grads.hidden, row_factors, outer)
-            add_head_gradients(chunks, grads, g, h, y, row_factors, outer, first=begin == 0)
+                chunks.hidden_gradient(gradient, rows, begin, grads.hidden, outer)
+            add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
         total = losses.sum(dtype=torch.float64).float()
         return Summed(total, packed.n_valid, factor, *grads.written())
