@@ -72,30 +72,29 @@ class Plan(NamedTuple):
     normalise: bool = True  # a second pass over the exponentials
     add_in_place: bool = False  # the chunks' weight gradients are added in the product's epilogue
     known_denominator: bool = False  # the gradients are made with their final factor
-    label_rows: bool = False  # d_weight gets back what rounding took from the labels' entries
+    single_entries: bool = False  # of labels and of the likeliest others: apart, in float32
     gemm: float = 1.0  # of our own product with an epilogue, of the vendor's (assumed)
     exp_instructions: float = 0.0  # of that epilogue, a logit (assumed from compiled code)
     forward_gemm: float = 0.93  # of the forward kernel's product, of the vendor's (assumed)
     forward_instructions: float = 17.0  # of its epilogue, a logit (assumed from compiled code)
 
 
-NOW = Plan(label_rows=True)
-BETTER = Plan(
-    budget=2 * GiB, tile_elements=2**25, normalise=False, add_in_place=True,
-    forward_gemm=0.935, forward_instructions=10.5, label_rows=True,
-)  # fmt: skip
+# bf16 without label smoothing, a denominator that is known beforehand, torch from 2.11 on.
+NOW = Plan(normalise=False, add_in_place=True, known_denominator=True, single_entries=True)
+BETTER = NOW._replace(
+    budget=2 * GiB, tile_elements=2**25, forward_gemm=0.935, forward_instructions=10.5
+)
 ONE_GEMM = BETTER._replace(
     tile_elements=0, gemm=0.91, exp_instructions=18.0, forward_gemm=0.97, forward_instructions=7.0
 )
 PLANS = {
     "fused_ce": NOW,
-    "fused_ce, one pass": BETTER,
+    "fused_ce, larger chunks": BETTER,
     "fused_ce, one GEMM": ONE_GEMM,
 }
 _LAUNCH = 3e-6  # seconds between two kernels that follow each other (assumed)
 _CALL = 100e-6  # of Python around a call that the device waits for (assumed)
 _SORT = 8  # launches of a sort of a chunk's labels (assumed)
-_LARGE_HEAD = 2**24  # elements of weight: above, its gradient is bf16 from the beginning
 _PART = 16384  # vocabulary rows of a weight gradient that is not added in place
 _BLOCK_N, _BLOCK_V = 128, 256  # of the products
 _TAIL = 0.1  # of a wave of blocks that a product wastes at its end (assumed)
@@ -210,11 +209,11 @@ def fused_ce(
         terms["logits product"] = product(device, N, V, H) / plan.gemm
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
         launches = 2
-    if plan.normalise:
-        terms["normalisation"] = _move(device, 4 * N * V)
-        launches += 1
+    # The labels' logits; and of each row the statistics read, the hidden state read and scaled.
+    terms["rows"] = _move(device, 4 * N * H + N * (8 * -(-V // 2048) + 4 * H))
+    launches += 2
     terms["d_hidden product"] = product(device, N, H, V)
-    terms["d_hidden"] = _move(device, 10 * N * H)
+    terms["d_hidden"] = _move(device, 14 * N * H)
     terms["d_weight product"] = product(device, V, H, N)
     if chunks > 1:
         each = 8 if plan.add_in_place else 16
@@ -224,17 +223,19 @@ def fused_ce(
         memory["d_weight in float32"] = 4 * V * H
         if not plan.add_in_place:
             memory["part of d_weight"] = 4 * min(_PART, V) * H
-    if plan.label_rows:
-        below = chunks == 1 and V * H > _LARGE_HEAD  # zeros, and read by the product
-        moved = 6 * N * H + 4 * V * H if below else 10 * N * H
-        terms["labels' rows of d_weight"] = _move(device, moved + 40 * N)
+    if plan.normalise:
+        terms["normalisation"] = _move(device, 4 * N * V)
+    if plan.single_entries:  # those of the labels, and at most as many others
+        each = 6 if chunks == 1 else 10
+        terms["single entries of d_weight"] = _move(device, 2 * N * (each * H + 40))
         launches += 1 + _SORT
-        memory["sorted labels"] = 16 * C
+        memory["single entries"] = 2 * C * 28  # sorted, too
     if not plan.known_denominator:
         terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
     terms["launches"] = _CALL + chunks * launches * _LAUNCH
     memory["products of d_hidden"] = 4 * min(max(2**23 // H, 128), C) * H
     memory["statistics"] = 8 * C * -(-V // 2048)
+    memory["scaled hidden states"] = 2 * C * H
     return Prediction(terms, memory)
 
 

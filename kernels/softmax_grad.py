@@ -86,11 +86,11 @@ def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "T", "stride_block"
+        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "stride_block"
     ]
 )  # fmt: skip
 def exp_tile_kernel(
-    products,  # (rows, T) fp32: hidden[first:] @ weight[begin : begin + T].T
+    products,  # (rows, T) fp32, rows padded: hidden[first:] @ weight[begin : begin + T].T
     exps,  # (C, V) out: exponentials times the slope of their logits, 0 at the label
     bias,  # (V,) or None
     labels,  # (C,) int
@@ -100,9 +100,8 @@ def exp_tile_kernel(
     best,  # (blocks, C) int32 out, or None: where the maximum is
     first,  # row of the chunk
     first_block,  # begin / BLOCK_V
-    T,
-    width,  # T rounded up to a multiple of 16
-    stride_pc,
+    most,  # columns of all tiles but the last
+    V,
     stride_ec,
     stride_block,  # of maxima, sums and best
     scale,  # None for 1
@@ -114,8 +113,10 @@ def exp_tile_kernel(
     begin = first_block * BLOCK_V
     start = tl.program_id(1) * BLOCK_V
     offs_t = start + tl.arange(0, BLOCK_V)
+    T = tl.minimum(V - begin, most)
+    width = tl.cdiv(T, 16) * 16
     mask_t = offs_t < width
-    products += tl.program_id(0).to(tl.int64) * stride_pc
+    products += tl.program_id(0).to(tl.int64) * width
     z = tl.load(products + offs_t, mask=mask_t, other=0.0)
     b = None
     if bias is not None:
@@ -145,7 +146,7 @@ def exp_tile_kernel(
     do_not_specialize=[
         "hidden", "labels", "maxima", "sums", "z_label", "losses", "columns", "entries", "terms",
         "shifts", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
-        "stride_block", "stride_row", "stride_terms",
+        "stride_row", "stride_terms",
     ]
 )  # fmt: skip
 def softmax_rows_kernel(
@@ -172,26 +173,21 @@ def softmax_rows_kernel(
     first,
     H,
     V,
-    width,  # V rounded up to a multiple of 16
-    blocks,
-    stride_ec,
-    stride_gc,
+    width,  # V rounded up to a multiple of 16: stride of exps and grads
     stride_hn,
-    stride_block,
-    stride_row,  # of columns and entries
+    stride_row,  # of maxima, sums, best, columns and entries
     stride_terms,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
     NORMALISE: tl.constexpr,  # grads hold probabilities, and row_factors are powers of two
-    BLOCKS: tl.constexpr,  # at least `blocks`
-    EXP_BLOCK_V: tl.constexpr,  # entries that share a maximum
-    BLOCK_V: tl.constexpr,
+    BLOCKS: tl.constexpr,  # at least V / BLOCK_V
+    BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_H: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
-    exps += c * stride_ec
-    grads += c * stride_gc
+    exps += c * width
+    grads += c * width
     offs_v = tl.arange(0, BLOCK_V)
     offs_h = tl.arange(0, BLOCK_H)
     if first + c >= tl.load(count):
@@ -220,9 +216,9 @@ def softmax_rows_kernel(
     if not NORMALISE:
         own = z
     offs_b = tl.arange(0, BLOCKS)
-    mask_b = offs_b < blocks
-    m = tl.load(maxima + offs_b * stride_block + c, mask=mask_b, other=float("-inf"))
-    s = tl.load(sums + offs_b * stride_block + c, mask=mask_b, other=0.0)
+    mask_b = offs_b < tl.cdiv(V, BLOCK_V)
+    m = tl.load(maxima + offs_b * stride_row + c, mask=mask_b, other=float("-inf"))
+    s = tl.load(sums + offs_b * stride_row + c, mask=mask_b, other=0.0)
     references = tl.where(mask_b, block_reference(m, own), float("-inf"))
     reference = tl.max(references, axis=0)  # of the row
     m_others = tl.max(m, axis=0)  # -inf where the label is alone
@@ -268,7 +264,7 @@ def softmax_rows_kernel(
         tl.store(row_factors + c, factor)
     tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
     if best is not None:
-        index = tl.load(best + tl.argmax(m, axis=0) * stride_block + c)
+        index = tl.load(best + tl.argmax(m, axis=0) * stride_row + c)
         index = tl.where(z > m_others, label, index)
         tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
     tl.store(columns + c, label)
@@ -284,7 +280,7 @@ def softmax_rows_kernel(
             block = tl.argmax(m, axis=0)
             slope = logits_slope(m_others, scale, softcap)
             stored = exp(m_others, block_reference(m_others, own)) * slope
-            offs = block * EXP_BLOCK_V + tl.arange(0, EXP_BLOCK_V)
+            offs = block * BLOCK_V + offs_v
             e = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
             stored = stored.to(exps.dtype.element_ty).to(tl.float32)
             found = tl.min(tl.where(e == stored, offs, V), axis=0)
@@ -301,9 +297,9 @@ def softmax_rows_kernel(
         end = tl.where(lowest < reference, width, 0)
     for start in range(0, end, BLOCK_V):
         offs = start + offs_v
-        m = tl.load(maxima + offs // EXP_BLOCK_V * stride_block + c, mask=offs < V, other=0.0)
+        of_block = tl.load(maxima + start // BLOCK_V * stride_row + c)
         g = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
-        g *= tl.exp2(block_reference(m, own) - reference)
+        g *= tl.exp2(block_reference(of_block, own) - reference)
         if NORMALISE:
             g *= to_p
         if shifts is not None:
@@ -320,15 +316,19 @@ def softmax_rows_kernel(
             tl.store(scaled + c * H + offs, (h * factor).to(scaled.dtype.element_ty), mask=offs < H)
 
 
-@triton.jit(do_not_specialize=["columns", "entries", "row_factors", "rows", "stride_row"])
+@triton.jit(
+    do_not_specialize=["columns", "entries", "row_factors", "rows", "begin", "first", "stride_row"]
+)
 def hidden_grad_kernel(
-    products,  # (C, H) fp32: gradient of the logits @ weight, AMPLIFY times
+    products,  # (rows, H) fp32: gradient of the logits from row `begin` on @ weight, AMPLIFY times
     weight,  # (V, H)
     columns,  # (ENTRIES, C) int: entries of that gradient which are not in it
     entries,  # (ENTRIES, C) fp32: what they are
     row_factors,  # (C,) fp32 or None: of the products
-    rows,  # (C,) int32: where each row belongs
+    rows,  # (N,) int32: where each row belongs
     d_hidden,  # (N, H) out
+    begin,
+    first,  # number of the chunk's first row
     H,
     V,
     stride_wv,
@@ -339,10 +339,11 @@ def hidden_grad_kernel(
     ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    c = tl.program_id(0).to(tl.int64)
+    c = begin + tl.program_id(0)
+    products += tl.program_id(0).to(tl.int64) * H
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
-    g = tl.load(products + c * H + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
+    g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
     if row_factors is not None:
         g *= tl.load(row_factors + c)
     for entry in tl.static_range(ENTRIES):
@@ -351,6 +352,6 @@ def hidden_grad_kernel(
         at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
         w = tl.load(at, mask=mask_h & known, other=0.0).to(tl.float32)
         g += tl.load(entries + entry * stride_row + c) * w
-    row = tl.load(rows + c).to(tl.int64)
+    row = tl.load(rows + first + c).to(tl.int64)
     out = d_hidden + row * stride_dn + offs_h
     tl.store(out, (g * factor).to(d_hidden.dtype.element_ty), mask=mask_h)

@@ -200,7 +200,7 @@ def exp(z, reference):
 def block_reference(m, z_label):
     """The power of two that exponentials of a block of a row are stored relative to.
 
-    Its maximum ``m``, where there is no ``z_label``. Otherwise a whole number, so that what it takes
+    Its maximum ``m``, where there is no ``z_label``. Otherwise a whole number, so that the factor
     to another block's is exact: the label's logit, the same in all blocks of a row; but where that
     is NaN or -inf, or the block's maximum is 2^60 above it, it comes from the maximum.
     """

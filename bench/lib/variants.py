@@ -15,7 +15,12 @@ from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.label_grad import label_grad_kernel
 from fusedce.kernels.scale import scale_kernel
-from fusedce.kernels.softmax_grad import exp_tile_kernel, hidden_grad_kernel, softmax_grad_kernel
+from fusedce.kernels.softmax_grad import (
+    exp_tile_kernel,
+    hidden_grad_kernel,
+    label_logit_kernel,
+    softmax_rows_kernel,
+)
 from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
@@ -30,17 +35,18 @@ KERNELS = (
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
-    ("N", "H", "V", "T", "width", "n", "begin", "first", "first_block", "blocks",
+    ("N", "H", "V", "T", "most", "width", "n", "begin", "first", "first_block", "blocks",
      "tiles_per_split", "splits",
      "ignore_index", "n_tickets", "C"),
     "i32",
 ) | {
-    "labels": "*i64", "order": "*i64", "rows": "*i32", "count": "*i32", "n_valid": "*i64",
+    "labels": "*i64", "columns": "*i64", "order": "*i64", "rows": "*i32", "count": "*i32",
+    "n_valid": "*i64",
     "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
-     "z_label", "z_labels", "residuals", "terms", "shifts", "row_factors", "token_weight",
+     "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
      "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
      "zmean", "d_bias"),
     "*fp32",
@@ -48,7 +54,7 @@ _TYPES = dict.fromkeys(
 # Arguments that are multiples of 16 where the sizes are what models have.
 ALIGNED = frozenset((
     "hidden", "weight", "weight_tiles", "bias", "partials", "N", "H", "V", "stride_hn", "stride_wv",
-    "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
+    "most", "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
     "products", "class_weight", "d_weight",
 ))  # fmt: skip
 OPTIONS = ("bias", "scale", "softcap")
@@ -76,8 +82,6 @@ def types_of(variant: Variant) -> dict[str, str]:
             types[name] = "*fp32"
         elif name.startswith("stride_"):
             types[name] = "i32"
-        elif name == "exps" and variant.constants.get("shifts", "") is not None:
-            types[name] = "*fp32" if "shifts" in variant.kernel.arg_names else f"*{variant.dtype}"
         else:
             types[name] = _TYPES.get(name, f"*{variant.dtype}")
     return types
@@ -137,16 +141,18 @@ def variants(
                 yield Variant(f"stats {name}", stats_kernel, dtype, constants)
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
+                # "terms": gradients of a loss without a sum, token by token
                 constants = {
                     "BLOCK_H": 1024,
                     "num_warps": row.exp_warps,
                     "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
+                    "ENTRIES": 1 if extra else 2,
                 }
-                if not extra:
+                if dtype == "fp16" and not extra:
                     constants["row_factors"] = None
                 label = f"{dtype}{' terms' if extra else ''}"
                 yield Variant(f"hidden_grad {label}", hidden_grad_kernel, dtype, constants)
-                yield from _label_grad(row, label, dtype, extra)
+            yield from _label_grad(row, dtype)
         if group in ("all", "scale"):
             constants = {"BLOCK": row.scale_block, "num_warps": 8}
             yield Variant(f"scale {dtype}", scale_kernel, dtype, constants)
@@ -188,38 +194,66 @@ def _softmax_grad(
     for extra in (False, True) if option else (False,):
         label = f"{name}{' terms' if extra else ''}"
         more = {} if extra else {"best": None}
-        yield Variant(f"exp_tile {label}", exp_tile_kernel, dtype, constants | more)
-        without = _without(constants, "bias") | {"BLOCKS": 64, "EXP_BLOCK_V": row.exp_block_v}
-        if not extra:
-            more |= dict.fromkeys(("argmax", "rows", "terms", "lse", "row_factors"))
-        # label smoothing is a shift, with no soft-cap beside it
-        for shift in (False, True) if extra else (False,):
-            unused = {"softcap": None} if shift else {"shifts": None, "class_weight": None}
-            label_ = f"softmax_grad {label}{' smoothing' if shift else ''}"
-            yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused)
-            if not option:
-                wide = without | more | unused | {"BLOCKS": 512, "EXP_BLOCK_V": 256}
-                yield Variant(f"{label_} after exp_gemm", softmax_grad_kernel, dtype, wide)
-                odd = frozenset(("V",))
-                label_ = f"{label_} V=50257"
-                yield Variant(label_, softmax_grad_kernel, dtype, without | more | unused, odd)
+        for normalised in (False, True) if dtype != "fp16" else (True,):
+            own = {"z_label": None} if normalised else {}
+            label_ = f"{label}{' normalised' if normalised and dtype != 'fp16' else ''}"
+            yield Variant(f"exp_tile {label_}", exp_tile_kernel, dtype, constants | more | own)
+            yield from _softmax_rows(row, label_, dtype, option, extra, normalised, constants)
         unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 
-def _label_grad(row: archs.Architecture, label: str, dtype: str, extra: bool) -> Iterator[Variant]:
-    """Into a sum of float32, or into a gradient in the inputs' dtype; never for float32 inputs."""
+def _softmax_rows(
+    row: archs.Architecture,
+    label: str,
+    dtype: str,
+    option: bool,
+    extra: bool,
+    normalised: bool,
+    constants: dict[str, Any],
+) -> Iterator[Variant]:
+    """``normalised``: label smoothing, whose exponentials wait in float32, and float16."""
+    constants = _without(constants, "bias") | {
+        "NORMALISE": normalised, "BLOCKS": 64, "BLOCK_H": 1024,
+    }  # fmt: skip
+    wide: frozenset[str] = frozenset()
+    if normalised:
+        constants["scaled"] = None
+    smoothing = normalised and dtype != "fp16"
+    if smoothing:
+        constants["softcap"] = None
+        wide = frozenset({"exps"})
+    else:
+        constants |= {"shifts": None, "class_weight": None}
+    if not extra:
+        constants |= dict.fromkeys(("argmax", "rows", "best", "terms", "lse"))
+        constants |= {"shifts": None, "class_weight": None}
+        if normalised:
+            constants["row_factors"] = None
+    yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
+    if not option:
+        many = constants | {"BLOCKS": 512, "BLOCK_V": 256}
+        label_ = f"softmax_rows {label} after exp_gemm"
+        yield Variant(label_, softmax_rows_kernel, dtype, many, wide=wide)
+        odd = frozenset(("V",))
+        label_ = f"softmax_rows {label} V=50257"
+        yield Variant(label_, softmax_rows_kernel, dtype, constants, odd, wide)
+
+
+def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
+    """Into a sum of float32, or into a gradient in the inputs' dtype."""
     block_c, block_h = row.label_block
     constants: dict[str, Any] = {"BLOCK_C": block_c, "BLOCK_H": block_h, "num_warps": 4}
-    if not extra:
-        constants |= {"row_factors": None, "d_bias": None}
-    if dtype != "fp32":
-        label = f"label_grad {label}"
-        yield Variant(
-            f"{label} sum", label_grad_kernel, dtype, constants, wide=frozenset({"d_weight"})
-        )
-    if dtype == "bf16":
-        yield Variant(label, label_grad_kernel, dtype, constants)
+    for option in (False, True):
+        none = {} if option else dict.fromkeys(OPTIONS)
+        label = f"label_logit {dtype}{' bias+scale+cap' if option else ''}"
+        yield Variant(label, label_logit_kernel, dtype, constants | none)
+        more = {} if option else {"d_bias": None}
+        label = f"label_grad {dtype}{' bias' if option else ''}"
+        sums = frozenset({"d_weight"})
+        yield Variant(f"{label} sum", label_grad_kernel, dtype, constants | more, wide=sums)
+        if dtype == "bf16":
+            yield Variant(label, label_grad_kernel, dtype, constants | more)
 
 
 def _named(blocks: archs.Blocks) -> str:

@@ -36,15 +36,9 @@ from fusedce.kernels.softmax_grad import (
 )
 from fusedce.kernels.token_grad import token_grad_kernel
 
-
-class Tile(NamedTuple):
-    """Float32 products of some rows of a chunk with some rows of weight."""
-
-    first: int  # of the chunk's rows
-    rows: int
-    begin: int  # its first vocabulary entry
-    T: int
-    products: Tensor  # (rows, T), rows padded
+# Float32 products of some rows of a chunk with some rows of weight: the first row, how many; the
+# first class, how many; and the products themselves, their rows padded.
+Tile = tuple[int, int, int, int, Tensor]
 
 
 class ChunkGradient(NamedTuple):
@@ -64,7 +58,7 @@ class ChunkGradient(NamedTuple):
 class Chunks:
     """The logits of one chunk after another, in the same buffers."""
 
-    def __init__(self, problem: Problem, C: int) -> None:
+    def __init__(self, problem: Problem, C: int, *, of_weight: bool = False) -> None:
         weight, bias = problem.weight, problem.bias
         V, H = weight.shape
         device = weight.device
@@ -93,16 +87,21 @@ class Chunks:
         if walks.by_gemm:
             self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
         self.exp_block = self.block if self.gemm is None else self.gemm.BLOCK_V
-        of_blocks = (2, -(-V // self.exp_block), C)
-        self.maxima, self.sums = torch.empty(of_blocks, device=device).unbind()
-        of_rows = torch.empty(4, C, dtype=torch.float32, device=device)
-        self.z_label, self.factors, self.entries = of_rows[0], of_rows[1], of_rows[2:]
+        blocks = -(-V // self.exp_block)
+        of_rows = torch.empty(2 * blocks + 4, C, dtype=torch.float32, device=device)
+        sizes = (blocks, blocks, 2, 1, 1)
+        self.maxima, self.sums, self.entries, z_label, factors = of_rows.split_with_sizes(sizes)
+        self.z_label, self.factors = z_label[0], factors[0]
         self.columns = torch.empty(2, C, dtype=problem.labels.dtype, device=device)
+        self.scaled = None
+        if of_weight and not self.normalise:
+            self.scaled = torch.empty(C, H, dtype=weight.dtype, device=device)
 
     def tiles(self, h: Tensor) -> Iterator[Tile]:
         """Products of ``h (C, H)`` and weight, tile by tile, in one buffer."""
-        V, C, (most_rows, most) = self.weight.shape[0], len(h), self.tile
-        columns, products = self.weight.t().split(most, 1), self.room
+        V, C, (most_rows, most) = self.weight.shape[0], h.shape[0], self.tile
+        sizes = [most] * (V // most) + ([V % most] if V % most else [])
+        columns, products = self.weight.t().split_with_sizes(sizes, 1), self.room
         some_rows = [(0, C, h)]
         if most_rows < C:
             some_rows = [
@@ -110,14 +109,13 @@ class Chunks:
                 for number, some in enumerate(h.split(most_rows))
             ]
         shape = (0, 0)
-        for begin, w in zip(range(0, V, most), columns, strict=True):
-            T = w.shape[1]
+        for begin, T, w in zip(range(0, V, most), sizes, columns, strict=True):
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
                     products = self.room.as_strided(shape, (multiple(T), 1))
                 mm(some, w, products)
-                yield Tile(first, rows, begin, T, products)
+                yield first, rows, begin, T, products
 
     def gradient(
         self,
@@ -129,22 +127,19 @@ class Chunks:
         options: ChunkFactors | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `rows`
         rows: Tensor,  # (N,) int32
-        *,
-        of_weight: bool,  # it will be wanted
     ) -> ChunkGradient:
         """From the logits, which are made here."""
-        (V, H), C = self.weight.shape, len(h)
-        exps, grads, blocks = self.exps, self.grads, self.sums.shape[0]
+        (V, H), C = self.weight.shape, h.shape[0]
+        exps, grads = self.exps, self.grads
         best = None if argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
         self.exponentials(h, y, best)
-        scaled = torch.empty_like(h) if of_weight and not self.normalise else None
         terms = None if options is None else options.terms
         factors = None if self.normalise and options is None else self.factors
         softmax_rows_kernel[(C,)](
             exps=exps,
             grads=grads,
             hidden=h,
-            scaled=scaled,
+            scaled=self.scaled,
             class_weight=None if options is None else options.class_weight,
             labels=y,
             maxima=self.maxima,
@@ -165,29 +160,25 @@ class Chunks:
             H=H,
             V=V,
             width=multiple(V),
-            blocks=blocks,
-            stride_ec=exps.stride(0),
-            stride_gc=grads.stride(0),
             stride_hn=h.stride(0),
-            stride_block=self.sums.stride(0),
             stride_row=self.entries.stride(0),
             stride_terms=C,
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
             AMPLIFY=self.amplify,
             NORMALISE=self.normalise,
-            BLOCKS=power_of_2(blocks),
-            EXP_BLOCK_V=self.exp_block,
-            BLOCK_V=self.block,
+            BLOCKS=power_of_2(self.sums.shape[0]),
+            BLOCK_V=self.exp_block,
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=self.arch.exp_warps,
         )
-        columns, entries = self.columns[:, :C], self.entries[:, :C]
+        columns, entries = (x.narrow(1, 0, C) for x in (self.columns, self.entries))
+        scaled = None if self.scaled is None else self.scaled.narrow(0, 0, C)
         return ChunkGradient(grads[:C, :V], factors, columns, entries, scaled)
 
     def exponentials(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
         """Into ``exps``, relative to the labels' logits if they are not to be normalised."""
-        (V, H), C = self.weight.shape, len(h)
+        (V, H), C = self.weight.shape, h.shape[0]
         block_c, block_h = self.arch.label_block
         label_logit_kernel[(-(-C // block_c),)](
             hidden=h,
@@ -224,22 +215,17 @@ class Chunks:
         """Products by cuBLAS, a kernel after each."""
         launch = Relaunch(
             exp_tile_kernel,
+            products=self.room,
+            most=self.tile[1],
+            V=self.weight.shape[0],
             BLOCK_V=self.block,
             num_warps=self.arch.exp_warps,
             **shared,
             **self.pointwise,
         )
-        for first, rows, begin, T, products in self.tiles(h):
-            width = multiple(T)
-            launch(
-                (rows, -(-T // self.block), 1),
-                products=products,
-                first=first,
-                first_block=begin // self.block,
-                T=T,
-                width=width,
-                stride_pc=width,
-            )
+        block = self.block
+        for first, rows, begin, T, _ in self.tiles(h):
+            launch((rows, -(-T // block), 1), first=first, first_block=begin // block)
 
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
         """One product whose epilogue makes them."""
@@ -312,13 +298,18 @@ class Chunks:
     ) -> None:
         V, H = self.weight.shape
         g, factors, columns, entries, _ = gradient
-        C, step = len(g), self.step
+        (K, C), step = columns.shape, self.step
         block = min(power_of_2(H), 1024)
         launch = Relaunch(
             hidden_grad_kernel,
             products=self.room,
             weight=self.weight,
+            columns=columns,
+            entries=entries,
+            row_factors=factors,
+            rows=rows,
             d_hidden=d_hidden,
+            first=first,
             H=H,
             V=V,
             stride_wv=self.weight.stride(0),
@@ -326,20 +317,14 @@ class Chunks:
             stride_row=columns.stride(0),
             factor=outer,
             AMPLIFY=self.amplify,
-            ENTRIES=len(columns),
+            ENTRIES=K,
             BLOCK_H=block,
             num_warps=self.arch.exp_warps,
         )
         for begin in range(0, C, step):
             n = min(step, C - begin)
             mm(g[begin : begin + n], self.weight, self.room.as_strided((n, H), (H, 1)))
-            launch(
-                (n, -(-H // block), 1),
-                columns=columns[:, begin:],
-                entries=entries[:, begin:],
-                row_factors=None if factors is None else factors[begin:],
-                rows=rows[first + begin :],
-            )
+            launch((n, -(-H // block), 1), begin=begin)
 
 
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:

@@ -29,7 +29,7 @@ def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None
     ``tickets (...)`` int32 are set to 0.
     """
     labels, device = problem.labels, problem.labels.device
-    N = len(labels)
+    N = labels.shape[0]  # (len asks for four times as long)
     weights = problem.token_weight if used is None else used
     packed = Rows(
         torch.empty(N, dtype=torch.int32, device=device),

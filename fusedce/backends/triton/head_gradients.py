@@ -74,7 +74,7 @@ def _add_entries(grads: Gradients, gradient: ChunkGradient, h: Tensor, outer: fl
     columns, order = gradient.columns.flatten().sort(stable=True)  # nothing waits for the device
     _launch(h, columns, order, gradient.entries, weight, bias, V, outer)
     if weight is not None and weight.element_size() == 2:
-        K = len(gradient.columns)
+        K = gradient.columns.shape[0]
         compile_for_sums(h.device, h.dtype, columns.dtype, K, V, h.shape[1], bias is not None)
 
 
@@ -119,17 +119,17 @@ def _launch(
     V: int,
     outer: float,
 ) -> None:
-    C, H = h.shape
+    n, (C, H) = columns.shape[0], h.shape
     block_c, block_h = archs.architecture(h.device).label_block
     block_h = min(power_of_2(H), block_h)
-    label_grad_kernel[(len(columns), 1 if weight is None else -(-H // block_h))](
+    label_grad_kernel[(n, 1 if weight is None else -(-H // block_h))](
         hidden=h,
         columns=columns,
         order=order,
         entries=entries,
         d_weight=weight,
         d_bias=bias,
-        n=len(columns),
+        n=n,
         C=C,
         H=H,
         V=V,

@@ -23,7 +23,7 @@ from fusedce.contract.problem import Problem, Wanted
 
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
-    V, H = problem.weight.shape
+    (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     device, dtype = problem.hidden.device, problem.hidden.dtype
     labels = problem.labels.contiguous()
     if labels is not problem.labels:
@@ -35,10 +35,10 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         graph = capturing(device)
         factor = expected_upstream(problem, packed.n_valid)
         if graph:
-            n, outer = len(labels), 1.0
+            n, outer = N, 1.0
             factor.fill_(1)
         else:  # the one host synchronisation
-            n, outer = torch.stack([count.double(), factor.double()]).tolist()
+            n, outer = torch.stack([count, factor.double()]).tolist()
             n = int(n)
         size = chunk_size(
             n,
@@ -50,7 +50,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             chunk_tokens=problem.chunk_tokens,
         )
         C = min(size, n)
-        every_row = n == len(labels) and not graph
+        every_row = n == N and not graph
         grads = Gradients(
             problem,
             wanted,
@@ -63,7 +63,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         if n == 0:
             return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
         losses = torch.empty(n, dtype=torch.float32, device=device)
-        chunks = Chunks(problem, C)
+        chunks = Chunks(problem, C, of_weight=wanted.weight)
         options = None if problem.plain() else RowFactors(problem)
 
         for begin in range(0, n, C):
@@ -75,10 +75,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
             factors = None if options is None else options.chunk(chunk, h, y, padding)
-            gradient = chunks.gradient(
-                h, y, losses[begin:end], count, begin, factors, argmax, rows,
-                of_weight=grads.weight is not None,
-            )  # fmt: skip
+            gradient = chunks.gradient(h, y, losses[begin:end], count, begin, factors, argmax, rows)
             if factors is not None:
                 losses[begin:end] = factors.losses(losses[begin:end])
             if grads.hidden is not None:
