@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "options: row factors not on the weight gradient",
-        "h = (h.float() * row_factors[:, None]).to(h.dtype)",
+        "h = (h.float() * factors[:, None]).to(h.dtype)",
         "h = h.clone()",
         f"{OPTIONS} -k pair",
     ),

@@ -58,20 +58,20 @@ MUTANTS = [
     ),
     Mutant(
         "rows: softmax without the one-hot",
-        "g = tl.where(offs_v == label, rounded, g)",
-        "g = g + 0.0",
+        "tl.store(entries + c, g_label)",
+        "tl.store(entries + c, g_label + 1.0)",
         TRITON,
     ),
     Mutant(
-        "rows: blocks merged without their maxima",
-        "tl.sum(s * tl.exp2(m - m_safe), axis=0)",
+        "rows: blocks merged without their references",
+        "tl.sum(s * tl.exp2(references - top), axis=0)",
         "tl.sum(s, axis=0)",
         TRITON,
     ),
     Mutant(
-        "rows: block factor without its maximum",
-        "tl.exp2(own - top) * inverse",
-        "inverse",
+        "rows: factor without the row's reference",
+        "to_p = tl.exp2(reference - top) * inverse",
+        "to_p = inverse",
         TRITON,
     ),
     Mutant(
@@ -111,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         "options: argmax of the first block",
-        "tl.argmax(m, axis=0) * stride_block",
-        "0 * stride_block",
+        "best + tl.argmax(m, axis=0) * stride_row + c",
+        "best + c",
         f"{OPTIONS} -k argmax",
     ),
     Mutant(
@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         "graph: a size that differs inside is specialised on",
-        '"first_block", "T", "stride_block"',
-        '"first_block", "T"',
+        '"first_block", "stride_block"\n',
+        '"first_block"\n',
         "test_specialization.py -k training",
     ),
     Mutant(
@@ -146,21 +146,51 @@ MUTANTS = [
         TRITON,
     ),
     Mutant(
-        "one GEMM: the label's logit is another's",
-        "offs[None, :] == at[:, None], z, 0.0",
-        "offs[None, :] == at[:, None] + 1, z, 0.0",
+        "one GEMM: relative to something else than the label",
+        "own = tl.load(z_label + row)",
+        "own = tl.load(z_label + row) + 1.0",
         "test_exp_gemm.py -k cublas",
     ),
     Mutant(
-        "one GEMM: every maximum is the first block's",
-        "of_entry = offs_v // EXP_BLOCK_V",
-        "of_entry = offs_v // V",
-        "test_exp_gemm.py -k cublas",
+        "references: a block far above the label overflows",
+        "own - label <= 60.0",
+        "own - label <= 1e30",
+        "backends/triton/test_training.py -k far_above",
     ),
     Mutant(
-        "relaunch: a tile's T is one Triton compiles anew for",
-        '"first_block", "T", "stride_block"',
-        '"first_block", "stride_block"',
+        "rows: blocks of other references stay as they are",
+        "tl.where(lowest < reference, width, 0)",
+        "tl.where(lowest < reference, 0, 0)",
+        "backends/triton/test_training.py -k far_above",
+    ),
+    Mutant(
+        "rows: the likeliest is rounded with the others",
+        "if p >= APART:",
+        "if p >= 2.0:",
+        "backends/triton/test_training.py -k as_exact",
+    ),
+    Mutant(
+        "rows: the likeliest counts twice",
+        "tl.store(exps + found, 0.0)",
+        "tl.store(exps + found, stored)",
+        "backends/triton/test_training.py -k as_exact",
+    ),
+    Mutant(
+        "rows: hidden states without the rows' factors",
+        "(h * factor).to(scaled",
+        "h.to(scaled",
+        TRITON,
+    ),
+    Mutant(
+        "hidden_grad: every entry is the first",
+        "g += tl.load(entries + entry * stride_row + c) * w",
+        "g += tl.load(entries + c) * w",
+        "backends/triton/test_training.py -k as_exact",
+    ),
+    Mutant(
+        "relaunch: a tile's place is one Triton compiles anew for",
+        '"best", "first", "first_block", "stride',
+        '"best", "stride',
         "backends/triton/test_specialization.py -k one_compilation",
     ),
     Mutant(
@@ -170,43 +200,32 @@ MUTANTS = [
         "loss/test_options.py -k argmax",
     ),
     Mutant(
-        "label_grad: every row of a run adds the rest of it",
-        "if goes_on | (label < 0)",
-        "if (label < 0)",
+        "label_grad: every entry of a run adds the rest of it",
+        "if goes_on | (column < 0)",
+        "if (column < 0)",
         "test_label_grad.py",
     ),
     Mutant(
         "label_grad: a run ends with its first block",
-        "more = (start < C) & (tl.load",
+        "more = (start < n) & (tl.load",
         "more = (start < 0) & (tl.load",
         "test_label_grad.py",
     ),
     Mutant(
-        "label_grad: what was lost without the row's factor",
-        "lost *= tl.load(row_factors",
-        "lost += 0.0 * tl.load(row_factors",
+        "label_grad: the second entries of rows are the first",
+        "places // C * stride_row + rows",
+        "rows",
         "test_label_grad.py",
     ),
     Mutant(
-        "label_grad: a gradient of two bytes rounded twice",
-        """        weight.zero_()
-        _add_labels(chunks, grads, h, y, row_factors, outer)
-        _add_product(weight, g, h, row_factors, alpha, first=False)
-""",
-        """        _add_product(weight, g, h, row_factors, alpha, first=True)
-        _add_labels(chunks, grads, h, y, row_factors, outer)
-""",
-        "test_denominator.py -k whatever",
-    ),
-    Mutant(
-        "label_grad: launched without the rows' factors",
-        "order, chunks.residuals, row_factors, weight,",
-        "order, chunks.residuals, None, weight,",
-        "test_denominator.py -k options_and",
+        "label_grad: entries are not added",
+        "    _add_entries(grads, gradient, h, outer)\n\n\ndef",
+        "    pass\n\n\ndef",
+        TRITON,
     ),
     Mutant(
         "label_grad: compiled inside a graph that holds more chunks",
-        "if weight is not None and weight.dtype == h.dtype:",
+        "if weight is not None and weight.element_size() == 2:",
         "if weight is None:",
         "backends/triton/test_specialization.py -k graph",
     ),

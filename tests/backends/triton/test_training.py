@@ -1,0 +1,99 @@
+"""The training pass: what its exponentials are relative to, and what is kept out of the chunk."""
+
+import pytest
+import torch
+
+import fusedce
+from fusedce.backends import gradients as buffers
+from fusedce.backends import triton as backend
+from fusedce.contract.problem import Problem, Wanted
+
+H = 64
+V = 700  # three blocks of the interpreter's row
+
+
+def inputs(dtype, size, right, n=100):
+    """Logits of standard deviation ``size``, of which a share ``right`` is highest at the label."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = (size * torch.randn(n, H, generator=rng)).to(dtype)
+    weight = (torch.randn(V, H, generator=rng) / H**0.5).to(dtype)
+    labels = torch.randint(V, (n,), generator=rng)
+    best = (hidden.double() @ weight.double().T).argmax(1)
+    return hidden, weight, torch.where(torch.rand(n, generator=rng) < right, best, labels)
+
+
+def gradients(problem):
+    """Those of the sum in its expected factor, and the exact ones."""
+    wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
+    found = backend.loss_and_grads(problem, wanted, None)
+    x = [problem.hidden, problem.weight] + ([] if problem.bias is None else [problem.bias])
+    x = [t.double().requires_grad_() for t in x]
+    options = {name: getattr(problem, name) for name in ("softcap", "logit_scale", "z_loss")}
+    bias = x[2] if len(x) == 3 else None
+    exact = fusedce.reference_ce(x[0], x[1], problem.labels, bias=bias, **options)
+    exact = torch.autograd.grad(exact.loss_sum * found.factor.double(), x)
+    return (found.d_hidden, found.d_weight, found.d_bias), exact
+
+
+def error(x, exact):
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_tokens", [None, 40])
+@pytest.mark.parametrize(
+    ("size", "right", "options"),
+    [
+        (1, 0.0, {}),
+        (3, 0.5, {}),
+        (8, 0.0, {}),
+        (8, 1.0, {}),
+        (8, 0.6, {"z_loss": 0.01}),
+        (8, 0.6, {"softcap": 5.0}),
+        (8, 0.6, {"softcap": 30.0, "logit_scale": 2.0}),
+        (40, 0.6, {}),
+    ],
+)
+def test_bf16_gradients_are_as_exact_as_the_exact_ones_rounded(
+    monkeypatch, size, right, options, chunk_tokens
+):
+    """The label's entry rounded with the others: 1.2; the likeliest's of those that are wrong: 1.3.
+
+    Where the soft-cap makes neighbours of the likeliest, as here at 5 with logits of 8, none of
+    them is kept apart: each is rounded, and the factor of its row's hidden state.
+    """
+    monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
+    hidden, weight, labels = inputs(torch.bfloat16, size, right)
+    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens, **options)
+    found, exact = gradients(problem)
+    for a, b in zip(found, exact, strict=False):
+        assert error(a.bfloat16(), b) <= 1.1 * error(b.bfloat16(), b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("above", [50.0, 90.0, 1000.0])
+def test_blocks_far_above_the_label_take_references_of_their_own(dtype, above):
+    """Logits of 0 in the label's block, of ``above`` in another, of a little less in the third."""
+    hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)
+    labels %= 256
+    bias = torch.zeros(V, dtype=dtype)
+    bias[300:310] = above
+    bias[600:605] = above - 3
+    found, exact = gradients(Problem(hidden, weight, labels, bias=bias, chunk_tokens=7))
+    for a, b in zip(found, exact, strict=True):
+        assert error(a, b) <= (2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
+    hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)
+    bias = torch.zeros(V, dtype=dtype)
+    bias[labels[3]] = -torch.inf
+    found = backend.loss_and_grads(
+        Problem(hidden, weight, labels, bias=bias), Wanted(hidden=True, weight=True), None
+    )
+    assert found.loss_sum == torch.inf
+    x = hidden.double().requires_grad_()
+    logits = x @ weight.double().T + bias.double()
+    (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), x)
+    assert error(found.d_hidden, exact) <= max(2 * torch.finfo(dtype).eps, 1e-6)
