@@ -12,8 +12,8 @@ from fusedce.contract.checks import checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
-from fusedce.loss.sharded import is_sharded
-from fusedce.loss.sharded_tokens import reduced
+from fusedce.loss.sharded import reduced
+from fusedce.loss.shards import is_sharded
 from fusedce.loss.tokens import check_reduction
 
 
