@@ -52,8 +52,8 @@ def losses(problem: Problem, shard: Shard) -> Tensor:
     counted = _counted(problem, shard)
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
-    lse = smoothing or whole.z_loss != 0
-    stats = _statistics(problem, counted, Wanted(lse=lse, zmean=smoothing))
+    wanted = Wanted(lse=not whole.of_nll_alone(), zmean=smoothing)
+    stats = _statistics(problem, counted, wanted)
     y = whole.labels[counted.rows].long().clamp(0, shard.V - 1)
     of_rows = whole.rows(counted.rows)
     zmean = stats.zmean if smoothing else None

@@ -63,7 +63,7 @@ def folded(problem: Problem) -> Problem:
     A token of weight 0 is then left out as a whole, with whatever its logits hold.
     """
     c = problem.class_weight
-    if c is None or problem.label_smoothing or problem.z_loss:
+    if c is None or not problem.of_nll_alone():
         return problem
     w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
     if problem.token_weight is not None:
@@ -75,7 +75,7 @@ def token_losses(
     problem: Problem,
     y: Tensor,  # (n,) labels, in range
     nll: Tensor,  # (n,)
-    lse: Tensor,  # (n,), read with label smoothing or z-loss
+    lse: Tensor,  # (n,), read where the loss is not of nll alone
     zmean: Tensor | None,  # (n,), with label smoothing only
 ) -> Tensor:
     """``(n,)`` losses, differentiable in nll, lse and zmean."""

@@ -26,6 +26,18 @@ MUTANTS = [
         f"{OPTIONS} -k pair",
     ),
     Mutant(
+        "options: z-loss is taken for cross-entropy",
+        "return not (self.label_smoothing or self.z_loss)",
+        "return not self.label_smoothing",
+        f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "options: a range is not checked",
+        "least, most = RANGES.get(name, (value, value))",
+        "least, most = value, value",
+        "test_checks.py",
+    ),
+    Mutant(
         "shift: labels stay",
         "return labels.roll(-offset, -1).masked_fill",
         "return labels.masked_fill",
