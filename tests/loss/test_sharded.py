@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.backends import plan
+from fusedce.backends.sharded.agreement import LENGTH
 from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
 from fusedce.loss.sharded import sharded_ce
 
@@ -325,11 +326,12 @@ def test_only_a_chunk_of_logits_is_held(world):
 
 @WORLDS
 def test_the_collectives_are_those_of_the_docstring(world):
+    assert 8 * LENGTH <= 1024
     for calls, n_valid in ranks.of(results(world), "collectives"):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * 69, False),
+            (ALL_GATHER, world * LENGTH, False),
             (ALL_GATHER, world * 3 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fusedce import fused_argmax, fused_cross_entropy, fused_logprobs
+from fusedce.backends.sharded.agreement import LENGTH
 from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
 from fusedce.sharded import sharded_cross_entropy, sharded_logprobs
 
@@ -371,7 +372,7 @@ def test_on_four_ranks_one_of_them_without_rows(name):
 def test_the_collectives_are_those_of_the_docstring():
     for calls, forward, n_valid in ranks.of(results(2), "collectives"):
         assert calls == [
-            (ALL_GATHER, 2 * 69),
+            (ALL_GATHER, 2 * LENGTH),
             (ALL_GATHER, 2 * 5 * n_valid),  # with entropy, maximum and its class
             ("all_reduce", n_valid * H),
         ]
