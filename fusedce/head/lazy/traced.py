@@ -169,8 +169,9 @@ class TracedLogits:
         if torch.compiler.is_compiling():
             if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], TracedLogits):
                 args = (args[1], args[0])
-            if func is torch.Tensor.__rtruediv__ and isinstance(args[1], TracedLogits):
-                func, args = torch.Tensor.__truediv__, (args[1], args[0])
+            for reflected, own in _REFLECTED:
+                if func is reflected and isinstance(args[1], TracedLogits):
+                    func, args = own, (args[1], args[0])
             x = args[0] if args else None
             if isinstance(x, TracedLogits) and x._real is None:
                 if func is F.cross_entropy:
@@ -340,6 +341,12 @@ _SYMMETRIC = {
     torch.Tensor.add, torch.Tensor.__add__, torch.add, operator.add,
     torch.Tensor.mul, torch.Tensor.__mul__, torch.mul, operator.mul,
 }  # fmt: skip
+# `x * logits`, and what compiled code makes of `logits - x`. (No dict: Dynamo finds none in it.)
+_REFLECTED = [
+    (getattr(torch.Tensor, f"__r{name[2:]}"), getattr(torch.Tensor, name))
+    for name in _METHODS
+    if name.startswith("__") and hasattr(torch.Tensor, f"__r{name[2:]}")
+]
 
 # Operators are looked up on the type, hence not by `__getattr__`.
 _OPERATORS = (
