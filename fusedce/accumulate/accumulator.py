@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.checks import check_auxiliary, check_settings, unpack
-from fusedce.accumulate.constructors import OnEmpty, from_accelerator, from_mesh
-from fusedce.accumulate.engines import Engine
+from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, unpack
+from fusedce.accumulate.engines import Engine, from_accelerator
+from fusedce.accumulate.mesh import from_mesh
 from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.steps import Steps
 from fusedce.accumulate.totals import ONLY
