@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "options: z-loss is taken for cross-entropy",
-        "return not (self.label_smoothing or self.z_loss)",
-        "return not self.label_smoothing",
+        "return not (self.label_smoothing or ",
+        "return not (self.label_smoothing and ",
         f"{OPTIONS} -k pair",
     ),
     Mutant(
