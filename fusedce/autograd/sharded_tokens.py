@@ -28,6 +28,7 @@ from fusedce.backends.sharded.tiles import Shard, all_tokens, sum_over_ranks
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
 
 
 class Counted(NamedTuple):
@@ -164,7 +165,7 @@ def _grads_here(
     """This rank's part of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
     problem = local.problem
     dtype = problem.hidden.dtype
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    acc = acc_dtype(dtype)
     if not len(problem.weight):
         d_hidden = torch.zeros_like(problem.hidden, dtype=acc)
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)

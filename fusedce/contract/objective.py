@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
+from fusedce.contract.rounding import acc_dtype
 
 
 class Stats(NamedTuple):
@@ -135,5 +136,5 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     return n_valid.clamp(min=1).to(dtype).reciprocal_()

@@ -10,6 +10,7 @@ import hypothesis
 import torch
 from torch import Tensor
 
+from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.reference import reference_ce
 from fusedce.testing.cases import NAMES, Case, cases
 
@@ -67,7 +68,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     assert int(ours["n_valid"]) == int(exact["n_valid"]), (
         f"n_valid is {int(ours['n_valid'])}, reference {int(exact['n_valid'])} in {case}"
     )
-    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    wide = acc_dtype(case.dtype)
     assert ours["loss_sum"].dtype == wide, f"loss_sum must be {wide}: {ours['loss_sum'].dtype}"
     assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
 
