@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batch: looking for shapes is training",
-        "            if not _trains(roots):\n                return\n",
+        "            if not trains(roots):\n                return\n",
         "",
         "test_failures.py -k inputs_alone",
     ),
@@ -293,13 +293,13 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: evaluation of this rank only",
-        "        self.totals.add(names, sent.wait())\n        self._keep(faults)",
-        "        self.totals.add(names, sent.wait() / 2)\n        self._keep(faults)",
+        "send(METRICS, sums, steps.terms(), faults).wait()",
+        "send(METRICS, sums, steps.terms(), faults).wait() / 2",
         "test_state.py -k evaluation",
     ),
     Mutant(
         "metrics: a collective after training",
-        "if self._evaluated.sums or not steps.has_trained:",
+        "if self._evaluated or not steps.has_trained:",
         "if True:",
         "accumulate/test_ranks.py -k collectives",
     ),
@@ -311,8 +311,8 @@ MUTANTS = [
     ),
     Mutant(
         "state: sums of this rank",
-        "            sums = self.meeting.send(CLOSE, sums, self._terms(), window.faults).wait()",
-        "            self.meeting.send(CLOSE, sums, self._terms(), window.faults).wait()",
+        "            sums = self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()",
+        "            self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()",
         "test_state.py -k every_way",
     ),
     Mutant(
