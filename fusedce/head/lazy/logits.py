@@ -22,7 +22,7 @@ from torch import Tensor
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.ops import Known, Layout, known, layout_after
 from fusedce.head.lazy.steps import Index, Step, Steps
-from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, unviewed
+from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, split, unbind, unviewed
 
 
 class Recorded(NamedTuple):
@@ -273,20 +273,11 @@ def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Parts, each a view of its own: autograd would fill up what is not used with real zeros."""
-    parts = func(x.like.meta(), *args, **kwargs)
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    begin, views = 0, []
-    for part in parts:
-        views.append(x.narrow(dim, begin, part.shape[dim]))
-        begin += part.shape[dim]
-    return type(parts)(views)
+    return split(x, func(x.like.meta(), *args, **kwargs), *args, **kwargs)
 
 
 def _unbind(func: Any, x: LazyLogits, dim: int = 0) -> Any:
-    if x.dim() == 0:
-        return NotImplemented
-    return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+    return unbind(x, dim) if x.dim() else NotImplemented
 
 
 def _iterate(func: Any, x: LazyLogits) -> Any:
