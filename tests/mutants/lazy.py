@@ -149,8 +149,8 @@ MUTANTS = [
     ),
     Mutant(
         "traced: steps not remembered",
-        "new._steps = x, (traced,), (*x._steps, *steps)",
-        "new._steps = x, (traced,), x._steps",
+        "return (*above, *(step for called in self._made_by for step in called.steps))",
+        "return above",
         "head/test_losses.py -k one_graph",
     ),
     Mutant(
