@@ -21,48 +21,19 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fusedce.accumulate.streaming import OnCorrection
+from fusedce.auditing_steps import MicroBatch, Step, step_of, table, verdict
 from fusedce.contract.results import LossSum
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 1024  # positions whose logits are looked at together
-_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
-
-
-@dataclass
-class Step:
-    """One optimizer step, over the micro-batches of all ranks.
-
-    Attributes:
-        n_tokens: trained tokens; ``loss``: their mean, nats per token.
-        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
-        logged: what the loop logged, where :meth:`Audit.log` was told.
-        scale: the mean weight of a token over the right one; 1 is right.
-        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
-        averaged: whether each micro-batch weighs the same, however many tokens it has.
-    """
-
-    n_tokens: int
-    loss: float
-    descended: float
-    logged: float | None
-    scale: float
-    spread: float
-    averaged: bool
-
-
-@dataclass
-class _MicroBatch:
-    loss_sum: float
-    n_tokens: int
-    weight: float  # of a token, in the gradient of this rank
 
 
 @dataclass
 class _Open:
     """The micro-batches since the last step of this rank."""
 
-    micro: list[_MicroBatch] = field(default_factory=list)
+    micro: list[MicroBatch] = field(default_factory=list)
     logged: float | None = None
 
 
@@ -134,7 +105,7 @@ class Audit:
             return
         if isinstance(out, LossSum):
             loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
-            _watch(out.loss_sum, lambda g: self._take(_MicroBatch(loss_sum, n, float(g))))
+            _watch(out.loss_sum, lambda g: self._take(MicroBatch(loss_sum, n, float(g))))
             return
         logits = out if isinstance(out, Tensor) else _get(out, "logits")
         if type(logits) is Tensor and logits.requires_grad:
@@ -158,9 +129,9 @@ class Audit:
             total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
         value, n = float(loss.detach()), int((aligned != -100).sum())
         divided_by = total / value if value else math.inf
-        _watch(loss, lambda g: self._take(_MicroBatch(total, n, float(g) / divided_by)))
+        _watch(loss, lambda g: self._take(MicroBatch(total, n, float(g) / divided_by)))
 
-    def _take(self, micro: _MicroBatch) -> None:
+    def _take(self, micro: MicroBatch) -> None:
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
         micro.weight /= scale
         self._now.micro.append(micro)
@@ -189,48 +160,14 @@ class Audit:
             micro = [m for one in together for m in one.micro if m.n_tokens]
             logged = [one.logged for one in together if one.logged is not None]
             if micro:
-                self.steps.append(_step(micro, averaged_over, logged[0] if logged else None))
+                self.steps.append(step_of(micro, averaged_over, logged[0] if logged else None))
 
     def verdict(self) -> str:
         """In a sentence, what the loop does."""
-        if not self.steps:
-            return "no optimizer step was seen: does the optimizer hold the model's parameters?"
-        spread = max(step.spread for step in self.steps)
-        scale = sum(step.scale for step in self.steps) / len(self.steps)
-        found = []
-        if spread > 1 + _TOLERANCE:
-            uneven = [step for step in self.steps if step.spread > 1 + _TOLERANCE]
-            why = (
-                "your micro-batches are averaged"
-                if all(step.averaged for step in uneven)
-                else "tokens of one step weigh differently"
-            )
-            found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
-        if abs(scale - 1) > _TOLERANCE:
-            found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
-        off = [s for s in self.steps if s.logged is not None and _off(s.logged, s.loss)]
-        if off:
-            step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
-            found.append(
-                f"the loss that is logged is not that of the tokens ({step.logged:.4f} for "
-                f"{step.loss:.4f})"
-            )
-        return "; ".join(found) or (
-            "every token weighs the same, and the gradient is that of the mean over all tokens"
-        )
+        return verdict(self.steps)
 
     def __str__(self) -> str:
-        lines = [
-            "| step | tokens | true loss | descended | logged | gradient's scale | spread |",
-            "|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        for i, s in enumerate(self.steps):
-            logged = "" if s.logged is None else f"{s.logged:.4f}"
-            lines.append(
-                f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
-                f"{s.scale:.3f} | {s.spread:.2f} |"
-            )
-        return "\n".join(["", *lines, "", self.verdict()])
+        return "\n".join(["", *table(self.steps), "", self.verdict()])
 
 
 def audit(
@@ -285,7 +222,7 @@ def _get(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, dict) else getattr(out, name, None)
 
 
-def _of_logits(logits: Tensor, grad: Tensor) -> _MicroBatch:
+def _of_logits(logits: Tensor, grad: Tensor) -> MicroBatch:
     """Loss, count and weight of the tokens that this gradient trains: ``(..., V)`` both."""
     loss_sum, n_tokens, pulls, gaps = 0.0, 0, 0.0, 0.0
     rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
@@ -298,24 +235,4 @@ def _of_logits(logits: Tensor, grad: Tensor) -> _MicroBatch:
         n_tokens += int(trained.sum())
         pulls -= float(pull[trained].sum())
         gaps -= float(torch.expm1(of_labels).sum())
-    return _MicroBatch(loss_sum, n_tokens, pulls / gaps if gaps else 0.0)
-
-
-def _step(micro: list[_MicroBatch], averaged_over: int, logged: float | None) -> Step:
-    n = sum(m.n_tokens for m in micro)
-    weights = [m.weight / averaged_over * n for m in micro]  # 1 where all is right
-    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
-    least = min(weights)
-    return Step(
-        n_tokens=n,
-        loss=sum(m.loss_sum for m in micro) / n,
-        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
-        logged=logged,
-        scale=sum(shares) / n,
-        spread=max(weights) / least if least > 0 else math.inf,
-        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
-    )
-
-
-def _off(a: float, b: float) -> bool:
-    return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)
+    return MicroBatch(loss_sum, n_tokens, pulls / gaps if gaps else 0.0)

@@ -1,45 +1,18 @@
-"""Every picture of `bench/`, in one style, drawn from committed data.
-
-Ours is blue and the others are grey or orange, which no common colour blindness confuses; names
-stand at the bars and lines, not in the colours alone. The background is opaque white, so that a
-dark page leaves them readable. Captions say what was measured and where.
-"""
+"""Every picture of `bench/`, in one style, drawn from committed data."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from fusedce.peers import FLOOR
 
+from .drawing import INK, NAIVE, OURS, bars, log_ticks, save, styled, titled
 from .results import Row, problem
 
-OURS, OTHER, NAIVE, INK = "#0072b2", "#9a9a9a", "#d55e00", "#222222"
-STYLE = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#666666",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10.5,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "savefig.facecolor": "white",
-    "savefig.dpi": 130,
-}
 MiB = 2**20
 GAP_FLOOR = 1e-8  # a gap of exactly 0 has no place on a log scale
 
@@ -56,7 +29,7 @@ def of_losses(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[P
         "budget": _budget([r for r in rows if r["suite"] == "budget"], where),
         "ignored": _ignored([r for r in rows if r["suite"] == "masked"], where),
     }
-    return [_save(f, folder / f"{n}-{tag}.png") for n, f in drawn.items() if f is not None]
+    return [save(f, folder / f"{n}-{tag}.png") for n, f in drawn.items() if f is not None]
 
 
 def with_peaks(rows: Sequence[Row]) -> list[Row]:
@@ -101,7 +74,7 @@ def _panels(
     columns = min(len(problems), 2)
     lines = -(-len(problems) // columns)
     names = max(sum(problem(r) == p for r in rows) for p in problems)
-    figure = _figure(11, 0.9 + lines * (0.8 + 0.3 * names))
+    figure = styled(11, 0.9 + lines * (0.8 + 0.3 * names))
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for panel, p in zip(panels, problems, strict=False):
         here = [r for r in rows if problem(r) == p]
@@ -112,27 +85,14 @@ def _panels(
             panel.axvline(floor, color=INK, linewidth=1)
     for panel in panels[len(problems) :]:
         panel.set_visible(False)
-    return _titled(figure, title, f"{_conditions(rows)}. {where}")
-
-
-def bars(panel: Axes, values: Sequence[tuple[str, float]], text: Callable[[float], str]) -> None:
-    """Horizontal, in the order given, ours in blue, each with its number."""
-    names = [name for name, _ in values]
-    colours = [OURS if name.startswith("fused_ce") else OTHER for name in names]
-    drawn = panel.barh(range(len(names)), [v for _, v in values], color=colours, height=0.7)
-    panel.bar_label(drawn, [text(v) for _, v in values], padding=3, fontsize=9)
-    panel.set_yticks(range(len(names)), names)
-    panel.invert_yaxis()
-    panel.set_xlim(0, 1.22 * max(v for _, v in values))
-    panel.grid(visible=False, axis="y")
-    panel.tick_params(axis="y", length=0)
+    return titled(figure, title, f"{_conditions(rows)}. {where}")
 
 
 def _budget(rows: list[Row], where: str) -> Figure | None:
     rows = [r for r in rows if r.get("extra_peak_bytes") and r["ratio"] is not None]
     if all(r["chunk_tokens"] for r in rows):  # nothing to set the curve against
         return None
-    figure = _figure(8, 4.6)
+    figure = styled(8, 4.6)
     axes = figure.subplots()
     mine = sorted(
         ((r["extra_peak_bytes"] / MiB, r["ratio"], r["chunk_tokens"]) for r in rows
@@ -152,32 +112,20 @@ def _budget(rows: list[Row], where: str) -> Figure | None:
         point = (r["extra_peak_bytes"] / MiB, r["ratio"])
         axes.plot(*point, mark, color="#555555", mfc="#cccccc", markersize=8, label=r["name"])
     axes.legend()
-    _log_ticks(axes, "x", [r["extra_peak_bytes"] / MiB for r in rows])
-    _log_ticks(axes, "y", [1.0, *(r["ratio"] for r in rows)])
+    log_ticks(axes, "x", [r["extra_peak_bytes"] / MiB for r in rows])
+    log_ticks(axes, "y", [1.0, *(r["ratio"] for r in rows)])
     axes.axhline(1, color=INK, linewidth=1)
     axes.set_xlabel("peak memory beyond inputs and gradients, MiB (log)")
     axes.set_ylabel("time / bare GEMMs (log)")
     title = "Time against memory of one forward + backward"
-    return _titled(figure, title, f"{_of(rows[0])}, {_conditions(rows)}. {where}")
-
-
-def _log_ticks(axes: Axes, axis: str, values: Sequence[float]) -> None:
-    """A log scale with few, plain numbers on it: 1, 2, 5, 10, 20, 50 ..."""
-    low, high = min(values) / 1.5, max(values) * 1.7
-    steps = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5)]
-    scale = axes.xaxis if axis == "x" else axes.yaxis
-    (axes.set_xscale if axis == "x" else axes.set_yscale)("log")
-    scale.set_major_locator(FixedLocator([s for s in steps if low <= s <= high]))
-    scale.set_minor_locator(NullLocator())
-    scale.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    (axes.set_xlim if axis == "x" else axes.set_ylim)(low, high)
+    return titled(figure, title, f"{_of(rows[0])}, {_conditions(rows)}. {where}")
 
 
 def _ignored(rows: list[Row], where: str) -> Figure | None:
     rows = [r for r in rows if r["median"] is not None]
     if not rows:
         return None
-    figure = _figure(8, 4.2)
+    figure = styled(8, 4.2)
     axes = figure.subplots()
     styles = {FLOOR: (INK, ":", "s"), "fused_ce": (OURS, "-", "o"), "eager": (NAIVE, "--", "^")}
     for name, (colour, line, mark) in styles.items():
@@ -190,13 +138,13 @@ def _ignored(rows: list[Row], where: str) -> Figure | None:
     axes.set_xticks([0, 25, 50, 75, 90])
     axes.set_xlabel("labels ignored, %")
     axes.set_ylabel("forward + backward, ms")
-    return _titled(figure, "Time by the share of ignored labels", f"{_of(rows[0])}. {where}")
+    return titled(figure, "Time by the share of ignored labels", f"{_of(rows[0])}. {where}")
 
 
 def accumulation(data: dict[str, Any], path: Path) -> Path:
     """One panel per regime: the logged losses above, their distance to 32x1 below."""
     regimes = data["regimes"]
-    figure = _figure(4.2 * len(regimes), 6.8)
+    figure = styled(4.2 * len(regimes), 6.8)
     axes = figure.subplots(
         2, len(regimes), sharex=True, sharey="row", height_ratios=(3, 2), squeeze=False
     )
@@ -220,7 +168,7 @@ def accumulation(data: dict[str, Any], path: Path) -> Path:
     axes[1, -1].legend(fontsize=8, ncols=2, loc="upper right")
     where = f"{data['device_name']}, torch {data['torch']}, float32; {data['steps']} steps of 32"
     title = "Effective batch of 32 sequences, split into micro-batches"
-    return _save(_titled(figure, title, f"{where} sequences, AdamW."), path)
+    return save(titled(figure, title, f"{where} sequences, AdamW."), path)
 
 
 _SPLITS = {
@@ -245,7 +193,7 @@ def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path
     memory, time = ([r for r in part if problem(r)[1:] == chosen] for part in (memory, time))
     names = [r["name"] for r in memory if r["name"] in {t["name"] for t in time}]
 
-    figure = _figure(12.5, 4.6)
+    figure = styled(12.5, 4.6)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.15))
     peaks = {r["name"]: r["extra_peak_bytes"] / MiB for r in memory}
     times = {r["name"]: r["ratio"] for r in time}
@@ -280,7 +228,7 @@ def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path
     conditions = f"Left: N={N}, H={H}, V={V}, {dtype}, {_conditions(memory)}; {where}. "
     conditions += f"Right: 32 sequences ({regime} tokens) as one batch and as 32 micro-batches; "
     conditions += f"{gaps['device_name']}, torch {gaps['torch']}, float32."
-    return _save(_titled(figure, "", conditions), folder / f"overview-{tag}.png")
+    return save(titled(figure, "", conditions), folder / f"overview-{tag}.png")
 
 
 def _gaps(run: Sequence[float], full: Sequence[float]) -> list[float]:
@@ -294,23 +242,3 @@ def _of(row: Row) -> str:
 def _conditions(rows: Sequence[Row]) -> str:
     shares = sorted({r["ignored"] for r in rows})
     return "labels ignored: " + ", ".join(f"{s:.0%}" for s in shares)
-
-
-def _figure(width: float, height: float) -> Figure:
-    mpl.rcParams.update(STYLE)
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _titled(figure: Figure, title: str, caption: str) -> Figure:
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    width = int(figure.get_figwidth() * 15)
-    figure.supxlabel("\n".join(textwrap.wrap(caption, width)), x=0.01, ha="left", fontsize=8,
-                     color="#555555")  # fmt: skip
-    return figure
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path

@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.checks import check_auxiliary, check_settings, unpack
-from fusedce.accumulate.constructors import OnEmpty, from_accelerator, from_mesh
-from fusedce.accumulate.engines import Engine
+from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, unpack
+from fusedce.accumulate.engines import Engine, from_accelerator
+from fusedce.accumulate.mesh import from_mesh
+from fusedce.accumulate.metrics import Metrics
 from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.steps import Steps
 from fusedce.accumulate.totals import ONLY
-from fusedce.accumulate.window import Evaluated, Opening, no_auxiliary
+from fusedce.accumulate.window import Opening, no_auxiliary
 from fusedce.contract.groups import Ranks
 
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
@@ -48,11 +49,8 @@ class LossAccumulator:
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming uses an estimate (the previous window's count; in the first
     window, the ranks' first micro-batches) to keep gradients in the range of fp16 and bf16, and
-    ``finish`` corrects ``.grad`` once. Call it before clipping: a clipped gradient cannot be told
-    from another, so that mistake cannot be detected. :meth:`guard` catches others.
-
-    A micro-batch counts when its loss is differentiated. After a backward that raised, the window
-    can only be dropped: ``.grad`` holds a part of it.
+    ``finish`` corrects ``.grad`` once. After clipping that is too late, and cannot be detected:
+    a clipped gradient looks like another. :meth:`guard` catches other mistakes.
 
     Evaluation: ``acc.add(out)`` for every batch, then ``acc.metrics()``: sum / count over all
     batches and ranks, whatever the batch size.
@@ -60,13 +58,12 @@ class LossAccumulator:
     Nothing waits for a GPU until ``metrics``, ``state_dict``, or a choice of ``on_empty`` other
     than "zero" must read a number. Errors found on the device (a label out of range, a count that
     differs from the declared one) are raised there at the latest; in a single process on a CPU, at
-    once; on several ranks at the window's end. What goes wrong on one rank is raised on all of
-    them in the same words.
+    once; on several ranks at the window's end, before an optimizer steps, and on all of them in the
+    same words.
 
     Collectives, each an all-reduce of 244 float64 on ``process_group`` (under gloo, on a group of
     the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
-    it ends, so that an error of any rank is raised on all of them before an optimizer steps, and
-    ``metrics`` needs none; one in ``finish``; one in the first streaming ``scale`` ever or after
+    it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
     ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
     Beside them each ``scale`` looks into the store of ``torch.distributed``, whether another rank
     has ended the window: DDP would wait for that one in backward.
@@ -112,7 +109,7 @@ class LossAccumulator:
         check_settings(grad_reduction, on_empty)
         self._engine = Engine(backward_divisor)
         self._steps = Steps(Meeting(Ranks(process_group)), grad_reduction == "sum", on_empty)
-        self._evaluated = Evaluated(self._steps.new_faults())
+        self._metrics = Metrics(self._steps)
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
     from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
@@ -286,11 +283,11 @@ class LossAccumulator:
 
     # ---- metrics and state ------------------------------------------------------------------
 
-    def add(self, out: tuple[Tensor, Tensor]) -> None:
+    def add(self, out: Loss) -> None:
         """Count a batch in the metrics without training on it (evaluation). No collective.
 
         Args:
-            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
+            out: one loss, as for :meth:`scale`.
 
         Raises:
             TypeError: ``out`` is something else.
@@ -299,7 +296,7 @@ class LossAccumulator:
         one = unpack(out, [ONLY])[ONLY]
         if not one.loss_sum.requires_grad:
             self._engine.check_evaluated()
-        self._evaluated.add(one)
+        self._metrics.add(one)
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch with the labels of samples ignored that were only repeated to fill it.
@@ -315,7 +312,6 @@ class LossAccumulator:
         After training windows, whose sums are exchanged at their ends, without any collective: one
         rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
         something was ``add``-ed, or nothing ever trained, one all-reduce: every rank must call it.
-        The only place where training waits for the device.
 
         Args:
             reset: start a new interval.
@@ -340,16 +336,7 @@ class LossAccumulator:
             >>> acc.metrics()["loss"]
             1.5
         """
-        steps = self._steps
-        if self._evaluated.sums or not steps.has_trained:
-            self._sum_evaluated()
-        else:
-            steps.refuse_open_window("read metrics")
-        steps.raise_noted()
-        found = steps.totals.metrics()
-        if reset:
-            steps.totals.reset()
-        return found
+        return self._metrics.read(reset)
 
     def state_dict(self) -> dict[str, Any]:
         """Totals of all ranks and the streaming estimate, as plain numbers. No collective.
@@ -361,17 +348,7 @@ class LossAccumulator:
                 holds: save between optimizer steps. Or batches were added on several ranks, and
                 not summed by ``metrics()`` yet.
         """
-        steps = self._steps
-        steps.refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
-        if self._evaluated.sums and steps.meeting.ranks.size() > 1:
-            raise RuntimeError(
-                "cannot save the state: batches were added on this rank that are not summed over "
-                "ranks yet. Call metrics() on all ranks first"
-            )
-        if self._evaluated.sums:
-            self._sum_evaluated()
-        steps.raise_noted()
-        return steps.totals.state()
+        return self._metrics.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, with the same bits as without the interruption.
@@ -382,8 +359,7 @@ class LossAccumulator:
             RuntimeError: a window is open.
             TypeError, ValueError: ``state`` is something else.
         """
-        self._steps.load(state)
-        self._evaluated = Evaluated(self._steps.new_faults())
+        self._metrics.load(state)
 
     # ---- itself -----------------------------------------------------------------------------
 
@@ -399,16 +375,8 @@ class LossAccumulator:
     def __getstate__(self) -> dict[str, Any]:
         """For ``deepcopy`` and ``pickle``: between windows, with the same ranks."""
         self._steps.refuse_open_window("copy it")
-        copied = {**self.__dict__, "_steps": self._steps.settings()}
-        return {**copied, "state": self.state_dict()}
+        return {**self.__dict__, "_steps": self._steps.settings(), "_metrics": self.state_dict()}
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
-        state = copied.pop("state")
-        self.__dict__.update(copied)
-        self._steps.load(state)
-
-    def _sum_evaluated(self) -> None:
-        evaluated, new = self._evaluated, self._steps.new_faults()
-        faults, evaluated.faults = evaluated.faults, new
-        self._steps.sum_evaluated(evaluated.sums, faults)
-        evaluated.sums = {}
+        self.__dict__.update(copied, _metrics=Metrics(copied["_steps"]))
+        self._metrics.load(copied["_metrics"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fusedce.accumulate.window import Losses
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum
 
+OnEmpty = Literal["zero", "skip", "raise"]
 _MOST_LOSSES = VALUES // len(names_of([ONLY]))
 
 

@@ -1,15 +1,18 @@
-"""Who runs backward, and what it divides by on its own."""
+"""Who runs backward, what it divides by on its own, and accumulators for it."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fusedce.accumulate.checks import OnEmpty
 from fusedce.contract.groups import submesh
+
+Made = TypeVar("Made")  # LossAccumulator, whose class methods these are
 
 
 class Engine:
@@ -104,6 +107,35 @@ class AccelerateEngine(Engine):
         if state is None or self._accelerator.num_processes == 1:
             return None
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+
+def from_accelerator(
+    cls: Callable[..., Made], accelerator: Any, *, on_empty: OnEmpty = "zero"
+) -> Made:
+    """For a loop that uses ``accelerate``: its ranks, its division, its backward.
+
+    ``backward`` calls ``accelerator.backward``, and its constant division by
+    ``gradient_accumulation_steps``, also in a shorter last window, is undone. Streaming fits
+    ``accelerator.accumulate``; with declared counts draw the micro-batches of a window first
+    and do without ``accumulate``, which takes each of the last ones for the end of the epoch
+    once the dataloader is exhausted (``examples/accelerate_loop.py`` shows both).
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``, on one device, with DDP, FSDP or DeepSpeed
+            (declared counts only).
+        on_empty: as for the class.
+
+    Raises:
+        TypeError: not an ``Accelerator``.
+        ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        >>> acc = LossAccumulator.from_accelerator(accelerator)
+    """
+    new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
+    new._engine = AccelerateEngine(accelerator)
+    return new
 
 
 def token_mesh(accelerator: Any) -> Any:

@@ -12,21 +12,14 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window
+from fusedce.accumulate.graph import leaves_of
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.leftovers import drop, leftovers
-from fusedce.accumulate.message import (
-    CLOSE,
-    ESTIMATE,
-    FINISH,
-    METRICS,
-    WINDOW,
-    Terms,
-    hash_of,
-)
+from fusedce.accumulate.message import CLOSE, ESTIMATE, FINISH, WINDOW, Terms, hash_of
 from fusedce.accumulate.ranks import Meeting
 from fusedce.accumulate.streaming import UNKNOWN, scale_gradients, trained_of
 from fusedce.accumulate.totals import ONLY, Sums, Totals, names_of, stacked
-from fusedce.accumulate.window import Window, leaves_of
+from fusedce.accumulate.window import Window
 
 
 @dataclass
@@ -79,7 +72,7 @@ class Steps:
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
         local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
-        terms = self._terms(
+        terms = self.terms(
             micro_batches=len(declared), losses=0 if ONLY in losses else hash_of(losses)
         )
         sent = self.meeting.send(WINDOW, local, terms)
@@ -108,7 +101,7 @@ class Steps:
                 if self.has_loss:
                     window.check_complete()
             sums = stacked(window.sums, names_of(window.weights))
-            sums = self.meeting.send(CLOSE, sums, self._terms(), window.faults).wait()
+            sums = self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()
         finally:
             self.ends()
         self._count_window(window, sums)
@@ -140,7 +133,7 @@ class Steps:
         previous = self.totals.previous_count
         if previous is None or not self._agreed_estimate:
             loaded = 0 if previous is None else hash_of(int(previous))
-            terms = self._terms(estimate=loaded)
+            terms = self.terms(estimate=loaded)
             n = n_valid.clamp(min=0)[None]
             met = self.tokens.send(ESTIMATE, n, terms).wait()[0]
             self._agreed_estimate = previous is not None
@@ -152,7 +145,7 @@ class Steps:
         """Before a micro-batch: raise what ranks that have ended this window would wait with."""
         streams = window.declared is None
         if not streams or not self.guard.others_stream():
-            terms = self._terms(micro_batches=streams * (window.seen + 1))
+            terms = self.terms(micro_batches=streams * (window.seen + 1))
             self.meeting.join_who_has_ended(window.seen, streams, terms)
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
@@ -175,7 +168,7 @@ class Steps:
         estimate = torch.ones(1) if window is None else window.denominators()
         speaks = torch.full_like(estimate, float(seen > 0))
         told = torch.cat([told, _faults.moved(torch.cat([estimate * speaks, speaks]), told.device)])
-        terms = self._terms(micro_batches=seen)
+        terms = self.terms(micro_batches=seen)
         faults = None if window is None else window.faults
         told = self.meeting.send(FINISH, told, terms, faults).wait()
         total, (estimate, n) = told[1], told[-2:]
@@ -207,15 +200,6 @@ class Steps:
             self._dropped = False
 
     # ---- between windows --------------------------------------------------------------------
-
-    def sum_evaluated(self, sums: Sums, faults: _faults.Faults) -> None:
-        """Add what each rank has evaluated to the totals: one all-reduce."""
-        with self.meeting.on_the_way(METRICS):
-            self.refuse_open_window("read metrics")
-        names = names_of([ONLY])
-        sent = self.meeting.send(METRICS, stacked(sums, names), self._terms(), faults)
-        self.totals.add(names, sent.wait())
-        self._keep(faults)
 
     def raise_noted(self) -> None:
         """Raise what devices have reported since somebody looked. Waits for them."""
@@ -275,7 +259,7 @@ class Steps:
                 "would add them to this window: call acc.discard_window(model) first"
             )
 
-    def _terms(self, micro_batches: int = 0, losses: int = 0, estimate: int = 0) -> Terms:
+    def terms(self, micro_batches: int = 0, losses: int = 0, estimate: int = 0) -> Terms:
         settings = (int(self.adds), int(self.on_empty == "skip"), int(self.on_empty == "raise"))
         return Terms(self.has_loss, micro_batches, losses, estimate, settings)
 
@@ -297,9 +281,9 @@ class Steps:
         self.totals.n_windows += 1
         self.has_trained = True
         if window is not None:
-            self._keep(window.faults)
+            self.keep(window.faults)
 
-    def _keep(self, faults: _faults.Faults) -> None:
+    def keep(self, faults: _faults.Faults) -> None:
         """On several ranks a message has carried them."""
         if self.meeting.ranks.group() is None:
             self._noted.absorb(faults)

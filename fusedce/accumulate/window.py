@@ -9,7 +9,7 @@ window, since ``.grad`` holds a part of it that nobody can take out again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.graph import trains
 from fusedce.accumulate.ranks import Sent
-from fusedce.accumulate.totals import ONLY, Sums, add, sums_of
+from fusedce.accumulate.totals import Sums, add, sums_of
 from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
 
@@ -131,7 +132,7 @@ class Window:
         roots = [] if scaled.grad_fn is None else [x for x, _ in scaled.grad_fn.next_functions]
 
         def begins(_: Tensor) -> None:
-            if not _trains(roots):
+            if not trains(roots):
                 return
             if not self.is_open:
                 raise RuntimeError(
@@ -228,59 +229,6 @@ def no_auxiliary() -> RuntimeError:
         "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
         "all gradients by one factor in finish(), which would rescale the auxiliary loss."
     )
-
-
-def _trains(roots: list[Any]) -> bool:
-    """Whether the backward that runs now is for parameters below ``roots``.
-
-    A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
-    learn their shapes: that is no training, though there is a loss. Such a graph has leaves beside
-    its parameters; without any ``nn.Parameter`` it always trains.
-    """
-    parameters = others = asked_for = False
-    for variable, node in _leaves(roots):
-        if not isinstance(variable, torch.nn.Parameter):
-            others = True
-            continue
-        parameters = True
-        try:
-            if torch._C._will_engine_execute_node(node):
-                return True
-        except RuntimeError:  # torch's answer about leaves inside of torch.autograd.grad
-            asked_for = True
-    return not parameters or (asked_for and not others)
-
-
-def leaves_of(roots: list[Any]) -> list[Tensor]:
-    """The tensors whose ``.grad`` a backward through ``roots`` adds to."""
-    return [variable for variable, _ in _leaves(roots)]
-
-
-def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
-    """The leaves of a graph and their nodes, those near the loss first."""
-    level, seen = [node for node in roots if node is not None], set()
-    while level:
-        following = []
-        for node in level:
-            if node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable, node
-            following += [x for x, _ in node.next_functions if x is not None]
-        level = following
-
-
-class Evaluated:
-    """What was added on this rank without training, and is not summed over ranks yet."""
-
-    def __init__(self, faults: _faults.Faults) -> None:
-        self.sums: Sums = {}
-        self.faults = faults
-
-    def add(self, out: MonitoredLossSum) -> None:
-        self.faults.note(_faults.bad_label, out.n_valid < 0, out.n_valid)
-        self.sums = add(self.sums, sums_of(ONLY, out))
 
 
 class Opening:

@@ -18,6 +18,7 @@ from fusedce.backends.gradients import Gradients, of_inputs
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem, Wanted, schema_of
 from fusedce.contract.projection import Projection
+from fusedce.contract.rounding import acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes of the rows of the head that are held at a time
 _END = len(Problem._fields)
@@ -60,7 +61,7 @@ def _chosen_logits(*flat: Any) -> Tensor:
 @_chosen_logits.register_fake
 def _(*flat: Any) -> Tensor:
     problem, classes = Problem(*flat[:_END]), flat[_END]
-    wide = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    wide = acc_dtype(problem.hidden.dtype)
     return problem.hidden.new_empty(classes.shape, dtype=wide)
 
 

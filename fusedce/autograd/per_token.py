@@ -21,7 +21,7 @@ def losses(
 ) -> tuple[Tensor, Stats]:
     """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
     smoothing = problem.label_smoothing > 0
-    lse = wanted.lse or smoothing or problem.z_loss != 0
+    lse = wanted.lse or not problem.of_nll_alone()
     stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing), argmax_out)
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)

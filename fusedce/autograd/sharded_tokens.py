@@ -28,6 +28,7 @@ from fusedce.backends.sharded.tiles import Shard, all_tokens, sum_over_ranks
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
 
 
 class Counted(NamedTuple):
@@ -52,8 +53,8 @@ def losses(problem: Problem, shard: Shard) -> Tensor:
     counted = _counted(problem, shard)
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
-    lse = smoothing or whole.z_loss != 0
-    stats = _statistics(problem, counted, Wanted(lse=lse, zmean=smoothing))
+    wanted = Wanted(lse=not whole.of_nll_alone(), zmean=smoothing)
+    stats = _statistics(problem, counted, wanted)
     y = whole.labels[counted.rows].long().clamp(0, shard.V - 1)
     of_rows = whole.rows(counted.rows)
     zmean = stats.zmean if smoothing else None
@@ -164,7 +165,7 @@ def _grads_here(
     """This rank's part of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
     problem = local.problem
     dtype = problem.hidden.dtype
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    acc = acc_dtype(dtype)
     if not len(problem.weight):
         d_hidden = torch.zeros_like(problem.hidden, dtype=acc)
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)

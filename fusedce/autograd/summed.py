@@ -27,6 +27,7 @@ from fusedce.autograd.derivatives import detached, refuse_second_derivatives
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
+from fusedce.contract.rounding import acc_dtype
 
 
 def loss_sum(
@@ -149,7 +150,7 @@ def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[
 
 
 def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     total = problem.hidden.new_empty((), dtype=dtype)
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
     if not any(wanted.gradients()):

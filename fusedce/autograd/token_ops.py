@@ -12,6 +12,7 @@ from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import of_inputs
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
+from fusedce.contract.rounding import acc_dtype
 
 
 @torch.library.custom_op(
@@ -62,7 +63,7 @@ def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[
 
 def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
     N = problem.labels.shape[0]
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     nll, lse, entropy, zmean = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
         for want in (True, wanted.lse, wanted.entropy, wanted.zmean)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
 
 SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
 
@@ -34,7 +35,7 @@ def waiting(problem: Problem) -> Dtypes:
     mean fits it.
     """
     dtype = problem.hidden.dtype
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    acc = acc_dtype(dtype)
     large = dtype != torch.float16 and problem.weight.numel() > SMALL_HEAD
     return Dtypes(acc, dtype if large else acc, acc)
 
@@ -58,7 +59,7 @@ class Gradients:
     ) -> None:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
         device = hidden.device
-        acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        acc = acc_dtype(hidden.dtype)
         self.dtypes = dtypes
         self.hidden = self.weight = self.bias = None
         if wanted.hidden:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
+from fusedce.contract.rounding import acc_dtype
 
 
 class MeanLogit:
@@ -13,7 +14,7 @@ class MeanLogit:
 
     def __init__(self, problem: Problem) -> None:
         weight, bias = problem.weight, problem.bias
-        acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        acc = acc_dtype(weight.dtype)
         V, H = weight.shape
         c = weight.new_ones(V, dtype=acc)
         if problem.class_weight is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.labels import check_labels
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import NUMBERS, RANGES, Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,13 +29,11 @@ def checked(problem: Problem) -> Problem:
 def check_options(problem: Problem) -> None:
     """Everything but the three tensors and the bias."""
     check_softcap(problem.softcap)
-    check_number("logit_scale", problem.logit_scale)
     check_ignore_index(problem.ignore_index, problem.labels)
     check_chunk_tokens(problem.chunk_tokens)
-    smoothing = check_number("label_smoothing", problem.label_smoothing)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
-    check_number("z_loss", problem.z_loss)
+    for name in NUMBERS:
+        if name != "softcap":
+            check_number(name, getattr(problem, name))
     hidden, weight = problem.hidden, problem.weight
     _check_weights("token_weight", problem.token_weight, hidden, hidden.shape[:-1], "(...)")
     _check_weights("class_weight", problem.class_weight, hidden, weight.shape[:1], "(V,)")
@@ -43,22 +41,20 @@ def check_options(problem: Problem) -> None:
 
 def flattened(problem: Problem) -> Problem:
     """Tokens in one dimension, numbers as floats, weights in float32 or better."""
-    hidden, softcap = problem.hidden, problem.softcap
+    hidden = problem.hidden
     labels, ignore_index = problem.labels.reshape(-1), problem.ignore_index
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
     token_weight, class_weight = wide(problem.token_weight), wide(problem.class_weight)
+    given = {name: getattr(problem, name) for name in NUMBERS}
     return problem.but(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         labels=labels,
         ignore_index=ignore_index,
         token_weight=None if token_weight is None else token_weight.reshape(-1),
         class_weight=class_weight,
-        softcap=None if softcap is None else float(softcap),
-        logit_scale=float(problem.logit_scale),
-        label_smoothing=float(problem.label_smoothing),
-        z_loss=float(problem.z_loss),
+        **{name: x if x is None else float(x) for name, x in given.items()},
     )
 
 
@@ -185,6 +181,9 @@ def check_number(name: str, value: float) -> float:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -_HUGE <= value <= _HUGE:
         raise ValueError(f"{name} must be finite and in the range of float32, got {value}")
+    least, most = RANGES.get(name, (value, value))
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
     return float(value)
 
 

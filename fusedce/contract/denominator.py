@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
+from fusedce.contract.rounding import acc_dtype
 
 Factor = Tensor | float | None
 _expected: contextvars.ContextVar[Factor | Callable[[], Factor]] = contextvars.ContextVar(
@@ -51,7 +52,7 @@ def with_expected_upstream(problem: Problem) -> Problem:
         factor = factor()
     if factor is None:
         return problem
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     device = problem.hidden.device
     if not isinstance(factor, Tensor):  # (as_tensor would copy from the host)
         return problem.but(expected_upstream=torch.full((), factor, dtype=dtype, device=device))

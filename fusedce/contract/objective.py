@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
+from fusedce.contract.rounding import acc_dtype
 
 
 class Stats(NamedTuple):
@@ -63,7 +64,7 @@ def folded(problem: Problem) -> Problem:
     A token of weight 0 is then left out as a whole, with whatever its logits hold.
     """
     c = problem.class_weight
-    if c is None or problem.label_smoothing or problem.z_loss:
+    if c is None or not problem.of_nll_alone():
         return problem
     w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
     if problem.token_weight is not None:
@@ -75,7 +76,7 @@ def token_losses(
     problem: Problem,
     y: Tensor,  # (n,) labels, in range
     nll: Tensor,  # (n,)
-    lse: Tensor,  # (n,), read with label smoothing or z-loss
+    lse: Tensor,  # (n,), read where the loss is not of nll alone
     zmean: Tensor | None,  # (n,), with label smoothing only
 ) -> Tensor:
     """``(n,)`` losses, differentiable in nll, lse and zmean."""
@@ -135,5 +136,5 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     return n_valid.clamp(min=1).to(dtype).reciprocal_()

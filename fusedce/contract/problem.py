@@ -46,7 +46,11 @@ class Problem(NamedTuple):
 
     def plain(self) -> bool:
         """Whether the loss is cross-entropy and nothing else."""
-        return not (self.label_smoothing or self.z_loss) and self.unweighted()
+        return self.of_nll_alone() and self.unweighted()
+
+    def of_nll_alone(self) -> bool:
+        """Whether a token's loss is its label's ``nll``, times weights: no other statistic."""
+        return not (self.label_smoothing or self.z_loss)
 
     def unweighted(self) -> bool:
         return self.token_weight is None and self.class_weight is None
@@ -56,6 +60,14 @@ class Problem(NamedTuple):
         if self.token_weight is None:
             return self
         return self.but(token_weight=self.token_weight[chosen])
+
+
+NUMBERS = tuple(
+    name for name, hint in get_type_hints(Problem).items() if hint in (float, float | None)
+)
+"""Options that are numbers: checked, cast and compared between ranks without naming them."""
+RANGES = {"label_smoothing": (0, 1)}
+"""Of those that may not be any finite number."""
 
 
 class Wanted(NamedTuple):

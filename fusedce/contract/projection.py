@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem
+from fusedce.contract.rounding import acc_dtype
 
 
 class Projection(NamedTuple):
@@ -28,7 +29,7 @@ class Projection(NamedTuple):
     @property
     def acc(self) -> torch.dtype:
         """Dtype of logits and sums."""
-        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        return acc_dtype(self.weight.dtype)
 
     def logits(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """``(v, C)`` logits of classes ``begin`` to ``end`` for ``h (C, H)`` in ``acc``."""

@@ -1,8 +1,16 @@
-"""In-place scaling that does not round its factor."""
+"""What is computed in which dtype, and in-place scaling that does not round its factor."""
 
+from __future__ import annotations
+
+import torch
 from torch import Tensor
 
 _PART = 2**20  # elements whose float32 copy is held at a time
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of logits, losses and sums of inputs of ``dtype``: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -12,8 +12,9 @@ from fusedce.contract.checks import checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
-from fusedce.loss.sharded import is_sharded
-from fusedce.loss.sharded_tokens import reduced
+from fusedce.contract.rounding import acc_dtype
+from fusedce.loss.sharded import reduced
+from fusedce.loss.shards import is_sharded
 from fusedce.loss.tokens import check_reduction
 
 
@@ -113,7 +114,7 @@ def fused_cross_entropy(
 
 def _denominator(problem: Problem) -> Tensor:
     """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
-    dtype = torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32
+    dtype = acc_dtype(problem.hidden.dtype)
     weights, count = weights_and_count(problem)
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
     return torch.where(count > 0, weights, 1.0).to(dtype)

@@ -16,7 +16,7 @@ from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.loss.sharded import device_of, is_sharded, met
+from fusedce.loss.shards import device_of, is_sharded, met
 
 
 @explains_names

@@ -12,8 +12,8 @@ from fusedce.contract.checks import checked, checked_temperature
 from fusedce.contract.explain import explains_names
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.sharded import is_sharded
 from fusedce.loss.sharded_tokens import sharded_argmax, statistics
+from fusedce.loss.shards import is_sharded
 from fusedce.loss.tokens import of_tokens, tempered
 
 

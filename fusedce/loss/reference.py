@@ -1,4 +1,4 @@
-"""The slow truth: the loss written as its definition, in float64, for reading and for tests."""
+"""The slow truth: the loss written as its definition, for reading and for tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def reference_ce(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     class_weight: Tensor | None = None,  # (V,)
+    dtype: torch.dtype = torch.float64,
 ) -> LossSum:
-    """Cross-entropy sum over valid tokens and their number, computed in float64 with all logits.
+    """Cross-entropy sum over valid tokens and their number, computed with all logits.
 
     ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)``;
     ``loss_sum = sum over valid i of token_weight_i * (CE_i + z_loss * logsumexp(z_i)**2)``, where
@@ -33,36 +34,40 @@ def reference_ce(
     Differentiable by autograd. Memory ``8 * N * V`` bytes: for tests and documentation only.
 
     Args: as in :func:`fusedce.fused_ce`, without its checks.
+        dtype: of the product of ``hidden`` and ``weight``; what follows is in float32 or better.
+            The truth with float64; with the inputs' own dtype, what people write, and so how wrong
+            the loss may be.
 
     Returns:
-        :class:`fusedce.LossSum` with ``loss_sum`` float64 (nats) and ``n_valid`` int64 (tokens).
+        :class:`fusedce.LossSum` with ``loss_sum`` (nats) float64, float32 for a lesser ``dtype``,
+        and ``n_valid`` int64 (tokens).
 
     Example:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
         >>> reference_ce(hidden, weight, torch.tensor([1, -100, 4])).n_valid
         tensor(2)
     """
-    hidden = hidden.reshape(-1, hidden.shape[-1]).double()
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     labels = labels.reshape(-1).long()
     counted = labels != ignore_index
     # What does not count leaves before anything is computed: a NaN in it must reach nobody.
-    w = torch.ones_like(hidden[:, 0]) if token_weight is None else token_weight.reshape(-1).double()
+    w = torch.ones(len(labels), device=labels.device) if token_weight is None else token_weight
+    w = w.reshape(-1).to(wide)
     used = counted & (w != 0)
     hidden, labels, w = hidden[used], labels[used], w[used]
 
-    logits = hidden @ weight.double().T
-    if bias is not None:
-        logits = logits + bias.double()
-    logits = logits * logit_scale
+    bias = None if bias is None else bias.to(dtype)
+    logits = F.linear(hidden, weight.to(dtype), bias).to(wide) * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
     lse = torch.logsumexp(logits, dim=-1)
     V = logits.shape[-1]
-    target = (1 - label_smoothing) * F.one_hot(labels, V).double() + label_smoothing / V  # (N, V)
+    target = (1 - label_smoothing) * F.one_hot(labels, V).to(wide) + label_smoothing / V  # (N, V)
     if class_weight is not None:
-        target = target * class_weight.double()
+        target = target * class_weight.to(wide)
     # A class that is no target at all may have a logit of -inf: 0 * inf is 0 here.
-    losses = torch.where(target == 0, 0.0, target * (lse[:, None] - logits)).sum(-1)
+    losses = torch.where(target == 0, 0.0, -target * logits.log_softmax(-1)).sum(-1)
     losses = losses + z_loss * lse**2
     return LossSum((w * losses).sum(), counted.sum())

@@ -6,32 +6,20 @@ the logits of a chunk of tokens at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.autograd import sharded
-from fusedce.backends.choose import resolve_backend
-from fusedce.backends.sharded.agreement import SUM, agree, check_vocab_size, on_the_way
-from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
-from fusedce.backends.sharded.tiles import Shard
-from fusedce.contract.checks import (
-    autocast,
-    check_options,
-    check_tensor_types,
-    check_tensors,
-    checked_temperature,
-    flattened,
-)
+from fusedce.autograd import sharded, sharded_tokens
+from fusedce.backends.sharded.agreement import LOSSES, on_the_way
+from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.explain import explains_names
+from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-
-
-def is_sharded(weight: object, process_group: object) -> bool:
-    """Whether :func:`sharded_ce` is meant: a group was given, or the weight is a ``DTensor``."""
-    return process_group is not None or is_dtensor(weight)
+from fusedce.loss.shards import device_of, met, tokens_of
+from fusedce.loss.tokens import check_reduction
 
 
 @explains_names
@@ -71,9 +59,9 @@ def sharded_ce(
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
-    * one all-gather of 69 int64: do all ranks hold the same tokens and options, how many rows has
-      each, and has one found an error; for a weight that is replicated over other dimensions of its
-      mesh, before it one on each of those, over which labels must be equal and hidden states
+    * one all-gather of under 1 KiB: do all ranks hold the same tokens and options, how many rows
+      has each, and has one found an error; for a weight that is replicated over other dimensions of
+      its mesh, before it one on each of those, over which labels must be equal and hidden states
       within 1% of their norm;
     * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
       exponentials, the label's logit, the sum of logits;
@@ -138,39 +126,123 @@ def sharded_ce(
     return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
 
 
-def met(
+@explains_names
+def sharded_cross_entropy(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
+    labels: Tensor,  # (...) int64 or int32
+    *,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,  # (V_local,), or a DTensor (V,) with Shard(0)
+    class_weight: Tensor | None = None,  # (V,) numbers
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...) numbers or bool
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`fusedce.fused_cross_entropy` with the rows of ``weight`` spread over ranks.
+
+    The same losses, in nats: with the logits ``z`` over all ranks' classes, ``nll[i, v] =
+    logsumexp(z[i]) - z[i, v]`` and ``y = labels[i]``::
+
+        loss[i] = token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
+        CE[i]   = (1 - label_smoothing) * class_weight[y] * nll[i, y]
+                  + label_smoothing * mean over v of class_weight[v] * nll[i, v]
+
+    ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum; ``"mean"`` that over the
+    sum of ``class_weight[labels]`` (without: over the number of valid positions). Every rank
+    returns the same (of its own tokens, where tokens are sharded too), and must run backward: it
+    receives its rows of the weight and bias gradients and the whole gradient of its ``hidden``.
+    Upstream gradients must be equal on ranks that hold the same tokens, as those of equal programs
+    are; the loss counts once, not once per rank. Label smoothing is torch's; Megatron-LM's
+    ``label_smoothing=e`` is ``e * V / (V - 1)`` here.
+
+    Each rank runs the backend over its own rows, as if they were a vocabulary, in tiles; backward
+    computes them once more. So do "mean" and "sum" with ``class_weight`` or ``backend="triton"``;
+    else they are :func:`sharded_ce`, with three products of the shard's size instead of four.
+    Deterministic; all ranks compute the same bits of the loss. Waits for the device.
+
+    Collectives on the vocabulary's ranks (other than those of :func:`sharded_ce`):
+
+    * forward: one all-gather of under 1 KiB, in which ranks compare what they ask for, and one of 2
+      float64 a token that counts (3 with label smoothing);
+    * backward, where ``hidden`` requires grad: one all-reduce of ``(N_valid, H)`` in float32;
+    * with sharded tokens, one all-gather each of hidden, labels and token weights before; in
+      backward one all-reduce of 4 numbers a token, and a reduce-scatter of ``(N, H)`` in place of
+      the all-reduce; "mean" and "sum" one all-reduce of two numbers.
+
+    Args:
+        hidden, weight, labels, process_group, tokens_sharded, vocab_size, bias: as in
+            :func:`sharded_ce`.
+        class_weight: ``(V,)`` numbers, the weights of all ranks' classes, the same on all ranks;
+            without gradient, without padding.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        ignore_index, softcap, logit_scale, label_smoothing, z_loss, token_weight, chunk_tokens,
+            backend: as in :func:`fusedce.fused_cross_entropy`.
+
+    Returns:
+        float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
+        differentiable in ``hidden``, ``weight`` and ``bias``, once.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`sharded_ce`, on all ranks the same; also for
+            class weights that differ between ranks or are not ``(V,)``.
+
+    Example:
+        >>> # every rank; alone, it holds the whole vocabulary
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        >>> weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
+        >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
+        >>> sharded_cross_entropy(hidden, weight, labels, reduction="none").shape
+        torch.Size([3])
+    """
+    problem = Problem(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        token_weight=token_weight,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        chunk_tokens=chunk_tokens,
+        backend=backend,
+    )
+    return reduced(problem, reduction, process_group, tokens_sharded, vocab_size)
+
+
+def reduced(
     problem: Problem,
+    reduction: str,
     process_group: Any,
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
-    function: str = SUM,
-) -> tuple[Problem, Shard]:
-    """The problem of this rank, checked and flattened, after all ranks have compared theirs.
-
-    Raises the same error on all ranks that share the vocabulary.
-    """
-    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
-        check_tensor_types(problem)
-        layout = layout_of(problem, process_group, tokens_sharded)
-        problem = autocast(layout.problem)
-        layout = layout._replace(problem=problem)
-        if len(problem.weight):
-            check_tensors(problem)
-        else:  # a rank without rows
-            row = problem.weight.new_empty(1, problem.weight.shape[-1])
-            check_tensors(problem.but(weight=row, bias=None))
-        resolve_backend(problem.backend, problem.hidden)
-        c = problem.class_weight
-        # Weights of all ranks' classes: how many there are is known once the ranks have met.
-        check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
-        flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
-        if problem.temperature is not None:
-            t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
-            flat = flat.but(temperature=t)
-        check_vocab_size(vocab_size)
-    shard = agree(layout, vocab_size, function)
-    return flat, shard
-
-
-def device_of(x: object) -> torch.device | None:
-    return getattr(x, "device", None)
+) -> Tensor:
+    """Of a problem as it was asked: the losses, their sum or their mean."""
+    labels = problem.labels
+    with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
+        check_reduction(reduction)
+    plain = problem.class_weight is None and problem.backend != "triton"
+    if plain and reduction != "none":
+        out = sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
+        return out.loss_sum if reduction == "sum" else out.mean()
+    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES)
+    losses = sharded_tokens.losses(problem, shard)
+    if reduction == "none":
+        return losses.view(tokens_of(labels))
+    mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
+    loss_sum, weights, count = sharded_tokens.total(mine, shard).unbind()
+    if reduction == "mean":
+        loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
+    return loss_sum.to(losses.dtype)

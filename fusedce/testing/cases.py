@@ -20,9 +20,14 @@ except ModuleNotFoundError:
 
 LogitsKind = Literal["flat", "peaked", "huge"]
 NAMES = ("hidden", "weight", "bias")
-OPTIONS = (
-    "bias", "softcap", "logit_scale", "ignore_index", "label_smoothing", "z_loss", "token_weight",
-)  # fmt: skip
+NUMBERS: dict[str, tuple[float, ...]] = {
+    "softcap": (1.0, 5.0, 30.0),
+    "logit_scale": (0.25, -1.5, 3.0),
+    "label_smoothing": (0.1, 1.0),
+    "z_loss": (1e-4, 0.3),
+}
+"""Values of the options that are numbers; as often they are left out."""
+OPTIONS = ("bias", "ignore_index", "token_weight", *NUMBERS)
 """Options of :func:`fusedce.fused_ce` that :func:`cases` draws subsets of."""
 
 
@@ -39,8 +44,8 @@ class Case:
         contiguous: False takes every tensor as a strided view of a larger one.
         requires_grad: which of hidden, weight and bias require grad.
         upstream: gradient that arrives at ``loss_sum``.
-        options: keyword arguments of the loss besides bias and the weights: softcap, logit_scale,
-            ignore_index, label_smoothing, z_loss.
+        options: keyword arguments of the loss besides bias and the weights: ``ignore_index``, and
+            those of :data:`NUMBERS`.
         token_weight, class_weight: draw these weights, between 0 (a quarter of the tokens and a few
             classes have it) and about 3, and give them to the loss.
         seed: of the random numbers.
@@ -153,22 +158,12 @@ def cases(
     )
     V = draw(st.one_of(st.sampled_from([1, 2, 127, 257]), st.integers(1, max_vocabulary)))
     V = min(V, max_vocabulary)
+    classes = {"ignore_index": (-1, 0, V - 1, V + 5)}
     chosen: dict[str, Any] = {}
-    if "softcap" in options:
-        softcap = draw(st.sampled_from([None, None, 1.0, 5.0, 30.0]), label="softcap")
-        chosen |= {} if softcap is None else {"softcap": softcap}
-    if "logit_scale" in options:
-        scale = draw(st.sampled_from([None, None, 0.25, -1.5, 3.0]), label="logit_scale")
-        chosen |= {} if scale is None else {"logit_scale": scale}
-    if "ignore_index" in options:
-        index = draw(st.sampled_from([None, None, -1, 0, V - 1, V + 5]), label="ignore_index")
-        chosen |= {} if index is None else {"ignore_index": index}
-    if "label_smoothing" in options:
-        smoothing = draw(st.sampled_from([None, None, 0.1, 1.0]), label="label_smoothing")
-        chosen |= {} if smoothing is None else {"label_smoothing": smoothing}
-    if "z_loss" in options:
-        z_loss = draw(st.sampled_from([None, None, 1e-4, 0.3]), label="z_loss")
-        chosen |= {} if z_loss is None else {"z_loss": z_loss}
+    for name, values in (NUMBERS | classes).items():
+        if name in options:
+            value = draw(st.sampled_from([None, None, *values]), label=name)
+            chosen |= {} if value is None else {name: value}
     with_bias = "bias" in options and draw(st.booleans(), label="bias")
     inputs = NAMES if with_bias else NAMES[:2]
     return Case(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.results import LossSum
+from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.reference import reference_ce
 from fusedce.testing.cases import NAMES, Case, cases
 
@@ -52,7 +52,8 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     """Compare loss, count and gradients of one case: see :func:`assert_matches_reference`."""
     hidden, weight, labels, bias = case.tensors(device)
     ours = _run(fn, case, hidden, weight, labels, bias)
-    torchs = _run(_eager, case, hidden, weight, labels, bias)
+    eager = functools.partial(reference_ce, dtype=case.dtype)
+    torchs = _run(eager, case, hidden, weight, labels, bias)
     exact = _run(
         reference_ce,
         case,
@@ -67,7 +68,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     assert int(ours["n_valid"]) == int(exact["n_valid"]), (
         f"n_valid is {int(ours['n_valid'])}, reference {int(exact['n_valid'])} in {case}"
     )
-    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    wide = acc_dtype(case.dtype)
     assert ours["loss_sum"].dtype == wide, f"loss_sum must be {wide}: {ours['loss_sum'].dtype}"
     assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
 
@@ -151,35 +152,3 @@ def _run(
         (loss_sum * case.upstream).backward()
     grads = {name: None if x is None else x.grad for name, x in leaves.items()}
     return {"loss_sum": loss_sum.detach(), "n_valid": n_valid, **grads}
-
-
-def _eager(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-    class_weight: Tensor | None = None,
-) -> LossSum:
-    """What people write: logits in the inputs' dtype, cross-entropy in float32."""
-    labels = labels.reshape(-1).long()
-    counted = labels != ignore_index
-    w = torch.ones(len(labels), device=hidden.device) if token_weight is None else token_weight
-    valid = counted & (w.reshape(-1) != 0)
-    logits = F.linear(hidden.reshape(-1, hidden.shape[-1])[valid], weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    c = None if class_weight is None else class_weight.to(logits)
-    losses = F.cross_entropy(
-        logits, labels[valid], weight=c, label_smoothing=label_smoothing, reduction="none"
-    )
-    losses = losses + z_loss * logits.logsumexp(-1).square()
-    return LossSum((w.reshape(-1)[valid].to(losses) * losses).sum(), counted.sum())

@@ -1,25 +1,14 @@
 """What goes wrong on one rank is raised on all of them, in the same words, soon."""
 
 import functools
-import os
-import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import ranks
-from support.loops import batches, distance, new_weight, run_window, weight_and_grad
+from support.loops import a_loss, new_weight, raising, warm_up
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import LossAccumulator
 from fusedce.accumulate import faults as _faults
-
-SCHEDULES = int(os.environ.get("FUSEDCE_SCHEDULES", "40"))  # random ones of two ranks
-SOON = 10  # seconds; the process group gives up after 120
-
-
-def a_loss(n, weight=None):
-    hidden, labels = batches([n])[0]
-    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
 
 
 def train(acc, counts, sizes=None, weight=None):
@@ -39,11 +28,6 @@ def then_goes_on(acc):
     weight = new_weight()
     train(acc, [3], weight=weight)
     return float(weight.grad.norm())
-
-
-def warm_up(rank):
-    """The first of everything takes seconds: imports, and gloo's connections."""
-    stream(LossAccumulator(), [2], new_weight())
 
 
 def case(f):
@@ -197,20 +181,6 @@ def finish_without_parameters(acc, rank):
     acc.finish([] if rank else [weight])
 
 
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("in backward")
-
-
-def raising(out):
-    return out._replace(loss_sum=Raising.apply(out.loss_sum))
-
-
 def settings(rank):
     """Pairs of accumulators that do not fit."""
     pairs = {
@@ -305,7 +275,7 @@ def test_all_ranks_raise_the_same(f):
     (a, fast, after), (b, fast_too, _) = ranks.of(results(), f.__name__)
     assert a == b
     assert RAISES[f] in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
     assert after > 0
 
 
@@ -316,7 +286,7 @@ def test_the_other_rank_is_told(f):
     assert told.removeprefix("RuntimeError: ") == f"{own.removeprefix('RuntimeError: ')} " + (
         "(on rank 1 of 2)"
     )
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
     assert after > 0
 
 
@@ -337,7 +307,7 @@ def test_settings_that_differ():
     for name in a:
         assert a[name][0] == b[name][0]
         assert words[name.removesuffix(", streaming")] in a[name][0]
-        assert max(a[name][1], b[name][1]) < SOON
+        assert max(a[name][1], b[name][1]) < ranks.SOON
 
 
 def test_estimates_of_other_states():
@@ -345,7 +315,7 @@ def test_estimates_of_other_states():
     for (one, fast), (two, _) in zip(a[:2], b[:2], strict=True):
         assert one == two
         assert "start streaming from different estimates" in one
-        assert fast < SOON
+        assert fast < ranks.SOON
     assert a[2][0] is None
 
 
@@ -356,107 +326,3 @@ def test_on_a_device_it_is_raised_where_metrics_are_read():
     assert "different numbers of micro-batches in this window: 3 on 2" in a[1]
     for left in (a[2], b[2]):
         assert "TypeError: counts[0] must be an integer" in left
-
-
-# ---- random schedules ---------------------------------------------------------------------------
-
-
-def random_schedule(seed, rank):
-    """Windows of two ranks, one of which may fail somewhere: what each of them saw.
-
-    Gradients are added by hand after each window, as an engine without collectives inside it does.
-    """
-    rng = random.Random(seed)
-    acc = LossAccumulator(grad_reduction="sum")
-    found = []
-    for window in range(rng.randint(1, 4)):
-        streaming, M = rng.random() < 0.5, rng.randint(1, 3)
-        sizes = [[rng.choice([0, 1, 4, 9]) for _ in range(M)] for _ in range(2)]
-        failing, where = rng.choice([None, 0, 1]), rng.randrange(M)
-        kind = rng.choice(["before", "backward", "count", "more", "fewer", "elsewhere"])
-        weight = new_weight()
-        micro = batches(sizes[rank], 1000 * seed + 10 * window + rank)
-        fails = failing == rank
-        error, seconds = ranks.timed(
-            one_window, acc, weight, micro, streaming, fails and kind, where
-        )
-        if error is None:
-            dist.all_reduce(weight.grad)
-            both = [x for r in (0, 1) for x in batches(sizes[r], 1000 * seed + 10 * window + r)]
-            _, exact, _ = weight_and_grad(both)
-            found.append((None, distance(weight.grad, exact), seconds))
-        else:
-            acc.discard_window()
-            found.append((error, failing, seconds))
-    return found, acc.state_dict()
-
-
-def one_window(acc, weight, micro, streaming, failure, where):
-    counts = [int((y != -100).sum()) for _, y in micro]
-    if failure == "count":
-        counts[where] += 1
-    if failure == "more":
-        micro = [*micro, micro[0]]
-    if failure == "fewer":
-        micro = micro[:-1]
-    if failure == "elsewhere":
-        acc.metrics() if not acc.state_dict()["n_windows"] else acc.finish([weight])
-    if streaming:
-        try:
-            run(acc, weight, micro, failure, where)
-        except (ZeroDivisionError, ValueError):
-            if not acc._steps.window:  # before the first micro-batch of all: nothing is open
-                acc.scale(a_loss(0))
-        acc.finish([weight])
-    else:
-        with acc.window(counts):
-            run(acc, weight, micro, failure, where)
-
-
-def run(acc, weight, micro, failure, where):
-    for i, (hidden, labels) in enumerate(micro):
-        out = fused_ce(hidden, weight, labels)
-        if failure == "before" and i == where:
-            raise ValueError("a bug in the loop")
-        acc.backward(raising(out) if failure == "backward" and i == where else out)
-
-
-def schedules(first, last, rank):
-    warm_up(rank)
-    return [random_schedule(seed, rank) for seed in range(first, last)]
-
-
-def check_schedules(results):
-    """How many windows were right, and how many were refused."""
-    right, refused = 0, 0
-    for (a, state_a), (b, state_b) in zip(*results, strict=True):
-        assert state_a == state_b
-        for (error, how, fast), (other, _, fast_too) in zip(a, b, strict=True):
-            assert max(fast, fast_too) < SOON
-            if error is None and other is None:
-                assert how < 1e-6
-                right += 1
-                continue
-            assert error is not None
-            assert other is not None
-            # The one that raised in its own code has raised that, the other one names it.
-            own, told = (error, other) if how == 0 else (other, error)
-            words = own.removeprefix("RuntimeError: ")
-            assert told == own or words in told
-            refused += 1
-    return right, refused
-
-
-@pytest.mark.slow
-def test_random_schedules_with_errors_on_one_rank():
-    found = ranks.run({"schedules": functools.partial(schedules, 0, SCHEDULES)})
-    right, refused = check_schedules(ranks.of(found, "schedules"))
-    print(f"{SCHEDULES} schedules: {right} windows right, {refused} refused")
-    assert right > SCHEDULES // 2
-    assert refused > SCHEDULES // 2
-
-
-def test_run_window_is_right_after_all_that():
-    weight, exact, _ = weight_and_grad(batches([3, 5]))
-    run_window(LossAccumulator(), weight, batches([3, 5]))
-    assert distance(weight.grad, exact) < 1e-6

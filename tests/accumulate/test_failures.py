@@ -3,7 +3,15 @@
 import pytest
 import torch
 from support import parallel, ranks
-from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from support.loops import (
+    Raising,
+    batches,
+    distance,
+    new_weight,
+    run_streaming,
+    run_window,
+    weight_and_grad,
+)
 from support.versions import FSDP2_MEAN
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -11,18 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from fusedce import LossAccumulator, LossSum, fused_ce
 
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
-
-
-class Raising(torch.autograd.Function):
-    """Raises in backward, after the part of the graph above it has run."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("in backward")
 
 
 def out_of(weight, one, fails=False):

@@ -18,8 +18,6 @@ from fusedce import LossAccumulator, fused_ce
 from fusedce.accumulate.channel import channel_of
 from fusedce.accumulate.guard import _STREAMING
 
-SOON = 10  # seconds; the process group gives up after 120
-
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
 
 
@@ -231,18 +229,18 @@ def test_a_rank_that_runs_out_of_micro_batches():
     assert a.startswith(words + "5 on 2 ranks together")
     assert after
     assert after_too
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
     (a, *_), (b, fast, _) = ranks.of(results(), "begins first")
     assert a.startswith(words)
     assert b.startswith(words + "this one ends it after 2, rank 0 has begun number 3")
-    assert fast < SOON
+    assert fast < ranks.SOON
 
 
 def test_a_rank_that_fails_is_not_waited_for_in_backward():
     (told, fast, after), (own, _, after_too) = ranks.of(results(), "fails")
     assert own == "ZeroDivisionError: a bug in the loop"
     assert told == f"RuntimeError: {own} (on rank 1 of 2)"
-    assert fast < SOON
+    assert fast < ranks.SOON
     assert after
     assert after_too
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends.torch import per_token, training
+from fusedce.backends.torch import per_token, products, training
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,8 +18,7 @@ SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(params=["fast_bf16", "no_bf16_units"])
 def bf16_units(request, monkeypatch):
     """Both ways of computing bf16 on a CPU, whatever this one has."""
-    for module in (training, per_token):
-        monkeypatch.setattr(module, "fast_bf16", lambda device: request.param == "fast_bf16")
+    monkeypatch.setattr(products, "fast_bf16", lambda device: request.param == "fast_bf16")
 
 
 @pytest.mark.slow

@@ -8,14 +8,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
-from support.vocabulary import OPTIONS, UNEQUAL, H, N, close, compare, inputs, own_rows, truth
+from support.vocabulary import (
+    OPTIONS,
+    UNEQUAL,
+    H,
+    Largest,
+    N,
+    close,
+    compare,
+    inputs,
+    own_rows,
+    truth,
+    watched_collectives,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import fused_ce
 from fusedce.backends import plan
-from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
+from fusedce.backends.sharded.agreement import LENGTH
+from fusedce.backends.sharded.tiles import ALL_GATHER
 from fusedce.loss.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
@@ -64,38 +76,6 @@ def peaked(rank):
     compare(
         local, rows, sharded_ce(**local, process_group=dist.group.WORLD), truth(x), torch.float32
     )
-
-
-def dtensor(V, options, tokens, rank):
-    """Shards as torch makes them (V=9 on 4 ranks: 3, 3, 3 and none), and the public name."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = inputs(V, **options)
-    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
-    arguments = {k: v for k, v in x.items() if k not in ("hidden", "weight", "bias")}
-    if "bias" in x:
-        arguments["bias"] = distribute_tensor(x["bias"], mesh, [Shard(0)]).requires_grad_()
-    placement = [Shard(0)] if tokens == "sharded" else [Replicate()]
-    hidden = x["hidden"].clone()
-    if tokens != "plain":
-        hidden = distribute_tensor(hidden, mesh, placement)
-        for name in ("labels", "token_weight"):
-            if name in arguments:
-                arguments[name] = distribute_tensor(arguments[name], mesh, placement)
-    hidden.requires_grad_()
-    out = (sharded_ce if options else fused_ce)(hidden, weight, **arguments)
-    loss, n_valid, grads = truth(x)
-    (out.loss_sum * 0.37).backward()
-    assert type(out.loss_sum) is torch.Tensor
-    assert int(out.n_valid) == n_valid
-    close(out.loss_sum, loss)
-    found = {"hidden": hidden.grad, "weight": weight.grad}
-    if "bias" in x:
-        found["bias"] = arguments["bias"].grad
-    for name, grad in found.items():
-        if name != "hidden" or tokens != "plain":
-            assert isinstance(grad, DTensor)
-            grad = grad.full_tensor()
-        close(grad, grads[name])
 
 
 def padded(rank):
@@ -162,20 +142,6 @@ def frozen_and_twice(rank):
         assert not sharded_ce(**local, process_group=dist.group.WORLD).loss_sum.requires_grad
 
 
-class Largest(TorchDispatchMode):
-    """Rows of the largest matrix as wide as the shard."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.rows = width, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
-            self.rows = max(self.rows, len(out))
-        return out
-
-
 def chunked(rank):
     """No more than a chunk of logits is ever held, in training and in evaluation."""
     x = inputs(64, torch.float32, n=100)
@@ -205,27 +171,15 @@ def automatic_chunks(rank):
 
 
 def collectives(rank):
-    """``[(name, elements of the result)]`` of one training step, forward and backward."""
+    """Those of one training step, forward and backward."""
     sizes = UNEQUAL[dist.get_world_size()]
     x = inputs(sum(sizes))
     local, _ = own_rows(x, sizes, rank)
-    calls, kept = [], {}
-    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
-        kept[name] = getattr(dist, name)
-
-        def spy(out, *args, _name=name, **kwargs):
-            calls.append((_name, out.numel(), kwargs.get("async_op", False)))
-            return kept[_name](out, *args, **kwargs)
-
-        setattr(dist, name, spy)
-    try:
+    with watched_collectives() as calls:
         out = sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=8)
         forward = len(calls)
         out.loss_sum.backward()
         assert len(calls) == forward, "backward communicates"
-    finally:
-        for name, original in kept.items():
-            setattr(dist, name, original)
     return calls, int(out.n_valid)
 
 
@@ -259,34 +213,12 @@ def errors(rank):
     }
 
 
-def accumulates(rank):
-    """Replicas of the same tokens are one rank for the denominator."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    x = inputs(11, torch.float32)
-    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
-    acc = LossAccumulator.from_mesh(mesh, [])
-    with acc.window([(x["labels"] != -100).sum()]):
-        acc.backward(fused_ce(x["hidden"], weight, x["labels"]))
-    loss, n, grads = truth(x, upstream=1 / int((x["labels"] != -100).sum()))
-    close(weight.grad.full_tensor(), grads["weight"], torch.float32)
-    m = acc.metrics()
-    assert m["n_tokens"] == n
-    assert m["loss"] == pytest.approx(float(loss) / n, rel=1e-6)
-
-
 CASES = {
     **{f"local {k}": functools.partial(local_shards, v) for k, v in OPTIONS.items()},
     "float32": functools.partial(local_shards, OPTIONS["everything"], dtype=torch.float32),
     "bfloat16": functools.partial(low_precision, torch.bfloat16),
     "float16": functools.partial(low_precision, torch.float16),
     "peaked": peaked,
-    "dtensor": functools.partial(dtensor, 11, {}, "plain"),
-    "dtensor, empty shard": functools.partial(dtensor, 9, {}, "replicated"),
-    "dtensor, all options": functools.partial(dtensor, 11, OPTIONS["everything"], "replicated"),
-    "dtensor, sharded tokens": functools.partial(dtensor, 11, {}, "sharded"),
-    "dtensor, sharded tokens, all options": functools.partial(
-        dtensor, 11, OPTIONS["everything"], "sharded"
-    ),
     "padded": padded,
     "sharded tokens": functools.partial(sharded_tokens, {}),
     "sharded tokens, all options": functools.partial(sharded_tokens, OPTIONS["everything"]),
@@ -296,7 +228,6 @@ CASES = {
     "chunked": chunked,
     "collectives": collectives,
     "errors": errors,
-    "accumulates": accumulates,
 }
 EQUAL = [name for name in CASES if name not in ("chunked", "collectives", "errors")]
 WORLDS = pytest.mark.parametrize("world", [2, 4])
@@ -309,9 +240,7 @@ def results(world):
 
 @pytest.mark.slow
 @WORLDS
-@pytest.mark.parametrize(
-    "name", [k for k in CASES if k not in ("chunked", "collectives", "errors")]
-)
+@pytest.mark.parametrize("name", EQUAL)
 def test_equals_the_whole_vocabulary(name, world):
     found = ranks.of(results(world), name)
     assert len(set(found)) == 1  # the same bits of the loss on all ranks
@@ -325,11 +254,12 @@ def test_only_a_chunk_of_logits_is_held(world):
 
 @WORLDS
 def test_the_collectives_are_those_of_the_docstring(world):
+    assert 8 * LENGTH <= 1024
     for calls, n_valid in ranks.of(results(world), "collectives"):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * 69, False),
+            (ALL_GATHER, world * LENGTH, False),
             (ALL_GATHER, world * 3 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed

@@ -14,7 +14,6 @@ from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends.sharded.agreement import _signs
 from fusedce.loss.sharded import sharded_ce
 
-SOON = 10  # seconds; the process group gives up after 120
 N, H, V = 7, 4, 6
 
 
@@ -198,7 +197,7 @@ def test_options_that_differ(name):
     (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
     assert a == b
     assert f"{name} must be the same on all ranks that share the vocabulary" in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
     assert after == N
 
 
@@ -207,7 +206,7 @@ def test_a_rank_that_raises_before_they_meet(name):
     (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
     assert a == b
     assert BAD[name][1] in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
     assert after == N
 
 
@@ -215,7 +214,7 @@ def test_a_bad_label_of_one_shard():
     (a, fast), (b, fast_too) = ranks.of(results(), "bad label")
     assert a == b
     assert "labels must hold class indices" in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -224,7 +223,7 @@ def test_a_rank_that_asks_for_what_a_whole_vocabulary_has(name):
     assert a == b
     assert name.strip() in a
     assert "(on rank 1)" in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
 
 
 def test_labels_and_weights_of_another_dtype_on_each_rank():
@@ -237,7 +236,7 @@ def test_hidden_states_of_another_dtype_on_each_rank():
     assert a == b
     assert "hidden.dtype must be the same on all ranks that share the vocabulary" in a
     assert "torch.float32, torch.bfloat16" in a
-    assert max(fast, fast_too) < SOON
+    assert max(fast, fast_too) < ranks.SOON
 
 
 def test_a_weight_replicated_over_other_tokens_is_refused():

@@ -7,12 +7,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
-from support.vocabulary import UNEQUAL, H, N, inputs, own_rows
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from support.vocabulary import (
+    UNEQUAL,
+    H,
+    N,
+    answers,
+    class_weights,
+    inputs,
+    near,
+    own_rows,
+    watched_collectives,
+    wide,
+)
 
-from fusedce import fused_argmax, fused_cross_entropy, fused_logprobs
-from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
+from fusedce import fused_cross_entropy, fused_logprobs
+from fusedce.backends.sharded.agreement import LENGTH
+from fusedce.backends.sharded.tiles import ALL_GATHER
 from fusedce.sharded import sharded_cross_entropy, sharded_logprobs
 
 LOSSES = {
@@ -29,28 +39,6 @@ STATISTICS = {
 }
 
 
-def class_weights(V):
-    found = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.1
-    found[1] = 0
-    return found
-
-
-def answers(function, x, **options):
-    """What a function returns, its outputs with a graph under an upstream of each token's own."""
-    leaves = {k: x[k] for k in ("hidden", "weight", "bias") if k in x}
-    found = function(**x, **options)
-    found = (found,) if isinstance(found, torch.Tensor) else tuple(found)
-    rng = torch.Generator().manual_seed(1)
-    loss = 0
-    for out in found:
-        upstream = torch.randn(out.shape, generator=rng, dtype=torch.float64)
-        upstream.view(-1)[::4] = 0  # of no interest
-        if out.requires_grad:
-            loss = loss + (out * upstream.to(out)).sum()
-    loss.backward()
-    return [x.detach() for x in found], {k: v.grad for k, v in leaves.items()}
-
-
 def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=None):
     """Within twice the error of the unsharded function against that of float64, and a floor."""
     sizes = UNEQUAL[dist.get_world_size()]
@@ -65,31 +53,17 @@ def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=Non
     )
     every, _ = own_rows(x, [sum(sizes)], 0)
     theirs, their_grads = answers(whole, every, backend=backend, **options)
-    exact, _ = own_rows({k: _wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
     truth, true_grads = answers(whole, exact, **options)
     for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        _near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
+        near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
     for name, grad in grads.items():
         part = slice(None) if name == "hidden" else rows
         assert grad.dtype == dtype
-        _near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
+        near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
     return [x.tolist() for x in out]
-
-
-def _wide(x):
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
-def _near(a, b, exact, floor, name):
-    if not a.is_floating_point():
-        assert torch.equal(a, b), name
-        return
-    if not a.numel():
-        return
-    error, theirs = (a.double() - exact).norm(), (b.double() - exact).norm()
-    assert error <= 2 * theirs + floor * exact.norm(), f"{name}: {error:.1e} against {theirs:.1e}"
 
 
 def sure(rank):
@@ -100,7 +74,7 @@ def sure(rank):
     labels = torch.arange(N) % sum(sizes)
     x |= {"weight": unit, "labels": labels, "hidden": 30.0 * unit[labels]}
     local, rows = own_rows(x, sizes, rank)
-    exact, _ = own_rows({k: _wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
     (logprob, entropy, *_), grads = answers(sharded_logprobs, local, process_group=dist.group.WORLD)
     truth, true_grads = answers(fused_logprobs, exact)
     assert truth[0].abs().min() < 1e-5
@@ -190,27 +164,6 @@ def sharded_tokens(reduction, rank):
     torch.testing.assert_close(local["weight"].grad, every["weight"].grad[rows])
 
 
-def dtensor(V, rank):
-    """The functions for a whole vocabulary take a sharded one too."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = inputs(V)
-    every, _ = own_rows(x, [V], 0)
-    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
-    hidden = x["hidden"].clone().requires_grad_()
-    c = class_weights(V)
-    a = fused_cross_entropy(hidden, weight, x["labels"], class_weight=c, reduction="none")
-    b = fused_cross_entropy(**every, class_weight=c, reduction="none")
-    torch.testing.assert_close(a, b)
-    a.sum().backward()
-    b.sum().backward()
-    torch.testing.assert_close(hidden.grad, every["hidden"].grad)
-    torch.testing.assert_close(weight.grad.full_tensor(), every["weight"].grad)
-    a, b = fused_logprobs(hidden, weight, x["labels"]), fused_logprobs(**every)
-    torch.testing.assert_close(tuple(a), tuple(b))
-    hidden = hidden.detach()[x["labels"] != -100]
-    assert torch.equal(fused_argmax(hidden, weight), fused_argmax(hidden, x["weight"]))
-
-
 def edges(rank):
     """Nothing valid; frozen inputs; evaluation; a second backward; a shard of masked classes."""
     sizes = UNEQUAL[dist.get_world_size()]
@@ -249,24 +202,12 @@ def edges(rank):
 
 
 def collectives(rank):
-    """``(name, elements of the result)``, and how many of them in the forward pass."""
+    """Those of one training step, and how many of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
-    calls, kept = [], {}
-    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
-        kept[name] = getattr(dist, name)
-
-        def spy(out, *args, _name=name, **kwargs):
-            calls.append((_name, out.numel()))
-            return kept[_name](out, *args, **kwargs)
-
-        setattr(dist, name, spy)
-    try:
+    with watched_collectives() as calls:
         stats = sharded_logprobs(**local, process_group=dist.group.WORLD)
         forward = len(calls)
         stats.logprob.sum().backward()
-    finally:
-        for name, original in kept.items():
-            setattr(dist, name, original)
     return calls, forward, int(local["labels"].ne(-100).sum())
 
 
@@ -318,8 +259,6 @@ CASES = {
         f"tokens, {reduction}": functools.partial(sharded_tokens, reduction)
         for reduction in (None, "none", "mean", "sum")
     },
-    "dtensor": functools.partial(dtensor, 11),
-    "dtensor, empty shard": functools.partial(dtensor, 3),
     "edges": edges,
     "vocabulary parallel": vocab_parallel,
 }
@@ -345,7 +284,7 @@ for _backend, _dtype, _names in RUNS:
             equal_to_the_whole, sharded_logprobs, fused_logprobs, STATISTICS[_name], *_run
         )
 EQUAL = ("losses", "statistics", "class weights", "weights of classes", "vocabulary")
-FEW = ("statistics all torch", "reductions", "padding", "tokens", "dtensor", "edges")
+FEW = ("statistics all torch", "reductions", "padding", "tokens", "edges")
 
 
 @functools.cache
@@ -371,8 +310,8 @@ def test_on_four_ranks_one_of_them_without_rows(name):
 def test_the_collectives_are_those_of_the_docstring():
     for calls, forward, n_valid in ranks.of(results(2), "collectives"):
         assert calls == [
-            (ALL_GATHER, 2 * 69),
-            (ALL_GATHER, 2 * 5 * n_valid),  # with entropy, maximum and its class
-            ("all_reduce", n_valid * H),
+            (ALL_GATHER, 2 * LENGTH, False),
+            (ALL_GATHER, 2 * 5 * n_valid, False),  # with entropy, maximum and its class
+            ("all_reduce", n_valid * H, True),
         ]
         assert forward == 2

@@ -1,4 +1,4 @@
-"""Mutants of checks, labels, projection, objective and results."""
+"""Mutants of checks, labels, projection, objective, results and monitors."""
 
 from mutants import Mutant
 
@@ -24,6 +24,18 @@ MUTANTS = [
         "2 * problem.z_loss * lse",
         "problem.z_loss * lse",
         f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "options: z-loss is taken for cross-entropy",
+        "return not (self.label_smoothing or ",
+        "return not (self.label_smoothing and ",
+        f"{OPTIONS} -k pair",
+    ),
+    Mutant(
+        "options: a range is not checked",
+        "least, most = RANGES.get(name, (value, value))",
+        "least, most = value, value",
+        "test_checks.py",
     ),
     Mutant(
         "shift: labels stay",
@@ -56,4 +68,34 @@ MUTANTS = [
         EDGES,
     ),
     Mutant("edge: denominator 0", "(max(number, 1) if number else own)", "max(number, 1)", EDGES),
+    Mutant(
+        "sum: counts are not added",
+        "self.n_valid + other.n_valid",
+        "self.n_valid",
+        "contract/test_results.py",
+    ),
+    Mutant(
+        "sum: differentiated as it is",
+        '        raise _no_loss("backward()")',
+        "        self.loss_sum.backward()",
+        "contract/test_results.py",
+    ),
+    Mutant(
+        "sums: equal to no number",
+        '        if isinstance(other, (int, float, Tensor)):\n            raise _no_loss("a comp',
+        '        if False:\n            raise _no_loss("a comp',
+        "contract/test_results.py -k asks",
+    ),
+    Mutant(
+        "monitors: lost by a factor",
+        "return MonitoredLossSum.of(out, monitors)",
+        "return out",
+        "test_monitors.py -k scaled",
+    ),
+    Mutant(
+        "monitors: z-loss as it was",
+        'monitors["z_loss"] = scale(monitors["z_loss"])',
+        'monitors["z_loss"] = monitors["z_loss"]',
+        "test_monitors.py -k scaled",
+    ),
 ]

@@ -37,7 +37,7 @@ MUTANTS = [
         "stale: merged adapters unseen",
         "if self.recipe.merged != merged_into(self.module):",
         "if False:",
-        "head/test_peft_trl.py -k merging",
+        "head/test_peft.py -k merging",
     ),
     Mutant(
         "gradient: made for the steps of others",
@@ -79,13 +79,13 @@ MUTANTS = [
         "head: dropout drawn anew",
         "if recipe.adapters and recipe.dropouts():",
         "if False:",
-        "head/test_peft_trl.py -k dropout",
+        "head/test_peft.py -k dropout",
     ),
     Mutant(
         "head: LoRA's factor",
         "(adapter.scaling * x)",
         "(x)",
-        "head/test_peft_trl.py -k lora_is_fused",
+        "head/test_peft.py -k lora_is_fused",
     ),
     Mutant(
         "head: function transforms",

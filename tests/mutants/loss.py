@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "edge: reference smooths in float32",
-        "F.one_hot(labels, V).double()",
+        "F.one_hot(labels, V).to(wide)",
         "F.one_hot(labels, V)",
         "test_reference.py",
     ),

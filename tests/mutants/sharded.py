@@ -108,6 +108,12 @@ MUTANTS = [
         "test_sharded_agreement.py -k masked_label",
     ),
     Mutant(
+        "shards: numbers are not compared",
+        "[_bits(getattr(problem, name)) for name in NUMBERS]",
+        "[0 for _ in NUMBERS]",
+        AGREE,
+    ),
+    Mutant(
         "replicas: hidden states may differ",
         "mine[_SKETCH] = _sketch(problem).view(torch.int64)",
         "pass",

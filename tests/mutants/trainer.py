@@ -91,7 +91,7 @@ MUTANTS = [
         "stats: padding is seen",
         "seen = mask.sum()",
         "seen = mask.new_tensor(mask.numel())",
-        "test_peft_trl.py -k test_sft",
+        "trainer/test_sft.py -k test_sft",
     ),
     Mutant(
         "stats: tokens of the last step",
@@ -115,12 +115,12 @@ MUTANTS = [
         "stats: trained tokens twice",
         "trainer._total_train_tokens + seen",
         "trainer._total_train_tokens + 2 * seen",
-        "test_peft_trl.py -k test_sft",
+        "trainer/test_sft.py -k test_sft",
     ),
     Mutant(
         "stats: entropy over all tokens",
         'metrics["entropy"].append(entropy / n.clamp(min=1))',
         'metrics["entropy"].append(entropy / seen)',
-        "test_peft_trl.py -k test_sft",
+        "trainer/test_sft.py -k test_sft",
     ),
 ]

@@ -1,8 +1,8 @@
-"""Micro-batches of given sizes, and the two ways to run them through a LossAccumulator."""
+"""Micro-batches of given sizes, the two ways to run them, and a loss that fails in backward."""
 
 import torch
 
-from fusedce import count_valid, fused_ce
+from fusedce import LossAccumulator, count_valid, fused_ce
 
 V, H = 31, 8
 
@@ -23,6 +23,27 @@ def new_weight():
     return torch.randn(V, H, generator=torch.Generator().manual_seed(9)).requires_grad_()
 
 
+def a_loss(n, weight=None):
+    hidden, labels = batches([n])[0]
+    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
+
+
+class Raising(torch.autograd.Function):
+    """Raises in backward, after the part of the graph above it has run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in backward")
+
+
+def raising(out):
+    return out._replace(loss_sum=Raising.apply(out.loss_sum))
+
+
 def weight_and_grad(micro):
     """A fresh weight, its gradient from one big batch, and that batch's loss."""
     weight = new_weight()
@@ -41,6 +62,11 @@ def run_streaming(acc, weight, micro):
     for hidden, labels in micro:
         acc.backward(fused_ce(hidden, weight, labels))
     acc.finish([weight])
+
+
+def warm_up(rank):
+    """The first of everything takes seconds: imports, and gloo's connections."""
+    run_streaming(LossAccumulator(), new_weight(), batches([2]))
 
 
 def distance(a, b):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+SOON, TIMEOUT = 10, 120  # seconds: until all ranks raise, and until the process group gives up
+
 
 def run(cases, ranks=2):
     """``{name: [result of rank 0, 1, ...]}`` of ``cases``: ``{name: function(rank)}``, in order.
@@ -63,7 +65,7 @@ def _worker(rank, folder, ranks, cases):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=TIMEOUT),
     )
     results = {}
     try:

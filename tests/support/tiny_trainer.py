@@ -1,5 +1,6 @@
 """Tiny models and data for Trainer, with rows that hold very different numbers of labels."""
 
+import tokenizers
 import torch
 from transformers import (
     BartConfig,
@@ -10,6 +11,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -62,6 +64,18 @@ def mixtral():
         max_position_embeddings=64, output_router_logits=True, router_aux_loss_coef=0.5,
     )  # fmt: skip
     return MixtralForCausalLM(config)
+
+
+def word_tokenizer(n):
+    """Of the words w0, w1, ..., whose numbers follow those of three special tokens."""
+    names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(n))]
+    raw = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<pad>")
+    )
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 class Dataset(torch.utils.data.Dataset):

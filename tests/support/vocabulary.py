@@ -1,8 +1,13 @@
 """Inputs of a loss whose vocabulary is spread over ranks, and the whole truth about them."""
 
+import contextlib
+
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce import reference_ce
+from fusedce.backends.sharded.tiles import ALL_GATHER, REDUCE_SCATTER
 
 N, H = 29, 6
 UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank
@@ -87,3 +92,72 @@ def compare(local, rows, out, exact, dtype=torch.float64, upstream=0.37):
         got = local[name].grad
         assert got.dtype == dtype
         close(got, grad if name == "hidden" else grad[rows], dtype)
+
+
+def class_weights(V):
+    found = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.1
+    found[1] = 0
+    return found
+
+
+def answers(function, x, **options):
+    """What a function returns, its outputs with a graph under an upstream of each token's own."""
+    leaves = {k: x[k] for k in ("hidden", "weight", "bias") if k in x}
+    found = function(**x, **options)
+    found = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+    rng = torch.Generator().manual_seed(1)
+    loss = 0
+    for out in found:
+        upstream = torch.randn(out.shape, generator=rng, dtype=torch.float64)
+        upstream.view(-1)[::4] = 0  # of no interest
+        if out.requires_grad:
+            loss = loss + (out * upstream.to(out)).sum()
+    loss.backward()
+    return [x.detach() for x in found], {k: v.grad for k, v in leaves.items()}
+
+
+def wide(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def near(a, b, exact, floor, name):
+    if not a.is_floating_point():
+        assert torch.equal(a, b), name
+        return
+    if not a.numel():
+        return
+    error, theirs = (a.double() - exact).norm(), (b.double() - exact).norm()
+    assert error <= 2 * theirs + floor * exact.norm(), f"{name}: {error:.1e} against {theirs:.1e}"
+
+
+class Largest(TorchDispatchMode):
+    """Rows of the largest matrix as wide as the shard."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.rows = width, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+@contextlib.contextmanager
+def watched_collectives():
+    """``[(name, elements of the result, whether it runs beside)]`` of this rank, as they come."""
+    calls, kept = [], {}
+    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
+        kept[name] = getattr(dist, name)
+
+        def spy(out, *args, _name=name, **kwargs):
+            calls.append((_name, out.numel(), kwargs.get("async_op", False)))
+            return kept[_name](out, *args, **kwargs)
+
+        setattr(dist, name, spy)
+    try:
+        yield calls
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)

@@ -4,16 +4,15 @@ import logging
 
 import pytest
 import torch
-from support.tiny_trainer import llama
+from support.tiny_trainer import llama, word_tokenizer
 from support.versions import trl_1_16
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from fusedce import trainer_rl
 from fusedce.trainer_rl import FusedPolicyMixin
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.slow
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -21,14 +20,7 @@ WORDS = [f"w{i}" for i in range(50)]
 
 @pytest.fixture
 def tokenizer():
-    names = ["<pad>", "<s>", "</s>", *WORDS]
-    raw = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<pad>")
-    )
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    return word_tokenizer(len(WORDS))
 
 
 def saved(tmp_path):

@@ -14,16 +14,13 @@ from torch import Tensor
 from fusedce.backends.sharded.layout import Layout
 from fusedce.backends.sharded.tiles import Shard, all_gather
 from fusedce.contract.checks import DTYPES
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import NUMBERS, Problem
 
 # What ranks must share besides sizes: numbers of the loss, and what decides which collectives run.
+_WHOLE = ("ignore_index", "chunk_tokens")
 _SETTINGS = (
-    "ignore_index",
-    "softcap",
-    "logit_scale",
-    "label_smoothing",
-    "z_loss",
-    "chunk_tokens",
+    *_WHOLE,
+    *NUMBERS,
     "bias",
     "token_weight",
     "temperature",
@@ -33,7 +30,6 @@ _SETTINGS = (
     "function",
     "weight.requires_grad",
 )
-_WHOLE = ("ignore_index", "chunk_tokens")
 _NONE = -(2**63) + 1
 _WORDS = 40  # int64, 8 bytes of an error each
 _KINDS = {"TypeError": TypeError, "RuntimeError": RuntimeError}
@@ -50,17 +46,19 @@ _COUNTED = 4  # of the sizes, the tokens that are computed
 _TEXT = slice(_COUNTED + 1 + len(_SETTINGS), _COUNTED + 1 + len(_SETTINGS) + _WORDS)
 _CHECKSUM = _TEXT.stop
 _SKETCH = slice(_CHECKSUM + 1, _CHECKSUM + 10)
-_LENGTH = _SKETCH.stop
+LENGTH = _SKETCH.stop  # under 128 int64, the 1 KiB of which docstrings speak
 _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
 
 
 def _settings(problem: Problem, function: str) -> list[int]:
     """The settings as int64: floats by their bits, tensors by whether they are there."""
-    numbers = [_bits(getattr(problem, name), name in _WHOLE) for name in _SETTINGS[:6]]
+    whole = [_NONE if x is None else x for x in (getattr(problem, name) for name in _WHOLE)]
+    numbers = [_bits(getattr(problem, name)) for name in NUMBERS]
     there = [x is not None for x in (problem.bias, problem.token_weight, problem.temperature)]
     grad = torch.is_grad_enabled()
     c = problem.class_weight
     return [
+        *whole,
         *numbers,
         *map(int, there),
         DTYPES.index(problem.hidden.dtype),
@@ -78,10 +76,8 @@ def _checksum(x: Tensor) -> Tensor:
     return (x * (2 * order + 1)).sum()
 
 
-def _bits(x: float | None, whole: bool) -> int:
-    if x is None:
-        return _NONE
-    return int(x) if whole else struct.unpack("q", struct.pack("d", x))[0]
+def _bits(x: float | None) -> int:
+    return _NONE if x is None else struct.unpack("q", struct.pack("d", x))[0]
 
 
 def _shown(name: str, values: list[int]) -> list[Any]:
@@ -93,7 +89,7 @@ def _shown(name: str, values: list[int]) -> list[Any]:
         return [FUNCTIONS[x] for x in values]
     if name in _WHOLE:
         return [None if x == _NONE else x for x in values]
-    if name in _SETTINGS[:6]:
+    if name in NUMBERS:
         return [None if x == _NONE else struct.unpack("d", struct.pack("q", x))[0] for x in values]
     return [bool(x) for x in values]
 
@@ -109,7 +105,7 @@ def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> 
         where = f" (on rank {dist.get_rank()})"
         text = str(error).encode()[: 8 * _WORDS - len(where) - 12].decode(errors="ignore")
         kind = _KINDS.get(type(error).__name__, ValueError)
-        nothing = torch.zeros(_LENGTH, dtype=torch.int64, device=device)
+        nothing = torch.zeros(LENGTH, dtype=torch.int64, device=device)
         _meet(nothing, groups, kind(text + where))
 
 
@@ -126,7 +122,7 @@ def _meet(
         if error is not None:
             words = f"{type(error).__name__}: {error}".encode().ljust(8 * _WORDS, b"\0")
             mine[_TEXT] = torch.tensor(struct.unpack(f"{_WORDS}q", words), device=mine.device)
-        told = all_gather(mine, group).view(-1, _LENGTH).tolist()
+        told = all_gather(mine, group).view(-1, LENGTH).tolist()
         error = _first_words(told)
         if error is None and group is not groups[-1]:
             error = _other_tokens(told)

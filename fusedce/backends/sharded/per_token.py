@@ -23,6 +23,7 @@ from fusedce.backends.choose import get_backend
 from fusedce.backends.sharded.tiles import Shard, all_gather
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
 
 
 class Local(NamedTuple):
@@ -68,7 +69,7 @@ def token_stats(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     more for argmax.
     """
     n = len(local.y)
-    acc = torch.float64 if local.problem.hidden.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(local.problem.hidden.dtype)
     z_here, mine = _of_here(local, shard, wanted)
     k, ranks = len(mine), dist.get_world_size(shard.group)
     told = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)

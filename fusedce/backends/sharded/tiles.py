@@ -27,6 +27,7 @@ from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.labels import bad_label_codes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
 
 # torch 2.13 gave these two new names
 ALL_GATHER, REDUCE_SCATTER = (
@@ -56,7 +57,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
     hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
-    acc = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(hidden.dtype)
     rows, n_valid = _rows(problem, shard)
     size = chunk_size(
         len(rows),
@@ -129,7 +130,7 @@ class LocalRows:
 
     def __init__(self, problem: Problem, shard: Shard) -> None:
         weight, bias = problem.weight, problem.bias
-        self.acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.acc = acc_dtype(weight.dtype)
         self.real = min(max(shard.V - shard.first, 0), len(weight))
         self.weight = weight[: self.real]
         self.bias = None if bias is None else bias[: self.real].to(self.acc)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients
-from fusedce.backends.torch.products import add_product, fast_bf16
+from fusedce.backends.torch.products import add_product, gemm_dtype
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
 from fusedce.contract.objective import Stats, Upstream
@@ -76,10 +76,10 @@ def token_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients, from logits computed anew."""
     V, H = problem.weight.shape
-    device, dtype = problem.hidden.device, problem.hidden.dtype
+    device = problem.hidden.device
     head = Projection.of(problem)
     acc, scale = head.acc, problem.logit_scale
-    gemm = torch.bfloat16 if dtype == torch.bfloat16 and fast_bf16(device) else acc
+    gemm = gemm_dtype(problem.hidden)
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
     chunks = chunks_of(rows, problem.chunk_tokens or (1 if device.type == "cpu" else 8) * _CHUNK)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedce.contract.rounding import acc_dtype
+
 
 def add_product(
     total: Tensor,  # (v, H)
@@ -20,6 +22,13 @@ def add_product(
         total.copy_(torch.mm(tile, h))
     else:
         total.add_(torch.mm(tile, h))
+
+
+def gemm_dtype(hidden: Tensor) -> torch.dtype:
+    """Of the products behind the logits' gradient."""
+    if hidden.dtype == torch.bfloat16 and fast_bf16(hidden.device):
+        return torch.bfloat16
+    return acc_dtype(hidden.dtype)
 
 
 def fast_bf16(device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
-from fusedce.backends.torch.products import add_product, fast_bf16
+from fusedce.backends.torch.products import add_product, gemm_dtype
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import TileStats, clear_labels, label_entry, tiles
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
@@ -54,11 +54,11 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     V, H = problem.weight.shape
-    device, dtype = problem.hidden.device, problem.hidden.dtype
+    device = problem.hidden.device
     rows, n_valid = valid_rows(problem)
     head = Projection.of(problem)
     acc = head.acc
-    gemm = torch.bfloat16 if dtype == torch.bfloat16 and fast_bf16(device) else acc
+    gemm = gemm_dtype(problem.hidden)
     stored = acc if problem.label_smoothing else gemm
     size = chunk_size(
         len(rows),
@@ -88,9 +88,9 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             argmax[chunk] = stats.argmax()
 
         y = stats.y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
-        part = problem.rows(chunk)
-        total += token_losses(part, y, nll, lse, None if mean is None else mean.of(h)).sum()
-        by = slopes(part, y, lse)
+        of_chunk = problem.rows(chunk)
+        total += token_losses(of_chunk, y, nll, lse, None if mean is None else mean.of(h)).sum()
+        by = slopes(of_chunk, y, lse)
         outer = problem.logit_scale * factor
         at_label = outer * _label_gradient(problem, by, y, nll, head.slope(stats.z_label.double()))
         at_label = at_label.to(acc)  # (C,)

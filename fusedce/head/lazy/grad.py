@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
-from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.ops import Layout, known
 from fusedce.head.lazy.steps import Step
 from fusedce.head.lazy.tensor import BELOW, Lazy, real

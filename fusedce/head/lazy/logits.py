@@ -7,99 +7,21 @@ either recorded (:mod:`fusedce.head.lazy.steps`) or done with real logits, compu
 ``F.cross_entropy`` is taken above autograd and becomes one function of the lazy logits
 (:mod:`fusedce.head.lazy.loss`), whose gradient is lazy as well (:mod:`fusedce.head.lazy.grad`).
 
-A :class:`Memory` is what a tensor's storage is: views share it, and all that is written into it.
+Views share a :class:`~fusedce.head.lazy.memory.Memory`, as they would a storage.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.head.call import HeadCall
+from fusedce.head.lazy.memory import Memory, Recorded
 from fusedce.head.lazy.ops import Known, Layout, known, layout_after
 from fusedce.head.lazy.steps import Index, Step, Steps
-from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, unviewed
-
-
-class Recorded(NamedTuple):
-    """What was done to logits, and how the loss understands it."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    steps: Steps | None  # None: the loss does not
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.func(x, *self.args, **self.kwargs)
-
-
-class Memory:
-    """What views of the same logits share: how they are made, and their values once looked at."""
-
-    values: Tensor | None = None
-    _written = False
-    _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
-    _before: Tensor | None = None  # the values when they were given to others unseen
-    # A copy can be made from what it is a copy of, as long as that has not changed since.
-    parent: weakref.ref[Memory] | None = None
-    length = 0  # of the parent's history then
-
-    def __init__(
-        self,
-        call: HeadCall,
-        history: tuple[Recorded, ...] = (),
-        parent: LazyLogits | None = None,
-    ) -> None:
-        self.call, self.history = call, history
-        if parent is not None:
-            self.parent, self.length = weakref.ref(parent.memory), len(parent.memory.history)
-
-    @property
-    def written(self) -> bool:
-        """Whether only the values count."""
-        if not self._written and (self._compiled or self._before is not None):
-            self._written = any(x._version != before for x, before in self._compiled) or (
-                self._before is not None
-                and self.values is not None
-                and not torch.equal(self.values, self._before)
-            )
-        return self._written
-
-    @written.setter
-    def written(self, value: bool) -> None:
-        self._written = value
-
-    def give_away(self, x: Tensor) -> Tensor:
-        """The same memory, but no view of anything: torch.compile has no views of subclasses."""
-        new = unviewed(x)
-        self._compiled = (*self._compiled, (new, new._version))
-        return new
-
-    def look(self, operation: str) -> Tensor:
-        if self.values is None:
-            inference = torch.is_inference_mode_enabled() and not self.call.hidden.is_inference()
-            with torch.inference_mode(False) if inference else torch.no_grad(), torch.no_grad():
-                with BELOW():
-                    self.values = self._compute(operation)
-        return self.values
-
-    def _compute(self, operation: str) -> Tensor:
-        parent = None if self.parent is None else self.parent()
-        known = parent is not None and not parent.written and len(parent.history) == self.length
-        if parent is not None and known:
-            x = parent.look(operation)
-            done = self.length
-        else:
-            x = self.call.logits()
-            done = 0
-            self.call.report.made(operation, tuple(x.shape), x.nbytes)
-        for recorded in self.history[done:]:
-            x = recorded(x)
-        return x
+from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, split, unbind
 
 
 class LazyLogits(Lazy):
@@ -215,7 +137,7 @@ def _record(
         return NotImplemented
     args = tuple(_kept(a, steps) for a in args)
     history = (*x.recorded, Recorded(func, args, kwargs, steps))
-    return LazyLogits(Memory(x.memory.call, history, x), (), layout)
+    return LazyLogits(Memory(x.memory.call, history, x.memory), (), layout)
 
 
 def _kept(argument: Any, steps: Steps) -> Any:
@@ -273,20 +195,11 @@ def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Parts, each a view of its own: autograd would fill up what is not used with real zeros."""
-    parts = func(x.like.meta(), *args, **kwargs)
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    begin, views = 0, []
-    for part in parts:
-        views.append(x.narrow(dim, begin, part.shape[dim]))
-        begin += part.shape[dim]
-    return type(parts)(views)
+    return split(x, func(x.like.meta(), *args, **kwargs), *args, **kwargs)
 
 
 def _unbind(func: Any, x: LazyLogits, dim: int = 0) -> Any:
-    if x.dim() == 0:
-        return NotImplemented
-    return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+    return unbind(x, dim) if x.dim() else NotImplemented
 
 
 def _iterate(func: Any, x: LazyLogits) -> Any:

@@ -14,7 +14,8 @@ from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.problem import Wanted
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, Source, Term
-from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.request import Request, project, request_of
 from fusedce.head.lazy.steps import Bias, Projected, Steps
 from fusedce.loss.fused_ce import SumApart
@@ -147,7 +148,7 @@ class FusedLoss(torch.autograd.Function):
         ctx.save_for_backward(*way.saved)
         way.saved = ()  # they are freed by the backward pass
         # As they are now: they may be written into later.
-        ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x)
+        ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x.memory)
         ctx.like = x.like
         return way.loss.detach()  # not itself, whose node would hold it
 

@@ -11,7 +11,8 @@ from torch import Tensor
 import fusedce.head.lazy.undo  # noqa: F401  # what backward nodes do to a gradient
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad
-from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.ops import Layout
 from fusedce.head.lazy.tensor import real
 

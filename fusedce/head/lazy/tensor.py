@@ -96,11 +96,36 @@ def unviewed(x: Tensor) -> Tensor:
 
 def real(x: Any, operation: str) -> Any:
     """``x`` with all lazy tensors in it replaced by real ones."""
-    if isinstance(x, torch.Tensor):
-        return x.look(operation) if isinstance(x, Lazy) else x
+    return replaced(x, Lazy, lambda lazy: lazy.look(operation))
+
+
+# ---- for logits in traced code, which are no tensors, as well --------------------------------
+
+
+def replaced(x: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """``x`` with ``by(y)`` for each ``y`` of this kind in it."""
+    if isinstance(x, kind):
+        return by(x)
     if isinstance(x, dict):
-        return {k: real(v, operation) for k, v in x.items()}
+        return {k: replaced(v, kind, by) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        items = [real(y, operation) for y in x]
+        items = [replaced(y, kind, by) for y in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     return x
+
+
+def split(x: Any, parts: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Views of ``x`` as long as ``parts``, which a split of something like it gave for ``args``.
+
+    Each is a view of its own: autograd would fill up what is not used with real zeros.
+    """
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    begin, views = 0, []
+    for part in parts:
+        views.append(x.narrow(dim, begin, part.shape[dim]))
+        begin += part.shape[dim]
+    return tuple(views)
+
+
+def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
+    return tuple(x.select(dim, i) for i in range(x.shape[dim]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +13,21 @@ from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK, Tick
 from fusedce.head.lazy.make import make_logits
+from fusedce.head.lazy.methods import (
+    CAST,
+    IN_PLACE,
+    METHODS,
+    NAMES,
+    REFLECTED,
+    SPLITS,
+    SYMMETRIC,
+    TAKEN,
+    dtype_of,
+    meta_after,
+)
 from fusedce.head.lazy.request import project, request_of
 from fusedce.head.lazy.steps import Steps
-from fusedce.head.lazy.table import STEPS, Row
+from fusedce.head.lazy.tensor import replaced, split, unbind
 from fusedce.head.recipe import Recipe, as_they_are
 from fusedce.head.report import Once, Report
 
@@ -32,13 +43,14 @@ class Origin(NamedTuple):
     grad: bool  # whether it ran with gradients
 
 
-class Traced(NamedTuple):
-    """A method called on logits, and whether gradients were on."""
+class Called(NamedTuple):
+    """A method called on logits, whether gradients were on, and how the loss understands it."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad: bool
+    steps: Steps
 
     def __call__(self, x: Any) -> Any:
         with torch.set_grad_enabled(self.grad):
@@ -56,9 +68,8 @@ class TracedLogits:
 
     def __init__(self, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._origin, self._shape, self._dtype = origin, shape, dtype
-        self._steps: Steps = ()
         self._parent: TracedLogits | None = None
-        self._made_by: tuple[Traced, ...] = ()  # of the parent's, then in place
+        self._made_by: tuple[Called, ...] = ()  # of the parent's, then in place
         self._children: list[TracedLogits] = []
         self._grad = origin.grad
         self._real: Tensor | None = None
@@ -83,15 +94,20 @@ class TracedLogits:
         if self._outside is None:
             if self._parent is None:
                 o = self._origin
-                call = HeadCall(o.module, o.recipe, o.hidden, o.report, o.tick)
+                run = HeadCall(o.module, o.recipe, o.hidden, o.report, o.tick)
                 with torch.set_grad_enabled(o.grad):
-                    x = make_logits(call, o.hidden, *o.recipe.tensors())
+                    x = make_logits(run, o.hidden, *o.recipe.tensors())
             else:
                 x = self._parent.tensor()
-            for step in self._made_by:
-                x = step(x)
+            for call in self._made_by:
+                x = call(x)
             self._outside = x
         return self._outside
+
+    def _steps(self) -> Steps:
+        """All that was done since the head."""
+        above = () if self._parent is None else self._parent._steps()
+        return (*above, *(step for called in self._made_by for step in called.steps))
 
     def _look(self) -> Tensor:
         if self._real is None:
@@ -107,8 +123,8 @@ class TracedLogits:
         return self._real
 
     def _make(self, x: Tensor) -> None:
-        for step in self._made_by:
-            x = step(x)
+        for call in self._made_by:
+            x = call(x)
         if self._children or self._parent is not None:
             x = x.clone() if self._made_by and self._made_by[-1].name == "tanh" else x
         self._real = x
@@ -167,16 +183,17 @@ class TracedLogits:
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            if func in _SYMMETRIC and len(args) == 2 and not isinstance(args[0], TracedLogits):
+            if func in SYMMETRIC and len(args) == 2 and not isinstance(args[0], TracedLogits):
                 args = (args[1], args[0])
-            if func is torch.Tensor.__rtruediv__ and isinstance(args[1], TracedLogits):
-                func, args = torch.Tensor.__truediv__, (args[1], args[0])
+            for reflected, own in REFLECTED:
+                if func is reflected and isinstance(args[1], TracedLogits):
+                    func, args = own, (args[1], args[0])
             x = args[0] if args else None
             if isinstance(x, TracedLogits) and x._real is None:
                 if func is F.cross_entropy:
                     result = _cross_entropy(*args, **kwargs)
-                elif func in _NAMES and "out" not in kwargs:
-                    result = take_step(x, _NAMES[func], args[1:], kwargs)
+                elif func in NAMES and "out" not in kwargs:
+                    result = take_step(x, NAMES[func], args[1:], kwargs)
                 else:
                     result = NotImplemented
                 if result is not NotImplemented:
@@ -189,12 +206,12 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
 
     In place it changes the object itself, where nobody else would have to see that.
     """
-    in_place = name in _IN_PLACE
-    row = _IN_PLACE[name] if in_place else _METHODS[name]
+    in_place = name in IN_PLACE
+    row = IN_PLACE[name] if in_place else METHODS[name]
     if "out" in kwargs:
         return NotImplemented
-    if row is _CAST:
-        dtype = _dtype_of(x, name, args, kwargs)
+    if row is CAST:
+        dtype = dtype_of(x, name, args, kwargs)
         if dtype is None:
             return NotImplemented
         name, args, kwargs = "to", (dtype,), {k: v for k, v in kwargs.items() if k == "copy"}
@@ -204,18 +221,18 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
     grad = torch.is_grad_enabled()
     if in_place and (x._parent is not None or x._children or grad != x._grad):
         return NotImplemented
-    out = _like(x, name, args, kwargs)
+    out = meta_after(x, name, args, kwargs)
     if out is None:
         return NotImplemented
     steps = row.read(x._shape, out, *args, **kwargs)
     if steps is None:
         return NotImplemented
-    traced = Traced(name, args, kwargs, grad)
+    called = Called(name, args, kwargs, grad, steps)
     if in_place:
-        x._made_by, x._steps = (*x._made_by, traced), (*x._steps, *steps)
+        x._made_by = (*x._made_by, called)
         return x
     new = TracedLogits(x._origin, tuple(out.shape), out.dtype)
-    new._parent, new._made_by, new._steps = x, (traced,), (*x._steps, *steps)
+    new._parent, new._made_by = x, (called,)
     new._grad = x._grad and grad and name != "detach"
     x._children.append(new)
     return new
@@ -228,53 +245,10 @@ def _kept(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
-def _like(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor without data of the shape and dtype of the result; ``None`` for other devices."""
-    like = torch.empty(x._shape, dtype=x._dtype, device="meta")
-    if any(isinstance(a, Tensor) for a in args):
-        other = args[0]
-        if not isinstance(other, Tensor) or (other.device != x.device and other.dim()):
-            return None
-        of_kind = other.dim() == 0 and not other.is_complex()
-        dtype = x._dtype if of_kind else torch.promote_types(x._dtype, other.dtype)
-        return torch.empty(x._shape, dtype=dtype, device="meta")
-    if name in _IN_PLACE or name in ("mul", "div") or name.startswith("__r"):
-        return like
-    return getattr(like, name)(*args, **kwargs)
-
-
-_OWN_DTYPE = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
-
-def _dtype_of(x: TracedLogits, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
-    """What a cast casts to; ``None`` where it does something else as well."""
-    if name in _OWN_DTYPE:
-        return _OWN_DTYPE[name]
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    for argument in args[:2]:
-        if isinstance(argument, torch.dtype):
-            dtype = argument
-        elif isinstance(argument, (Tensor, TracedLogits)):
-            dtype, device = argument.dtype, argument.device
-        elif isinstance(argument, (torch.device, str)):
-            device = argument
-        elif argument is not None:
-            return None
-    here = x._origin.hidden.device
-    if device is not None and torch.device(device) not in (here, torch.device(here.type)):
-        return None
-    return x._dtype if dtype is None else dtype
-
-
 def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     o = x._origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and x._grad):
-        p = project(o.hidden, o.recipe.weight.shape[0], x._steps)
+        p = project(o.hidden, o.recipe.weight.shape[0], x._steps())
         if p is None:
             return NotImplemented
         request = request_of(p.hidden.shape[:-1], x.device, *args, **kwargs)
@@ -287,35 +261,23 @@ def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _tensors(x: Any) -> Any:
     """``x`` with all traced logits in it replaced by tensors."""
-    if isinstance(x, TracedLogits):
-        return x.tensor()
-    if isinstance(x, dict):
-        return {k: _tensors(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)([_tensors(y) for y in x])
-    return x
+    return replaced(x, TracedLogits, TracedLogits.tensor)
 
 
-def _split(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = torch.empty(x._shape, dtype=x._dtype, device="meta")
+def _parts(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "unbind":
-        dim = args[0] if args else kwargs.get("dim", 0)
-        return tuple(x.select(dim, i) for i in range(x._shape[dim]))
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    parts, begin = [], 0
-    for part in getattr(like, name)(*args, **kwargs):
-        parts.append(x.narrow(dim, begin, part.shape[dim]))
-        begin += part.shape[dim]
-    return tuple(parts)
+        return unbind(x, *args, **kwargs)
+    like = torch.empty(x._shape, dtype=x._dtype, device="meta")
+    return split(x, getattr(like, name)(*args, **kwargs), *args, **kwargs)
 
 
 def _method(name: str) -> Callable[..., Any]:
     """A method of traced logits: the step of that name, or the tensor's method."""
-    is_step, splits = name in _METHODS or name in _IN_PLACE, name in _SPLITS
+    is_step, splits = name in METHODS or name in IN_PLACE, name in SPLITS
 
     def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         if (is_step or splits) and torch.compiler.is_compiling() and self._real is None:
-            result = (_split if splits else take_step)(self, name, args, kwargs)
+            result = (_parts if splits else take_step)(self, name, args, kwargs)
             if result is not NotImplemented:
                 return result
         return getattr(self.tensor(), name)(*_tensors(args), **_tensors(kwargs))
@@ -323,32 +285,6 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-_METHODS: dict[str, Row] = {name: row for row in STEPS for name in row.methods}
-_IN_PLACE: dict[str, Row] = {
-    name: row for row in STEPS for name in row.in_place if "." not in name and name != "neg_"
-}
-_CAST = _METHODS["to"]
-_SPLITS = ("chunk", "split", "tensor_split", "unbind")
-_NAMES: dict[Any, str] = {
-    getattr(owner, name): name
-    for name in (*_METHODS, *_IN_PLACE)
-    for owner in (torch.Tensor, torch, operator)  # compiled code says `operator.mul`
-    if hasattr(owner, name)
-} | {operator.getitem: "__getitem__", operator.imul: "mul_", operator.itruediv: "div_",
-     operator.truediv: "div", operator.neg: "neg"}  # fmt: skip
-_SYMMETRIC = {
-    torch.Tensor.add, torch.Tensor.__add__, torch.add, operator.add,
-    torch.Tensor.mul, torch.Tensor.__mul__, torch.mul, operator.mul,
-}  # fmt: skip
-
-# Operators are looked up on the type, hence not by `__getattr__`.
-_OPERATORS = (
-    "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul", "mod", "rmod",
-    "floordiv", "rfloordiv", "and", "or", "xor", "invert", "eq", "ne", "lt", "le", "gt", "ge",
-    "len", "iter", "contains", "bool", "float", "int", "index", "setitem",
-    "iadd", "isub", "ipow", "imod", "ifloordiv", "iand", "ior", "ixor",
-)  # fmt: skip
-for _name in (*_METHODS, *_IN_PLACE, *_SPLITS, *(f"__{n}__" for n in _OPERATORS)):
-    if hasattr(torch.Tensor, _name):
-        setattr(TracedLogits, _name, _method(_name))
+for _name in TAKEN:
+    setattr(TracedLogits, _name, _method(_name))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,15 +1,14 @@
-"""Accumulators for the ranks of a mesh, and for an engine that divides on its own."""
+"""An accumulator for the ranks of a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from fusedce.accumulate.engines import AccelerateEngine, token_mesh
+from fusedce.accumulate.checks import OnEmpty
 from fusedce.accumulate.ranks import Meeting
 from fusedce.contract.groups import Ranks, submesh
 
-OnEmpty = Literal["zero", "skip", "raise"]
 Made = TypeVar("Made")  # LossAccumulator, whose class methods these are
 
 
@@ -58,33 +57,4 @@ def from_mesh(
         new._steps.meeting = Meeting(Ranks(submesh(mesh, [*dims, pipeline_dim])))
         last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
         new._steps.has_loss = last if has_loss is None else has_loss
-    return new
-
-
-def from_accelerator(
-    cls: Callable[..., Made], accelerator: Any, *, on_empty: OnEmpty = "zero"
-) -> Made:
-    """For a loop that uses ``accelerate``: its ranks, its division, its backward.
-
-    ``backward`` calls ``accelerator.backward``, and its constant division by
-    ``gradient_accumulation_steps``, also in a shorter last window, is undone. Streaming fits
-    ``accelerator.accumulate``; with declared counts draw the micro-batches of a window first
-    and do without ``accumulate``, which takes each of the last ones for the end of the epoch
-    once the dataloader is exhausted (``examples/accelerate_loop.py`` shows both).
-
-    Args:
-        accelerator: an ``accelerate.Accelerator``, on one device, with DDP, FSDP or DeepSpeed
-            (declared counts only).
-        on_empty: as for the class.
-
-    Raises:
-        TypeError: not an ``Accelerator``.
-        ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
-
-    Example:
-        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-        >>> acc = LossAccumulator.from_accelerator(accelerator)
-    """
-    new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
-    new._engine = AccelerateEngine(accelerator)
     return new

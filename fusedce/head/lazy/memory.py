@@ -1,0 +1,91 @@
+"""What a storage is to a tensor: views of lazy logits share it, and all that is written into it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.head.call import HeadCall
+from fusedce.head.lazy.steps import Steps
+from fusedce.head.lazy.tensor import BELOW, unviewed
+
+
+class Recorded(NamedTuple):
+    """What was done to logits, and how the loss understands it."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    steps: Steps | None  # None: the loss does not
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.func(x, *self.args, **self.kwargs)
+
+
+class Memory:
+    """What views of the same logits share: how they are made, and their values once looked at."""
+
+    values: Tensor | None = None
+    _written = False
+    _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
+    _before: Tensor | None = None  # the values when they were given to others unseen
+    # A copy can be made from what it is a copy of, as long as that has not changed since.
+    parent: weakref.ref[Memory] | None = None
+    length = 0  # of the parent's history then
+
+    def __init__(
+        self,
+        call: HeadCall,
+        history: tuple[Recorded, ...] = (),
+        parent: Memory | None = None,
+    ) -> None:
+        self.call, self.history = call, history
+        if parent is not None:
+            self.parent, self.length = weakref.ref(parent), len(parent.history)
+
+    @property
+    def written(self) -> bool:
+        """Whether only the values count."""
+        if not self._written and (self._compiled or self._before is not None):
+            self._written = any(x._version != before for x, before in self._compiled) or (
+                self._before is not None
+                and self.values is not None
+                and not torch.equal(self.values, self._before)
+            )
+        return self._written
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        self._written = value
+
+    def give_away(self, x: Tensor) -> Tensor:
+        """The same memory, but no view of anything: torch.compile has no views of subclasses."""
+        new = unviewed(x)
+        self._compiled = (*self._compiled, (new, new._version))
+        return new
+
+    def look(self, operation: str) -> Tensor:
+        if self.values is None:
+            inference = torch.is_inference_mode_enabled() and not self.call.hidden.is_inference()
+            with torch.inference_mode(False) if inference else torch.no_grad(), torch.no_grad():
+                with BELOW():
+                    self.values = self._compute(operation)
+        return self.values
+
+    def _compute(self, operation: str) -> Tensor:
+        parent = None if self.parent is None else self.parent()
+        known = parent is not None and not parent.written and len(parent.history) == self.length
+        if parent is not None and known:
+            x = parent.look(operation)
+            done = self.length
+        else:
+            x = self.call.logits()
+            done = 0
+            self.call.report.made(operation, tuple(x.shape), x.nbytes)
+        for recorded in self.history[done:]:
+            x = recorded(x)
+        return x

@@ -1,0 +1,71 @@
+"""What the losses on a sharded vocabulary share: whether it is one, and how its ranks meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.choose import resolve_backend
+from fusedce.backends.sharded.agreement import SUM, agree, check_vocab_size, on_the_way
+from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
+from fusedce.backends.sharded.tiles import Shard
+from fusedce.contract.checks import (
+    autocast,
+    check_options,
+    check_tensor_types,
+    check_tensors,
+    checked_temperature,
+    flattened,
+)
+from fusedce.contract.problem import Problem
+
+
+def is_sharded(weight: object, process_group: object) -> bool:
+    """Whether the vocabulary is: a group was given, or the weight is a ``DTensor``."""
+    return process_group is not None or is_dtensor(weight)
+
+
+def met(
+    problem: Problem,
+    process_group: Any,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+    function: str = SUM,
+) -> tuple[Problem, Shard]:
+    """The problem of this rank, checked and flattened, after all ranks have compared theirs.
+
+    Raises the same error on all ranks that share the vocabulary.
+    """
+    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
+        check_tensor_types(problem)
+        layout = layout_of(problem, process_group, tokens_sharded)
+        problem = autocast(layout.problem)
+        layout = layout._replace(problem=problem)
+        if len(problem.weight):
+            check_tensors(problem)
+        else:  # a rank without rows
+            row = problem.weight.new_empty(1, problem.weight.shape[-1])
+            check_tensors(problem.but(weight=row, bias=None))
+        resolve_backend(problem.backend, problem.hidden)
+        c = problem.class_weight
+        # Weights of all ranks' classes: how many there are is known once the ranks have met.
+        check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
+        flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
+        if problem.temperature is not None:
+            t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
+            flat = flat.but(temperature=t)
+        check_vocab_size(vocab_size)
+    shard = agree(layout, vocab_size, function)
+    return flat, shard
+
+
+def device_of(x: object) -> torch.device | None:
+    return getattr(x, "device", None)
+
+
+def tokens_of(labels: Any) -> torch.Size:
+    """The shape of what each token gets here."""
+    local: Tensor = labels.to_local() if is_dtensor(labels) else labels
+    return local.shape

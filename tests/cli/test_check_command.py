@@ -1,0 +1,79 @@
+"""`fusedce check`: whether a model's loss is fused, and right; the exit status says it to CI."""
+
+import json
+
+import torch
+from support.command_line import answer, call
+
+import fusedce
+
+
+def test_a_class_is_checked():
+    found = answer("check", "LlamaForCausalLM")
+    assert found["equal"]
+    assert found["fused"]
+    assert found["why_not"] == []
+    assert found["loss_error"] <= 1e-6
+    assert found["bytes_at_4096_tokens"]["fused_ce"] < found["bytes_at_4096_tokens"]["eager"]
+
+
+def test_a_folder_keeps_its_own_scales(tmp_path):
+    config = {"model_type": "gemma2", "final_logit_softcapping": 2.5}
+    config |= {"hidden_size": 2304, "vocab_size": 256000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from fusedce.models import class_of, config_of
+    from fusedce.small import small_config
+
+    of = config_of(str(tmp_path))
+    assert class_of(str(tmp_path), of).__name__ == "Gemma2ForCausalLM"
+    small = small_config(of, {}, steps=False)
+    assert (small.final_logit_softcapping, small.hidden_size) == (2.5, 32)
+    assert answer("check", str(tmp_path))["fused"]
+
+
+def test_adapters_and_low_precision_are_checked(llama):
+    found = answer("check", str(llama), "--peft", "--dtype", "bf16")
+    assert found["equal"]
+    assert found["fused"]
+    assert found["native_errors"][0] > 0
+
+
+def test_a_wrong_loss_is_found(monkeypatch):
+    """Status 1 for a head that scales its gradient: the exit code is what CI reads."""
+    from fusedce import check
+
+    def broken(model):
+        model.get_output_embeddings().weight.register_hook(lambda grad: 1.001 * grad)
+        return fusedce.replace_loss_head(model)
+
+    monkeypatch.setattr(check, "replace_loss_head", broken)
+    found = answer("check", "llama", status=1)
+    assert not found["equal"]
+    assert found["grad_error"] > 1e-5
+    assert "NO, do not use it" in call("check", "llama").output
+
+
+def test_real_logits_are_named():
+    """ProphetNet takes a log-softmax of its own: right, and not fused."""
+    found = answer("check", "ProphetNetForCausalLM", status=3)
+    assert found["equal"]
+    assert not found["fused"]
+    assert found["why_not"]
+
+
+def test_weights_of_a_folder_are_loaded(tmp_path):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=120, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = answer("check", str(tmp_path), "--full")
+    assert found["fused"]
+    small = answer("check", str(tmp_path))
+    assert small["parameters"] != found["parameters"]
+    done = call("check", "llama", "--full")
+    assert done.exit_code == 2
+    assert "there are none in llama" in done.stderr

@@ -1,0 +1,94 @@
+"""`fusedce plan`: what a model's loss would take, from its sizes alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.command_line import answer, call
+
+import fusedce
+
+
+def test_a_plan_from_sizes_needs_no_torch():
+    code = (
+        "import sys; from fusedce.cli import main; main(['plan', '64,1000'], "
+        "standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_a_plan_reads_a_configuration(llama):
+    found = answer("plan", str(llama), "--tokens", "4096", "--device", "A100")
+    assert (found["model"]["H"], found["model"]["V"]) == (2048, 128256)
+    # Llama 3.2 1B as published: 1.24 billion parameters, its head tied.
+    assert found["model"]["parameters"] == pytest.approx(1.236e9, rel=0.01)
+    assert found["logits_bytes"] == 2 * 4096 * 128256
+    assert found["states_bytes"] == 16 * found["model"]["parameters"]
+    eager, compiled, ours = found["methods"]
+    assert eager["bytes"] == 12 * 4096 * 128256
+    assert ours["bytes"] < 1.2 * compiled["bytes"] < eager["bytes"]
+    assert eager["most_tokens"] < ours["most_tokens"]
+    assert found["floor_milliseconds"] < ours["milliseconds"] < eager["milliseconds"]
+
+
+def test_the_most_tokens_are_those_that_fit(llama):
+    """One token more would not: checked against the memory that the plan itself names."""
+    from fusedce import plan
+
+    found = answer("plan", str(llama), "--free", "8", "--device", "A100")
+    of = plan.sizes(str(llama))
+    device = plan.DEVICES["A100"]
+    for method in found["methods"]:
+        if method["name"] == "fused_ce":  # grows in steps of a chunk
+            continue
+
+        def needs(N, name=method["name"]):
+            held = sum(plan.memory(name, N, of.H, of.V, 2, device).values())
+            return held + 2 * N * of.H * (of.layers + 2)
+
+        assert needs(method["most_tokens"]) <= 8 * 2**30 < needs(method["most_tokens"] + 1)
+
+
+def test_more_devices_leave_more_room(llama):
+    one, eight = (answer("plan", str(llama), "--gpus", n)["free_bytes"] for n in ("1", "8"))
+    assert eight > one
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "fp32"), ("cpu", "bf16"), ("H100", "fp32"), ("RTX 4090", "fp16")],
+)
+def test_a_plan_for_every_device_and_dtype(device, dtype):
+    found = answer("plan", "2304,256000", "--device", device, "--dtype", dtype)
+    eager, _, ours = found["methods"]
+    assert 0 < ours["bytes"] < eager["bytes"]
+    timed = device != "cpu" and dtype != "fp32"
+    assert (ours["milliseconds"] is not None) == timed
+
+
+def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
+    """On a CPU, where it can be watched."""
+    from fusedce import plan
+    from fusedce.backends.torch import training
+
+    sizes = []
+
+    def watched(*args, **kwargs):
+        sizes.append(original(*args, **kwargs))
+        return sizes[-1]
+
+    original = training.chunk_size
+    monkeypatch.setattr(training, "chunk_size", watched)
+    N, H, V = 3000, 8, 30000
+    hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    fusedce.fused_ce(hidden, weight, torch.randint(V, (N,))).mean().backward()
+    assert set(sizes) == {plan.chunk(N, H, V, 4, None)}
+    assert sizes[0] < N
+
+
+def test_text_is_plain(llama):
+    done = call("plan", str(llama))
+    assert done.exit_code == 0
+    assert "\x1b" not in done.output
+    assert "Predicted from bytes and FLOPs, not measured" in done.output

@@ -1,0 +1,19 @@
+"""The page for contributors names files that are there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_every_file_it_names_is_there():
+    named = [x for x in re.findall(r"`([\w*./]+)`", PAGE) if "/" in x or x.endswith(".py")]
+    assert len(named) > 30
+    places = (ROOT, ROOT / "fusedce", ROOT / "fusedce" / "backends", ROOT / "fusedce" / "autograd")
+    missing = [x for x in named if not any(list(place.glob(x)) for place in places)]
+    assert missing == []
+
+
+def test_it_fits_a_screen():
+    assert len(PAGE.splitlines()) <= 60

@@ -1,0 +1,180 @@
+"""PEFT adapters on the head."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("peft")
+import peft
+from support.tiny_trainer import V, llama
+
+from fusedce import replace_loss_head, restore_loss_head
+from fusedce.loss.fused_ce import ce_apart
+
+
+def batch():
+    ids = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_grads(model):
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(**batch()).loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def adapted(**kwargs):
+    settings = {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]} | kwargs
+    tied = settings.pop("tied", False)
+    model = peft.get_peft_model(llama(tie_word_embeddings=tied), peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    return model
+
+
+CASES = {
+    "body": {},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "head, rslora": {"target_modules": ["lm_head"], "use_rslora": True},
+    "head, bias": {"target_modules": ["lm_head"], "lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "tied": {"tied": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lora_is_fused(name, request):
+    model = adapted(**CASES[name])
+    expected = loss_and_grads(model)
+    keys = list(model.state_dict())
+    replace_loss_head(model)
+    assert list(model.state_dict()) == keys
+    request.getfixturevalue("no_logits")
+    loss, grads = loss_and_grads(model)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
+    assert grads.keys() == expected[1].keys()
+    assert not any("base_layer" in n or "original_module" in n for n in grads)
+    torch.testing.assert_close(grads, expected[1], rtol=1e-4, atol=1e-7)
+    if "head" in name:
+        for part in ("lora_A", "lora_B"):
+            assert any("lm_head" in n and part in n and g.norm() > 0 for n, g in grads.items())
+
+
+def test_adapters_can_be_switched_and_merged(no_logits):
+    model = replace_loss_head(adapted(target_modules=["lm_head"]))
+    plain = float(llama()(**batch()).loss.detach())
+    with_adapter = float(model(**batch()).loss.detach())
+    assert abs(with_adapter - plain) > 1e-3
+    with model.disable_adapter():
+        assert float(model(**batch()).loss) == pytest.approx(plain, rel=1e-6)
+    model.merge_adapter()
+    assert float(model(**batch()).loss) == pytest.approx(with_adapter, rel=1e-5)
+    model.unmerge_adapter()
+    merged = model.merge_and_unload()
+    assert float(merged(**batch()).loss) == pytest.approx(with_adapter, rel=1e-5)
+
+
+def test_lora_dropout_on_the_head_is_drawn_once(no_logits):
+    model = adapted(target_modules=["lm_head"], lora_dropout=0.5).train()
+    expected = loss_and_grads(copy.deepcopy(model))
+    replace_loss_head(model)
+    loss, grads = loss_and_grads(model)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(grads, expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_an_adapter_switched_off_for_the_reference_policy():
+    """As DPO and GRPO do; its logits are looked at when the adapter is on again."""
+    model = adapted(target_modules=["lm_head", "q_proj"])
+    ids = batch()["input_ids"]
+    with torch.no_grad(), model.disable_adapter():
+        native = model(input_ids=ids).logits
+    replace_loss_head(model)
+    with torch.no_grad(), model.disable_adapter():
+        lazy = model(input_ids=ids).logits
+    torch.testing.assert_close(lazy.log_softmax(-1), native.log_softmax(-1))
+    labels = ids.view(-1)
+    fused = F.cross_entropy(lazy.view(-1, V), labels)
+    torch.testing.assert_close(fused, F.cross_entropy(native.view(-1, V), labels))
+
+
+def test_lora_dropout_is_that_of_the_loss():
+    """Whenever somebody looks, the logits are those the loss was computed of."""
+    model = adapted(target_modules=["lm_head"], lora_dropout=0.5).train()
+    replace_loss_head(model)
+    torch.manual_seed(3)
+    out = model(**batch())
+    logits = out.logits[:, :-1].flatten(0, 1)
+    labels = batch()["labels"][:, 1:].flatten()
+    torch.testing.assert_close(F.cross_entropy(logits + 0, labels), out.loss)
+    torch.testing.assert_close(out.logits.log_softmax(-1), (out.logits + 0).log_softmax(-1))
+
+
+def test_merging_before_a_look_is_a_change():
+    model = replace_loss_head(adapted(target_modules=["lm_head"]))
+    logits = model(input_ids=batch()["input_ids"]).logits
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="has changed"):
+        logits.argmax(-1)
+
+
+def test_head_replaced_before_peft(no_logits):
+    """The other order: LoRA wraps a head that is replaced already."""
+    expected = loss_and_grads(adapted(target_modules=["lm_head", "q_proj"]))
+    model = replace_loss_head(llama())
+    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["lm_head", "q_proj"])
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    replace_loss_head(model)
+    loss, grads = loss_and_grads(model)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_an_adapter_that_is_no_sum_of_products():
+    model = adapted(target_modules=["lm_head"], use_dora=True)
+    with pytest.raises(ValueError, match=r"linear with LoRA, got the adapters \['default'\]"):
+        replace_loss_head(model)
+    assert type(model(**batch()).logits) is torch.Tensor
+
+
+def test_switching_to_such_an_adapter_gives_real_logits():
+    model = replace_loss_head(adapted(target_modules=["lm_head"]))
+    torch.manual_seed(5)
+    model.add_adapter("dora", peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
+    model.set_adapter("dora")
+    with torch.no_grad():
+        model.get_output_embeddings().lora_B["dora"].weight.normal_()
+    got = loss_and_grads(model)
+    expected = loss_and_grads(restore_loss_head(model))
+    torch.testing.assert_close(got, expected)
+
+
+def test_frozen_head_costs_no_weight_gradient(monkeypatch):
+    """The op is given a weight that wants none, and that nothing was added to."""
+    given = []
+
+    def spy(problem, wanted):
+        given.append((problem.weight, wanted))
+        return ce_apart(problem, wanted)
+
+    model = adapted()
+    monkeypatch.setattr("fusedce.head.lazy.request.ce_apart", spy)
+    replace_loss_head(model)
+    loss_and_grads(model)
+    ((weight, wanted),) = given
+    assert not weight.requires_grad
+    assert not wanted.weight
+    assert weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()

@@ -1,0 +1,162 @@
+"""TRL's SFTTrainer with the mixin, and with a replaced head alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+import datasets
+import transformers
+import trl
+from support.tiny_trainer import V, mixtral, word_tokenizer
+from support.tiny_trainer import llama as without_padding
+from support.versions import trl_1_16
+
+from fusedce import FusedTrainerMixin, replace_loss_head, restore_loss_head
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer(V - 3)
+
+
+def llama():
+    return without_padding(pad_token_id=0)
+
+
+def text(n, seed):
+    ids = torch.randint(3, V, (n,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{i - 3}" for i in ids.tolist())
+
+
+def sft(tokenizer, tmp_path, model, *, mixin=True, size=8, steps=1, data=None, **kwargs):
+    if data is None:
+        data = [{"text": text(3 + 5 * (i % 4), i)} for i in range(8)]
+
+    class FusedSFT(FusedTrainerMixin, trl.SFTTrainer):
+        pass
+
+    args = trl.SFTConfig(
+        **{
+            "output_dir": str(tmp_path), "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": steps, "max_steps": 2, "learning_rate": 1e-2,
+            "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
+            "disable_tqdm": True, "lr_scheduler_type": "constant", "max_length": 32,
+            "dataloader_pin_memory": False, "gradient_checkpointing": False, "bf16": False,
+            "shuffle_dataset": False, "loss_type": "nll",
+        } | kwargs
+    )  # fmt: skip
+    trainer = (FusedSFT if mixin else trl.SFTTrainer)(
+        model=model, args=args, train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+PAIRS = [{"prompt": text(2 + i, i), "completion": " " + text(9 - i, 50 + i)} for i in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"data": PAIRS, "completion_only_loss": True},
+        {"padding_free": True, "max_length": None},
+        {"packing": True, "packing_strategy": "bfd"},
+    ],
+    ids=["padded", "completion only", "padding free", "packed"],
+)
+def test_sft(kwargs, tokenizer, tmp_path, no_logits):
+    """The same curve as TRL's own, which for this model is right, at any split."""
+    if kwargs.get("packing"):
+        same, stock = sft(tokenizer, tmp_path, llama(), mixin=False, size=1, steps=2, **kwargs)
+        fused, ours = sft(tokenizer, tmp_path, llama(), size=1, steps=2, **kwargs)
+    else:
+        same, stock = sft(tokenizer, tmp_path, llama(), mixin=False, **kwargs)
+        fused, ours = sft(tokenizer, tmp_path, llama(), **kwargs)
+        _, parts = sft(tokenizer, tmp_path, llama(), size=1, steps=8, **kwargs)
+        torch.testing.assert_close(parts, ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+    for trainer in (same, fused):
+        trainer.evaluate(trainer.train_dataset)
+    assert len(statistics(fused)) == 3 * len(statistics(fused)[::3]) >= 9
+    torch.testing.assert_close(statistics(fused), statistics(same), rtol=1e-5, atol=1e-7)
+
+
+def statistics(trainer):
+    """What TRL's trainer logs beside the loss, in training and evaluation."""
+    names = ("mean_token_accuracy", "entropy", "num_tokens")
+    return [
+        log[k]
+        for log in trainer.state.log_history
+        for name in names
+        for k in (name, f"eval_{name}")
+        if k in log
+    ]
+
+
+def test_sft_logs_the_auxiliary_loss_of_a_router(tokenizer, tmp_path):
+    trl_1_16()
+
+    def logged(mixin):
+        trainer, _ = sft(tokenizer, tmp_path, mixtral(), mixin=mixin, size=4, steps=2)
+        return [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]
+
+    stock = logged(False)
+    assert len(stock) == 2
+    torch.testing.assert_close(logged(True), stock, rtol=1e-4, atol=0)
+
+
+def test_scale_that_trl_guesses_wrong(tokenizer, tmp_path, no_logits):
+    """A model whose forward scales its logits in a way its configuration does not say."""
+    trl_1_16()
+
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+            hidden = self.model(input_ids, attention_mask).last_hidden_state
+            logits = 3.0 * self.lm_head(hidden)
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = Scaled(llama().config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    _, stock = sft(tokenizer, tmp_path, copy.deepcopy(model), mixin=False)
+    _, ours = sft(tokenizer, tmp_path, copy.deepcopy(model))
+    rows = [tokenizer(text(3 + 5 * (i % 4), i) + " </s>")["input_ids"] for i in range(8)]
+    ids = torch.zeros(8, max(map(len, rows)), dtype=torch.long)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+    hidden = model.model(ids, mask).last_hidden_state
+    logits = 3.0 * F.linear(hidden, model.lm_head.weight)
+    exact = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).detach())
+    assert ours[0] == pytest.approx(exact, rel=1e-5)
+    assert abs(stock[0] - exact) > 0.1
+
+
+def test_trl_head_is_said_to_be_replaced(tokenizer, tmp_path, caplog):
+    sft(tokenizer, tmp_path, llama())
+    assert any("replaces the fused head of TRL" in r.getMessage() for r in caplog.records)
+
+
+def test_other_loss_types_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"(loss_type='dft'|compute_loss_func) asks for another"):
+        sft(tokenizer, tmp_path, llama(), loss_type="dft")
+
+
+def test_stock_sft_trainer_ignores_a_replaced_head(tokenizer, tmp_path, no_logits):
+    """TRL's own head takes the weight and never runs ours: the same loss, and nothing breaks."""
+    trl_1_16()
+    _, plain = sft(tokenizer, tmp_path, llama(), mixin=False)
+    model = replace_loss_head(llama())
+    _, replaced = sft(tokenizer, tmp_path, model, mixin=False)
+    assert replaced == plain
+    with pytest.warns(UserWarning, match="TRL has installed its own fused head"):
+        replace_loss_head(restore_loss_head(model))
