@@ -1,4 +1,4 @@
-"""Inputs of a loss whose vocabulary is spread over ranks, and the whole truth about them."""
+"""A loss whose vocabulary is spread over ranks: its inputs, the whole truth, and what to watch."""
 
 import contextlib
 
