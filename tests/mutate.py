@@ -64,7 +64,9 @@ def _pytest(folder: str, arguments: list[str]) -> None:
             os.dup2(output.fileno(), stream.fileno())
     import pytest
 
-    sys.exit(pytest.main(arguments))
+    status = int(pytest.main(arguments))
+    sys.stdout.flush()
+    os._exit(status)  # what torch does at the end of a forked process is not asked here
 
 
 def run(chosen: Iterable[Mutant], jobs: int) -> Counter[str]:

@@ -137,4 +137,4 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()
     dtype = acc_dtype(problem.hidden.dtype)
-    return n_valid.clamp(min=1).to(dtype).reciprocal_()
+    return n_valid.to(dtype).clamp_(min=1).reciprocal_()

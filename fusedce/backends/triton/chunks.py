@@ -323,7 +323,7 @@ class Chunks:
         )
         for begin in range(0, C, step):
             n = min(step, C - begin)
-            mm(g[begin : begin + n], self.weight, self.room.as_strided((n, H), (H, 1)))
+            mm(g.narrow(0, begin, n), self.weight, self.room.as_strided((n, H), (H, 1)))
             launch((n, -(-H // block), 1), begin=begin)
 
 

@@ -29,7 +29,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     if labels is not problem.labels:
         problem = problem.but(labels=labels)
     with on(device):
-        packed = compact(problem)
+        packed, dtypes = compact(problem), waiting(problem)
         rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
@@ -45,7 +45,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             V,
             H,
             logit_bytes=dtype.itemsize + (4 if problem.label_smoothing else 0),
-            accumulator=wanted.weight and waiting(problem).weight != torch.float32,
+            accumulator=wanted.weight and dtypes.weight != torch.float32,
             on_cpu=False,
             chunk_tokens=problem.chunk_tokens,
         )
@@ -54,7 +54,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         grads = Gradients(
             problem,
             wanted,
-            dtypes=waiting(problem),
+            dtypes=dtypes,
             chunks=-(-n // C) if n else 0,
             every_row=every_row,
         )
