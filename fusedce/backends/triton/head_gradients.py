@@ -25,7 +25,7 @@ def add_head_gradients(
     chunks: Chunks,
     grads: Gradients,  # whose weight and bias are added to
     gradient: ChunkGradient,
-    h: Tensor,  # (C, H)
+    h: Tensor,  # (C, H), of unit stride
     outer: float,  # a factor
     *,
     first: bool,  # weight is not yet written
@@ -70,7 +70,6 @@ def _add_entries(grads: Gradients, gradient: ChunkGradient, h: Tensor, outer: fl
     weight, bias, V = grads.weight, grads.bias, gradient.logits.shape[1]
     if weight is None and bias is None:
         return
-    h = h if h.stride(1) == 1 else h.contiguous()
     columns, order = gradient.columns.flatten().sort(stable=True)  # nothing waits for the device
     _launch(h, columns, order, gradient.entries, weight, bias, V, outer)
     if weight is not None and weight.element_size() == 2:

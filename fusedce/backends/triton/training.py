@@ -25,9 +25,11 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    labels = problem.labels.contiguous()
+    hidden, labels = problem.hidden, problem.labels.contiguous()
     if labels is not problem.labels:
         problem = problem.but(labels=labels)
+    if hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
         rows, count = packed.rows, packed.used
@@ -69,7 +71,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         for begin in range(0, n, C):
             end = min(begin + C, n)
             chunk = slice(begin, end) if every_row else rows[begin:end].long()
-            h, y = problem.hidden[chunk], labels[chunk]  # (C, H), (C,)
+            h, y = hidden[chunk], labels[chunk]  # (C, H), (C,)
             padding = None
             if graph:  # ignored rows take part, as zeros
                 padding = torch.arange(begin, end, device=device) >= count
