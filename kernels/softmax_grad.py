@@ -13,7 +13,7 @@ and reach the gradients in float32, with `hidden_grad` and :mod:`fusedce.kernels
 Errors of bfloat16 gradients, over that of rounding the exact ones once: 1.00 to 1.07, where both
 were rounded with the others 1.2 to 1.5 (peaked logits).
 
-References are whole numbers, so another one is an exact factor. A block whose maximum is 2^60 above
+References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above
 the label takes its own; then `softmax_rows` walks over that row and brings all blocks to the
 highest. It also does so where rows have to be normalised before they are rounded (``NORMALISE``):
 float16 has not the range, and of what label smoothing leaves of a probability the difference has
@@ -86,7 +86,8 @@ def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "stride_block"
+        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "most",
+        "stride_block",
     ]
 )  # fmt: skip
 def exp_tile_kernel(
@@ -219,10 +220,12 @@ def softmax_rows_kernel(
     mask_b = offs_b < tl.cdiv(V, BLOCK_V)
     m = tl.load(maxima + offs_b * stride_row + c, mask=mask_b, other=float("-inf"))
     s = tl.load(sums + offs_b * stride_row + c, mask=mask_b, other=0.0)
-    references = tl.where(mask_b, block_reference(m, own), float("-inf"))
-    reference = tl.max(references, axis=0)  # of the row
+    empty = m == float("-inf")  # no block, or one that holds nothing but the label
+    references = tl.where(empty, float("-inf"), block_reference(m, own))
     m_others = tl.max(m, axis=0)  # -inf where the label is alone
     top = finite_max(tl.maximum(m_others, z) * LOG2E)
+    reference = tl.max(references, axis=0)  # of the row
+    reference = tl.where(reference == float("-inf"), top, reference)
     others = tl.sum(s * tl.exp2(references - top), axis=0)
     inverse = 1.0 / (exp(z, top) + others)
     to_p = tl.exp2(reference - top) * inverse
@@ -293,13 +296,14 @@ def softmax_rows_kernel(
 
     end = width
     if not NORMALISE:
-        lowest = tl.min(tl.where(mask_b, references, reference), axis=0)
+        lowest = tl.min(tl.where(empty, reference, references), axis=0)
         end = tl.where(lowest < reference, width, 0)
     for start in range(0, end, BLOCK_V):
         offs = start + offs_v
         of_block = tl.load(maxima + start // BLOCK_V * stride_row + c)
         g = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
-        g *= tl.exp2(block_reference(of_block, own) - reference)
+        of_block = tl.where(of_block == float("-inf"), reference, block_reference(of_block, own))
+        g *= tl.exp2(of_block - reference)
         if NORMALISE:
             g *= to_p
         if shifts is not None:
@@ -350,7 +354,7 @@ def hidden_grad_kernel(
         column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
         known = column < V  # (of a bad label the entry is NaN)
         at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
-        w = tl.load(at, mask=mask_h & known, other=0.0).to(tl.float32)
+        w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
         g += tl.load(entries + entry * stride_row + c) * w
     row = tl.load(rows + first + c).to(tl.int64)
     out = d_hidden + row * stride_dn + offs_h

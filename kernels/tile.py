@@ -202,7 +202,7 @@ def block_reference(m, z_label):
 
     Its maximum ``m``, where there is no ``z_label``. Otherwise a whole number, so that the factor
     to another block's is exact: the label's logit, the same in all blocks of a row; but where that
-    is NaN or -inf, or the block's maximum is 2^60 above it, it comes from the maximum.
+    is NaN or -inf, or the block's maximum is 2^30 above it, it comes from the maximum.
     """
     own = finite_max(m) * LOG2E
     if z_label is None:
@@ -210,7 +210,7 @@ def block_reference(m, z_label):
     else:
         own = tl.ceil(own)
         label = tl.floor(z_label * LOG2E)
-        return tl.where(own - label <= 60.0, label, own)
+        return tl.where(own - label <= 30.0, label, own)
 
 
 @triton.jit

@@ -135,9 +135,9 @@ MUTANTS = [
     ),
     Mutant(
         "graph: a size that differs inside is specialised on",
-        '"first_block", "stride_block"\n',
-        '"first_block"\n',
-        "test_specialization.py -k training",
+        '"first_block", "most",\n',
+        '"first_block",\n',
+        "test_specialization.py -k few_rows",
     ),
     Mutant(
         "rows: the padding of a tile counts",
@@ -153,9 +153,15 @@ MUTANTS = [
     ),
     Mutant(
         "references: a block far above the label overflows",
-        "own - label <= 60.0",
+        "own - label <= 30.0",
         "own - label <= 1e30",
         "backends/triton/test_training.py -k far_above",
+    ),
+    Mutant(
+        "references: a block with no other class has a say",
+        'tl.where(empty, float("-inf"), block_reference(m, own))',
+        "block_reference(m, own)",
+        "backends/triton/test_training.py -k no_say",
     ),
     Mutant(
         "rows: blocks of other references stay as they are",
@@ -189,8 +195,8 @@ MUTANTS = [
     ),
     Mutant(
         "relaunch: a tile's place is one Triton compiles anew for",
-        '"best", "first", "first_block", "stride',
-        '"best", "stride',
+        '"best", "first", "first_block", "most",',
+        '"best", "most",',
         "backends/triton/test_specialization.py -k one_compilation",
     ),
     Mutant(

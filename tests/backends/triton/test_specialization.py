@@ -110,6 +110,26 @@ def test_forward_only_compiles_nothing_inside_a_graph(monkeypatch, launches, opt
     assert {"forward_kernel", "stats_kernel"} <= {name for name, _ in warm}
 
 
+def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
+    """Tiles of few rows hold more classes than those of many."""
+    small = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**15, 2**15))
+    monkeypatch.setattr(archs, "architecture", lambda device: small)
+    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
+    labels[16:] = -100
+    problem = Problem(hidden, weight, labels)
+
+    def step():
+        backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+        keys = set(launches)
+        launches.clear()
+        return keys
+
+    head_gradients.compile_for_sums.cache_clear()
+    warm = step()
+    monkeypatch.setattr(training, "capturing", lambda device: True)
+    assert step() - warm == set()
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
 @pytest.mark.parametrize("V", [320, 333, 1111])
 def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chunk_tokens):

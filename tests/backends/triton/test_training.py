@@ -85,6 +85,34 @@ def test_blocks_far_above_the_label_take_references_of_their_own(dtype, above):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("classes", "masked"), [(1, 0), (257, 0), (513, 0), (700, 512)])
+@pytest.mark.parametrize("level", [-85.0, -92.0, -1000.0])
+def test_a_block_with_no_other_class_has_no_say(dtype, classes, masked, level):
+    """The label alone in the last block, or a block of classes that are masked; all logits low."""
+    hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)
+    weight, labels = weight[:classes], labels % classes
+    labels[:10] = classes - 1
+    bias = torch.full((classes,), level, dtype=dtype)
+    if masked:
+        bias[masked:], labels = -torch.inf, labels % masked
+    found, exact = gradients(Problem(hidden, weight, labels, bias=bias, chunk_tokens=7))
+    for a, b in zip(found, exact, strict=True):
+        tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_matrices_may_be_transposed(name):
+    hidden, weight, labels = inputs(torch.float32, 1, 0.0, n=20)
+    x = {"hidden": hidden, "weight": weight}
+    exact, _ = gradients(Problem(**x, labels=labels))
+    x[name] = x[name].t().contiguous().t()
+    found, _ = gradients(Problem(**x, labels=labels))
+    for a, b in zip(found[:2], exact[:2], strict=True):
+        assert error(a, b.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)
     bias = torch.zeros(V, dtype=dtype)
