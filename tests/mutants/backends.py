@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     Mutant(
         "relaunch: with the first launch's arguments",
-        "arguments[places[name]] = value",
-        "pass",
+        "        self._arguments.update(changing)\n",
+        "",
         "backends/triton/test_relaunch.py",
     ),
 ]

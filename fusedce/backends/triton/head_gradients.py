@@ -38,7 +38,7 @@ def add_head_gradients(
         bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
     elif bias is not None and factors is not None:
         for i in range(0, len(bias), _COLUMNS):
-            sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors[: len(g)])
+            sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
             bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
     if weight is not None:
         _add_product(weight, gradient, h, alpha, first=first)
@@ -57,7 +57,6 @@ def _add_product(
     if gradient.scaled is not None:
         h = gradient.scaled
     elif factors is not None:
-        factors = factors[: len(h)]
         if h.dtype == torch.float16:  # whose range is not that of the factors
             largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
             factors = factors / largest
@@ -67,13 +66,13 @@ def _add_product(
 
 def _add_entries(grads: Gradients, gradient: ChunkGradient, h: Tensor, outer: float) -> None:
     """``weight[columns] += outer * entries * h``, and ``bias[columns]`` the same without h."""
-    weight, bias, V = grads.weight, grads.bias, gradient.logits.shape[1]
+    weight, bias, (C, V) = grads.weight, grads.bias, gradient.logits.shape
     if weight is None and bias is None:
         return
-    columns, order = gradient.columns.flatten().sort(stable=True)  # nothing waits for the device
+    columns, order = gradient.columns.sort(stable=True)  # nothing waits for the device
     _launch(h, columns, order, gradient.entries, weight, bias, V, outer)
     if weight is not None and weight.element_size() == 2:
-        K = gradient.columns.shape[0]
+        K = columns.shape[0] // C
         compile_for_sums(h.device, h.dtype, columns.dtype, K, V, h.shape[1], bias is not None)
 
 
@@ -100,7 +99,7 @@ def compile_for_sums(
         zeros(1, H, dtype=dtype),
         zeros(K, dtype=of_columns) - 1,  # which is none
         zeros(K, dtype=torch.int64),
-        zeros(K, 1),
+        zeros(K),
         zeros(1, H),
         zeros(1) if biased else None,
         V,
@@ -112,7 +111,7 @@ def _launch(
     h: Tensor,  # (C, H)
     columns: Tensor,  # (K * C,) sorted
     order: Tensor,  # (K * C,) int64
-    entries: Tensor,  # (K, C) fp32
+    entries: Tensor,  # (K * C,) fp32
     weight: Tensor | None,  # (V, H)
     bias: Tensor | None,  # (V,)
     V: int,
@@ -133,7 +132,7 @@ def _launch(
         H=H,
         V=V,
         stride_hn=h.stride(0),
-        stride_row=entries.stride(0),
+        stride_row=C,
         factor=outer,
         BLOCK_C=block_c,
         BLOCK_H=block_h,

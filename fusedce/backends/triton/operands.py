@@ -87,6 +87,11 @@ def multiple(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def span(x: Tensor, begin: int, n: int, dim: int = 0) -> Tensor:
+    """``x.narrow(dim, begin, n)``, and ``x`` itself where that is all of it: no view to make."""
+    return x if n == x.shape[dim] else x.narrow(dim, begin, n)
+
+
 def padded(x: Tensor) -> Tensor:
     """``x (V,)`` with zeros up to a :func:`multiple`."""
     return pad(x, (0, multiple(len(x)) - len(x)))

@@ -17,18 +17,13 @@ class Relaunch:
     def __init__(self, kernel: Any, **common: Any) -> None:
         self._kernel, self._common = kernel, common
         self._compiled: Any = None
-        self._arguments: list[Any] = []
-        self._places: dict[str, int] = {}
+        self._arguments: dict[str, Any] = {}  # all of them, in the kernel's order
 
     def __call__(self, grid: tuple[int, int, int], **changing: Any) -> None:
         if self._compiled is None:
             self._compiled = self._kernel[grid](**self._common, **changing)
             return
         if not self._arguments:  # (many are launched once)
-            names = self._kernel.arg_names
-            self._arguments = [self._common.get(name) for name in names]
-            self._places = {name: names.index(name) for name in changing}
-        arguments, places = self._arguments, self._places
-        for name, value in changing.items():
-            arguments[places[name]] = value
-        self._compiled[grid](*arguments)
+            self._arguments = {name: self._common.get(name) for name in self._kernel.arg_names}
+        self._arguments.update(changing)
+        self._compiled[grid](*self._arguments.values())

@@ -14,10 +14,10 @@ from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.plan import chunk_size
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
-from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.compact import Rows, capturing, compact, on, raise_on_cpu
 from fusedce.backends.triton.head_gradients import add_head_gradients
+from fusedce.backends.triton.operands import span
 from fusedce.backends.triton.row_factors import RowFactors
-from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 
 
@@ -35,13 +35,10 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
-        factor = expected_upstream(problem, packed.n_valid)
         if graph:
-            n, outer = N, 1.0
-            factor.fill_(1)
-        else:  # the one host synchronisation
-            n, outer = torch.stack([count, factor.double()]).tolist()
-            n = int(n)
+            n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
+        else:
+            n, outer, factor = _read(problem, packed)
         size = chunk_size(
             n,
             V,
@@ -70,8 +67,12 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
 
         for begin in range(0, n, C):
             end = min(begin + C, n)
-            chunk = slice(begin, end) if every_row else rows[begin:end].long()
-            h, y = hidden[chunk], labels[chunk]  # (C, H), (C,)
+            chunk = slice(begin, end)
+            if every_row:
+                h, y = span(hidden, begin, end - begin), span(labels, begin, end - begin)
+            else:
+                chosen = rows[chunk].long()
+                h, y = hidden[chosen], labels[chosen]
             padding = None
             if graph:  # ignored rows take part, as zeros
                 padding = torch.arange(begin, end, device=device) >= count
@@ -85,3 +86,18 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
         total = losses.sum(dtype=torch.float64).float()
         return Summed(total, packed.n_valid, factor, *grads.written())
+
+
+def _read(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
+    """Rows used, and :func:`expected_upstream` on both sides: the one host synchronisation.
+
+    What :meth:`LossSum.mean` brings is computed here from what is read, rather than on the device:
+    the same number, and nothing is launched for it that the host would wait for.
+    """
+    expected = problem.expected_upstream
+    if expected is None:
+        n, n_valid = torch.stack([packed.used, packed.n_valid]).tolist()
+        outer = 1.0 / max(n_valid, 1)
+        return n, outer, torch.full_like(packed.loss_sum, outer)
+    n, outer = torch.stack([packed.used, expected.double()]).tolist()
+    return int(n), outer, expected.clone()

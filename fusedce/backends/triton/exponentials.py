@@ -1,0 +1,115 @@
+"""A chunk's exponentials: the seam behind which the training pass makes them.
+
+By products of cuBLAS with a kernel after each, or by one product of ours; the architecture's row
+says by which. What follows knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.operands import has_options, multiple, operands, power_of_2
+from fusedce.backends.triton.relaunch import Relaunch
+from fusedce.backends.triton.tiles import Tiles
+from fusedce.contract.problem import Problem
+from fusedce.kernels.exp_gemm import exp_gemm_kernel
+from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel
+
+
+class Exponentials:
+    """Of one chunk after another of at most ``C`` tokens, in the same buffers.
+
+    ``maxima`` and ``sums`` are ``(blocks, tokens of the chunk)`` at their buffers' begin.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        C: int,
+        tiles: Tiles,
+        *,
+        pointwise: dict[str, Any],  # bias padded
+        out: Tensor,  # (C, V) to fill, rows padded
+        amplify: float,  # a factor
+        own_references: bool,  # of every block, not the labels' logits
+    ) -> None:
+        weight = tiles.weight
+        self.arch = archs.architecture(weight.device)
+        self.problem, self.tiles, self.pointwise = problem, tiles, pointwise
+        self.out, self.amplify, self.own_references = out, amplify, own_references
+        walks = self.arch.walks(weight.element_size())
+        self.gemm, self.block = None, tiles.block
+        if walks.by_gemm:
+            self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
+            self.block = self.gemm.BLOCK_V
+        self.blocks = -(-weight.shape[0] // self.block)
+        sizes = (self.blocks * C, self.blocks * C, C)
+        of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=weight.device)
+        self.maxima, self.sums, self.z_label = of_rows.split_with_sizes(sizes)
+
+    def fill(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
+        """From the hidden states ``(C, H)`` and labels of a chunk, whose logits are made here."""
+        weight = self.tiles.weight
+        (V, H), C = weight.shape, h.shape[0]
+        block_c, block_h = self.arch.label_block
+        label_logit_kernel[(-(-C // block_c),)](
+            hidden=h,
+            weight=weight,
+            labels=y,
+            z_label=self.z_label,
+            C=C,
+            H=H,
+            V=V,
+            stride_hn=h.stride(0),
+            stride_wv=weight.stride(0),
+            BLOCK_C=block_c,
+            BLOCK_H=min(power_of_2(H), block_h),
+            num_warps=4,
+            **self.pointwise,
+        )
+        shared = {
+            "exps": self.out,
+            "labels": y,
+            "z_label": None if self.own_references else self.z_label,
+            "maxima": self.maxima,
+            "sums": self.sums,
+            "best": best,
+            "stride_ec": self.out.stride(0),
+            "stride_block": C,
+            "AMPLIFY": self.amplify,
+        }
+        if self.gemm is not None:
+            self._by_gemm(h, self.gemm, shared)
+        else:
+            self._by_tiles(h, shared)
+
+    def _by_tiles(self, h: Tensor, shared: dict[str, Any]) -> None:
+        """Products by cuBLAS, a kernel after each."""
+        tiles, block = self.tiles, self.block
+        launch = Relaunch(
+            exp_tile_kernel,
+            products=tiles.products,
+            most=tiles.most,
+            V=tiles.weight.shape[0],
+            BLOCK_V=block,
+            num_warps=self.arch.exp_warps,
+            **shared,
+            **self.pointwise,
+        )
+        for first, rows, begin, T, _ in tiles.logits(h):
+            launch((rows, -(-T // block), 1), first=first, first_block=begin // block)
+
+    def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
+        """One product whose epilogue makes them."""
+        problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
+        walk = operands(problem, blocks) | self.pointwise
+        tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
+        for name in ("tiles_per_split", "splits"):
+            del walk[name]
+        exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
+            width=multiple(walk["V"]), **(walk | shared)
+        )

@@ -1,0 +1,60 @@
+"""Products of cuBLAS in float32, a tile at a time, in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.triton.archs import Architecture
+from fusedce.backends.triton.operands import multiple, power_of_2, span
+from fusedce.backends.triton.products import mm
+
+# Of a chunk's logits: the first row, how many; the first class, how many; and the products
+# themselves, their rows padded.
+Tile = tuple[int, int, int, int, Tensor]
+
+
+class Tiles:
+    """Of the logits of at most ``C`` tokens, and of the gradient of their hidden states."""
+
+    def __init__(self, weight: Tensor, C: int, arch: Architecture) -> None:
+        V, H = weight.shape
+        self.weight = weight
+        self.block = min(power_of_2(V), arch.exp_block_v)
+        self.most_rows, self.most = arch.tile_shape(C, V, H, self.block)
+        self._rows_of_hidden = max(arch.tile_elements[0] // H // 128 * 128, 128)
+        self.products = torch.empty(
+            max(self.most_rows * multiple(self.most), min(self._rows_of_hidden, C) * H),
+            dtype=torch.float32,
+            device=weight.device,
+        )
+
+    def logits(self, h: Tensor) -> Iterator[Tile]:
+        """``h (C, H) @ weight.T``."""
+        V, C, most_rows, most = self.weight.shape[0], h.shape[0], self.most_rows, self.most
+        sizes = [most] * (V // most) + ([V % most] if V % most else [])
+        columns, products = self.weight.t().split_with_sizes(sizes, 1), self.products
+        some_rows = [(0, C, h)]
+        if most_rows < C:
+            some_rows = [
+                (number * most_rows, len(some), some)
+                for number, some in enumerate(h.split(most_rows))
+            ]
+        shape = (0, 0)
+        for begin, T, w in zip(range(0, V, most), sizes, columns, strict=True):
+            for first, rows, some in some_rows:
+                if shape != (rows, T):
+                    shape = (rows, T)
+                    products = self.products.as_strided(shape, (multiple(T), 1))
+                mm(some, w, products)
+                yield first, rows, begin, T, products
+
+    def of_hidden(self, g: Tensor) -> Iterator[tuple[int, int]]:
+        """``g (C, V) @ weight``, some rows at a time: the first one, and how many."""
+        C, H, step = g.shape[0], self.weight.shape[1], self._rows_of_hidden
+        for begin in range(0, C, step):
+            n = min(step, C - begin)
+            mm(span(g, begin, n), self.weight, self.products.as_strided((n, H), (H, 1)))
+            yield begin, n
