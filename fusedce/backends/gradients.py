@@ -86,12 +86,14 @@ class Gradients:
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
-        grads = (self.hidden, self.weight, self.bias)
-        d_hidden, d_weight, d_bias = (
-            torch.empty(0, dtype=dtype) if g is None else g.to(dtype)
-            for g, dtype in zip(grads, self.dtypes, strict=True)
-        )
-        return d_hidden, d_weight, d_bias
+        of_hidden, of_weight, of_bias = self.dtypes
+        return _in(of_hidden, self.hidden), _in(of_weight, self.weight), _in(of_bias, self.bias)
+
+
+def _in(dtype: torch.dtype, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.empty(0, dtype=dtype)
+    return grad if grad.dtype == dtype else grad.to(dtype)
 
 
 def _add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:

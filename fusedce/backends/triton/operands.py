@@ -87,9 +87,9 @@ def multiple(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def span(x: Tensor, begin: int, n: int, dim: int = 0) -> Tensor:
-    """``x.narrow(dim, begin, n)``, and ``x`` itself where that is all of it: no view to make."""
-    return x if n == x.shape[dim] else x.narrow(dim, begin, n)
+def span(x: Tensor, begin: int, end: int, dim: int = 0) -> Tensor:
+    """``x[begin:end]`` along ``dim``, and ``x`` itself where that is all of it: no view to make."""
+    return x if end - begin == x.shape[dim] else x.narrow(dim, begin, end - begin)
 
 
 def padded(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,14 +11,18 @@ from torch import Tensor
 _ROWS = 16384  # of a weight gradient, whose product is held before it is added
 
 
-def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a @ b`` in float32, from float32 accumulators."""
-    if a.dtype == torch.float32:
-        torch.mm(a, b, out=out)
-    elif widens(torch.mm, a.device, a.dtype):
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(a.float(), b.float(), out=out)
+@functools.cache
+def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What is called with ``(a, b, out=c)``: ``c = a @ b`` in float32, as it is accumulated."""
+    if dtype == torch.float32:
+        return torch.mm
+    if widens(torch.mm, device, dtype):
+        return functools.partial(torch.mm, out_dtype=torch.float32)
+    return _of_widened
+
+
+def _of_widened(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 @functools.cache
@@ -63,11 +68,11 @@ def add_product(
             return
     for begin in range(0, len(total), _ROWS):
         some = total[begin : begin + _ROWS]
-        product = torch.empty(some.shape, dtype=torch.float32, device=some.device)
-        mm(g[:, begin : begin + _ROWS].t(), h, product)
+        added = torch.empty(some.shape, dtype=torch.float32, device=some.device)
+        product(h.device, h.dtype)(g[:, begin : begin + _ROWS].t(), h, out=added)
         if largest is not None:
-            product.mul_(largest)
+            added.mul_(largest)
         if first:
-            some.copy_(product.mul_(factor))
+            some.copy_(added.mul_(factor))
         else:
-            some.add_(product, alpha=factor)
+            some.add_(added, alpha=factor)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.backends.triton.archs import Architecture
 from fusedce.backends.triton.operands import multiple, power_of_2, span
-from fusedce.backends.triton.products import mm
+from fusedce.backends.triton.products import product
 
 # Of a chunk's logits: the first row, how many; the first class, how many; and the products
 # themselves, their rows padded.
@@ -21,9 +21,11 @@ class Tiles:
 
     def __init__(self, weight: Tensor, C: int, arch: Architecture) -> None:
         V, H = weight.shape
-        self.weight = weight
+        self.weight, self._product = weight, product(weight.device, weight.dtype)
         self.block = min(power_of_2(V), arch.exp_block_v)
         self.most_rows, self.most = arch.tile_shape(C, V, H, self.block)
+        self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
+        self._columns = weight.t().split_with_sizes(self._sizes, 1)
         self._rows_of_hidden = max(arch.tile_elements[0] // H // 128 * 128, 128)
         self.products = torch.empty(
             max(self.most_rows * multiple(self.most), min(self._rows_of_hidden, C) * H),
@@ -33,9 +35,7 @@ class Tiles:
 
     def logits(self, h: Tensor) -> Iterator[Tile]:
         """``h (C, H) @ weight.T``."""
-        V, C, most_rows, most = self.weight.shape[0], h.shape[0], self.most_rows, self.most
-        sizes = [most] * (V // most) + ([V % most] if V % most else [])
-        columns, products = self.weight.t().split_with_sizes(sizes, 1), self.products
+        C, most_rows, products = h.shape[0], self.most_rows, self.products
         some_rows = [(0, C, h)]
         if most_rows < C:
             some_rows = [
@@ -43,18 +43,21 @@ class Tiles:
                 for number, some in enumerate(h.split(most_rows))
             ]
         shape = (0, 0)
-        for begin, T, w in zip(range(0, V, most), sizes, columns, strict=True):
+        begin = 0
+        for T, w in zip(self._sizes, self._columns, strict=True):
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
                     products = self.products.as_strided(shape, (multiple(T), 1))
-                mm(some, w, products)
+                self._product(some, w, out=products)
                 yield first, rows, begin, T, products
+            begin += T
 
     def of_hidden(self, g: Tensor) -> Iterator[tuple[int, int]]:
         """``g (C, V) @ weight``, some rows at a time: the first one, and how many."""
         C, H, step = g.shape[0], self.weight.shape[1], self._rows_of_hidden
         for begin in range(0, C, step):
             n = min(step, C - begin)
-            mm(span(g, begin, n), self.weight, self.products.as_strided((n, H), (H, 1)))
+            rows, products = span(g, begin, begin + n), self.products.as_strided((n, H), (H, 1))
+            self._product(rows, self.weight, out=products)
             yield begin, n

@@ -67,20 +67,21 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
 
         for begin in range(0, n, C):
             end = min(begin + C, n)
-            chunk = slice(begin, end)
+            chunk: Tensor | slice = slice(begin, end)
             if every_row:
-                h, y = span(hidden, begin, end - begin), span(labels, begin, end - begin)
+                h, y = span(hidden, begin, end), span(labels, begin, end)  # (C, H), (C,)
             else:
-                chosen = rows[chunk].long()
-                h, y = hidden[chosen], labels[chosen]
+                chunk = rows[chunk].long()
+                h, y = hidden[chunk], labels[chunk]
+            nll = span(losses, begin, end)
             padding = None
             if graph:  # ignored rows take part, as zeros
                 padding = torch.arange(begin, end, device=device) >= count
                 h = h.masked_fill(padding[:, None], 0)
             factors = None if options is None else options.chunk(chunk, h, y, padding)
-            gradient = chunks.gradient(h, y, losses[begin:end], count, begin, factors, argmax, rows)
+            gradient = chunks.gradient(h, y, nll, count, begin, factors, argmax, rows)
             if factors is not None:
-                losses[begin:end] = factors.losses(losses[begin:end])
+                nll.copy_(factors.losses(nll))
             if grads.hidden is not None:
                 chunks.hidden_gradient(gradient, rows, begin, grads.hidden, outer)
             add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
