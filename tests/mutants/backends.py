@@ -66,4 +66,34 @@ MUTANTS = [
         "",
         "backends/triton/test_relaunch.py",
     ),
+    Mutant(
+        "span: any view from the begin is the whole",
+        "x if end - begin == x.shape[dim]",
+        "x if begin == 0",
+        "backends/triton/test_operands.py -k span",
+    ),
+    Mutant(
+        "tiles: rows beyond the first tile's are the first's",
+        "self._product(some, w, out=products)",
+        "self._product(h[:rows], w, out=products)",
+        "backends/triton/test_tiles.py -k logits",
+    ),
+    Mutant(
+        "tiles: hidden states beyond the first rows are the first's",
+        "self._product(rows, self.weight, out=products)",
+        "self._product(g[:n], self.weight, out=products)",
+        "backends/triton/test_tiles.py -k hidden",
+    ),
+    Mutant(
+        "training: the factor of no valid token is infinite",
+        "outer = 1.0 / max(n_valid, 1)",
+        "outer = 1.0 / (n_valid or 1e-300)",
+        "backends/triton/test_training.py -k factor",
+    ),
+    Mutant(
+        "training: losses of a chunk's options are left out",
+        "nll.copy_(factors.losses(nll))",
+        "factors.losses(nll)",
+        "loss/test_options.py",
+    ),
 ]

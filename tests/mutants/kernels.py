@@ -149,7 +149,7 @@ MUTANTS = [
         "one GEMM: relative to something else than the label",
         "own = tl.load(z_label + row)",
         "own = tl.load(z_label + row) + 1.0",
-        "test_exp_gemm.py -k cublas",
+        "test_exponentials.py -k cublas",
     ),
     Mutant(
         "references: a block far above the label overflows",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from fusedce.backends.triton import archs
@@ -20,5 +19,5 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     if x.numel():
         with on(x.device):
             block = archs.architecture(x.device).scale_block
-            grid = (triton.cdiv(x.numel(), block),)
+            grid = (-(-x.numel() // block),)
             scale_kernel[grid](x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)

@@ -26,7 +26,7 @@ def loss(
     blocks = _blocks(problem) if blocks is None else blocks
     shared = operands(problem, blocks)
     N, splits, device = shared["N"], shared["splits"], problem.hidden.device
-    row_blocks = triton.cdiv(N, blocks.BLOCK_N)
+    row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
     with on(device):
         packed = compact(problem, tickets)

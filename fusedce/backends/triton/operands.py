@@ -21,7 +21,7 @@ def operands(problem: Problem, blocks: Blocks) -> dict[str, Any]:
     V, H = weight.shape
     unit = alignment(problem)
     tiles_per_split, splits = vocabulary_splits(V, blocks)
-    tma = blocks.DESCRIPTOR and _aligned(weight)
+    tma = blocks.DESCRIPTOR and (unit > 1 or _aligned(weight))
     return {
         "hidden": hidden,
         "weight": weight,
@@ -100,7 +100,7 @@ def padded(x: Tensor) -> Tensor:
 def with_unit_strides(problem: Problem) -> Problem:
     """Tensors that kernels may walk along the last dimension of."""
     bias = problem.bias
-    problem = problem.but(
+    problem = problem._replace(
         hidden=_unit_stride("hidden", problem.hidden),
         weight=_unit_stride("weight", problem.weight),
         labels=problem.labels.contiguous(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients
@@ -65,7 +64,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     with on(device):
         packed = compact(problem)
         if N:
-            stats_kernel[(triton.cdiv(N, blocks.BLOCK_N) * splits,)](
+            stats_kernel[(-(-N // blocks.BLOCK_N) * splits,)](
                 class_weight=class_weight,
                 temperature=temperature,
                 rows=packed.rows,
@@ -73,7 +72,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 **partials,
                 **shared,
             )
-            merge_stats_kernel[(triton.cdiv(N, arch.merge_block_n),)](
+            merge_stats_kernel[(-(-N // arch.merge_block_n),)](
                 labels=problem.labels,
                 rows=packed.rows,
                 count=packed.used,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedce.backends.triton.operands import alignment, input_precision
+from fusedce.backends.triton.operands import alignment, input_precision, span
 from fusedce.contract.problem import Problem
 
 
@@ -61,3 +61,12 @@ def test_rows_are_read_by_as_much_as_they_are_aligned_to(H):
         assert alignment(problem) == (1 if H == 123 else unit)
     shifted = torch.zeros(7 * 64 + 1)[1:].view(7, 64)
     assert alignment(Problem(torch.zeros(5, 64), shifted, torch.zeros(5))) == 1
+
+
+def test_a_span_of_all_is_no_view_and_any_other_one_is_cut():
+    x = torch.arange(12).view(3, 4)
+    assert span(x, 0, 3) is x
+    assert span(x, 0, 4, dim=1) is x
+    assert torch.equal(span(x, 0, 2), x[:2])
+    assert torch.equal(span(x, 1, 3), x[1:])
+    assert torch.equal(span(x, 0, 3, dim=1), x[:, :3])

@@ -6,6 +6,9 @@ import torch
 import fusedce
 from fusedce.backends import gradients as buffers
 from fusedce.backends import triton as backend
+from fusedce.backends.triton import training
+from fusedce.backends.triton.compact import Rows
+from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 
 H = 64
@@ -125,3 +128,19 @@ def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     logits = x @ weight.double().T + bias.double()
     (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), x)
     assert error(found.d_hidden, exact) <= max(2 * torch.finfo(dtype).eps, 1e-6)
+
+
+@pytest.mark.parametrize("n_valid", [0, 1, 3, 47, 12345, 2**24 - 1])
+@pytest.mark.parametrize("expected", [None, 0.37])
+def test_the_factor_that_is_read_is_the_one_expected(n_valid, expected):
+    """To the last bit: backward has nothing to multiply by where the two agree."""
+    hidden, weight, labels = inputs(torch.bfloat16, 1, 0.0, n=3)
+    given = None if expected is None else torch.tensor(expected)
+    problem = Problem(hidden, weight, labels, expected_upstream=given)
+    counted = torch.tensor(n_valid)
+    packed = Rows(labels.int(), torch.tensor(2, dtype=torch.int32), counted, torch.zeros(()))
+    n, outer, factor = training.read(problem, packed)
+    assert n == 2
+    assert torch.equal(factor, expected_upstream(problem, counted))
+    assert torch.equal(torch.tensor(outer), factor)
+    assert factor is not given

@@ -1,4 +1,4 @@
-"""One GEMM with an epilogue, and cuBLAS with a kernel after it: each is the other's test."""
+"""Exponentials by one GEMM and by cuBLAS with a kernel after it: each is the other's test."""
 
 import pytest
 import torch

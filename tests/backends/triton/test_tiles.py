@@ -1,0 +1,56 @@
+"""Products, a tile at a time, are those of the whole."""
+
+import pytest
+import torch
+
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.products import product
+from fusedce.backends.triton.tiles import Tiles
+
+H = 24
+ROW = archs.BY_NAME["interpreter"]
+
+
+def inputs(C, V):
+    rng = torch.Generator().manual_seed(0)
+    return (torch.randn(n, H, generator=rng).bfloat16() for n in (C, V))
+
+
+@pytest.mark.parametrize("elements", [2**8, 2**17])  # of a tile: of some rows; of all of them
+@pytest.mark.parametrize("V", [100, 256, 777])
+@pytest.mark.parametrize("C", [150, 256])
+def test_logits_of_every_row_and_class_come_once(elements, V, C):
+    """Also those of a chunk shorter than the one that the buffer is for."""
+    h, weight = inputs(C, V)
+    tiles = Tiles(weight, 256, ROW._replace(tile_elements=(elements, elements)))
+    whole = torch.full((C, V), torch.nan)
+    for first, rows, begin, T, products in tiles.logits(h):
+        assert products.dtype == torch.float32
+        assert begin % tiles.block == 0
+        assert products.stride(0) % 16 == 0
+        part = whole[first : first + rows, begin : begin + T]
+        assert part.isnan().all()
+        part.copy_(products)
+    torch.testing.assert_close(whole, h.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("C", [100, 128, 300])
+def test_gradients_of_hidden_states_come_once(C):
+    rng = torch.Generator().manual_seed(0)
+    g = torch.randn(C, 50, generator=rng).bfloat16()
+    weight = torch.randn(50, H, generator=rng).bfloat16()
+    tiles = Tiles(weight, 300, ROW._replace(tile_elements=(128 * H, 128 * H)))
+    found = []
+    for begin, n in tiles.of_hidden(g):
+        assert begin == sum(map(len, found))
+        found.append(tiles.products[: n * H].view(n, H).clone())
+    assert max(map(len, found)) <= 128
+    torch.testing.assert_close(torch.cat(found), g.float() @ weight.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_not_rounded_to_their_inputs(dtype):
+    a, b = (x.to(dtype) for x in torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)))
+    out = torch.empty(8, 8)
+    product(a.device, dtype)(a, b, out=out)
+    torch.testing.assert_close(out, a.float() @ b.float())
