@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.operands import has_options, multiple, operands, power_of_2
+from fusedce.backends.triton.operands import alignment, has_options, multiple, operands, power_of_2
 from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.tiles import Tiles
 from fusedce.contract.problem import Problem
@@ -106,7 +106,7 @@ class Exponentials:
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
         """One product whose epilogue makes them."""
         problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
-        walk = operands(problem, blocks) | self.pointwise
+        walk = operands(problem, blocks, alignment(problem)) | self.pointwise
         tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
         for name in ("tiles_per_split", "splits"):
             del walk[name]

@@ -23,8 +23,9 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     problem = with_unit_strides(problem)
-    blocks = _blocks(problem) if blocks is None else blocks
-    shared = operands(problem, blocks)
+    unit = alignment(problem)
+    blocks = _blocks(problem, unit) if blocks is None else blocks
+    shared = operands(problem, blocks, unit)
     N, splits, device = shared["N"], shared["splits"], problem.hidden.device
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
@@ -45,10 +46,10 @@ def loss(
     return packed.loss_sum, packed.n_valid
 
 
-def _blocks(problem: Problem) -> Blocks:
+def _blocks(problem: Problem, unit: int) -> Blocks:
     device, dtype = problem.hidden.device, problem.hidden.dtype
     walks = archs.architecture(device).walks(dtype.itemsize)
-    if alignment(problem) == 1:
+    if unit == 1:
         return walks.unaligned
     options = has_options(problem)
     default = walks.forward_with_options if options else walks.forward

@@ -15,11 +15,13 @@ from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.problem import Problem
 
 
-def operands(problem: Problem, blocks: Blocks) -> dict[str, Any]:
-    """Arguments that ``forward_kernel`` and ``stats_kernel`` share, launch options included."""
+def operands(problem: Problem, blocks: Blocks, unit: int) -> dict[str, Any]:
+    """Arguments that ``forward_kernel`` and ``stats_kernel`` share, launch options included.
+
+    ``unit`` is the problem's :func:`alignment`.
+    """
     hidden, weight = problem.hidden, problem.weight
     V, H = weight.shape
-    unit = alignment(problem)
     tiles_per_split, splits = vocabulary_splits(V, blocks)
     tma = blocks.DESCRIPTOR and (unit > 1 or _aligned(weight))
     return {

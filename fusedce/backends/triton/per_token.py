@@ -30,9 +30,10 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     arch = archs.architecture(device)
     walks = arch.walks(problem.hidden.element_size())
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
-    if alignment(problem) == 1:
+    unit = alignment(problem)
+    if unit == 1:
         blocks = walks.unaligned
-    shared = operands(problem, blocks)
+    shared = operands(problem, blocks, unit)
     splits = shared["splits"]
     class_weight = problem.class_weight
     if class_weight is not None:

@@ -38,7 +38,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         if graph:
             n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
         else:
-            n, outer, factor = read(problem, packed)
+            n, outer, factor = rows_and_factor(problem, packed)
         size = chunk_size(
             n,
             V,
@@ -89,7 +89,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         return Summed(total, packed.n_valid, factor, *grads.written())
 
 
-def read(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
+def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
     """Rows used, and :func:`expected_upstream` on both sides: the one host synchronisation.
 
     What :meth:`LossSum.mean` brings is computed here from what is read, rather than on the device:

@@ -139,7 +139,7 @@ def test_the_factor_that_is_read_is_the_one_expected(n_valid, expected):
     problem = Problem(hidden, weight, labels, expected_upstream=given)
     counted = torch.tensor(n_valid)
     packed = Rows(labels.int(), torch.tensor(2, dtype=torch.int32), counted, torch.zeros(()))
-    n, outer, factor = training.read(problem, packed)
+    n, outer, factor = training.rows_and_factor(problem, packed)
     assert n == 2
     assert torch.equal(factor, expected_upstream(problem, counted))
     assert torch.equal(torch.tensor(outer), factor)
