@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
     libc.mallopt(trim_threshold, -1)
 
 
-def least(call: Callable[[], Any], times: int = 100) -> float:
+def least(call: Callable[[], Any], times: int = 400) -> float:
     """Microseconds."""
     found = []
     for _ in range(times):

@@ -73,6 +73,12 @@ MUTANTS = [
         "backends/triton/test_operands.py -k span",
     ),
     Mutant(
+        "span: the whole is cut, too",
+        "return x if end - begin == x.shape[dim] else x.narrow",
+        "return x.narrow",
+        "backends/triton/test_specialization.py -k cut",
+    ),
+    Mutant(
         "tiles: rows beyond the first tile's are the first's",
         "self._product(some, w, out=products)",
         "self._product(h[:rows], w, out=products)",

@@ -54,3 +54,14 @@ def test_products_are_not_rounded_to_their_inputs(dtype):
     out = torch.empty(8, 8)
     product(a.device, dtype)(a, b, out=out)
     torch.testing.assert_close(out, a.float() @ b.float())
+
+
+@pytest.mark.parametrize("H", [64, 896, 1024, 4096, 16384])
+def test_tiles_are_wider_where_they_are_less_work(H):
+    """Enough for the host to be ahead: 15 us of it beside at least 40 of an H200's products."""
+    C, V = 8192, 151936
+    rows, T = archs.BY_NAME["sm_90"].tile_shape(C, V, H, 2048)
+    assert rows * T >= 2**23
+    work = 2 * rows * T * H / 700e12
+    assert work >= 40e-6 or rows * T == 2**25
+    assert rows * T * 4 <= 2**27

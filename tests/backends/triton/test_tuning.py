@@ -113,7 +113,7 @@ def test_the_median_is_compared(monkeypatch):
         forward.triton.testing, "do_bench", lambda call, **options: asked.append(options) or 1.0
     )
     hidden = torch.ones(4, 16, dtype=torch.bfloat16)
-    forward._blocks(Problem(hidden, hidden, torch.zeros(4, dtype=torch.int64)))
+    forward._blocks(Problem(hidden, hidden, torch.zeros(4, dtype=torch.int64)), 8)
     assert asked == [{"return_mode": "median"}]
 
 
@@ -127,5 +127,5 @@ def test_tuning_leaves_the_random_numbers_alone(monkeypatch):
     monkeypatch.setattr(forward.triton.testing, "do_bench", lambda call, **_: 1.0)
     monkeypatch.setattr(tuning, "key_of", lambda *_: "key")
     before = torch.get_rng_state()
-    forward._blocks(Problem(hidden, weight, labels))
+    forward._blocks(Problem(hidden, weight, labels), 8)
     assert torch.equal(torch.get_rng_state(), before)
