@@ -106,7 +106,7 @@ def main() -> None:
 
     jit.JITFunction.run = run
     torch.mm = torch.addmm = product
-    products.widens = functools.cache(lambda *_: True)
+    products.widens = functools.cache(lambda *_: True)  # as on a GPU
     torch.Tensor.sort = lambda _, stable: sort(labels, stable=stable)  # type: ignore[method-assign]
     archs.architecture = lambda device: archs.BY_NAME["sm_90"]
     rows = []

@@ -87,10 +87,14 @@ class Gradients:
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
         of_hidden, of_weight, of_bias = self.dtypes
-        return _in(of_hidden, self.hidden), _in(of_weight, self.weight), _in(of_bias, self.bias)
+        return (
+            _written(self.hidden, of_hidden),
+            _written(self.weight, of_weight),
+            _written(self.bias, of_bias),
+        )
 
 
-def _in(dtype: torch.dtype, grad: Tensor | None) -> Tensor:
+def _written(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
     if grad is None:
         return torch.empty(0, dtype=dtype)
     return grad if grad.dtype == dtype else grad.to(dtype)

@@ -81,9 +81,9 @@ class Chunks:
     ) -> ChunkGradient:
         """From the logits, which are made here."""
         (V, H), C = self.weight.shape, h.shape[0]
-        made, grads = self.exponentials, self.grads
-        best = None if argmax is None else torch.empty_like(made.sums, dtype=torch.int32)
-        made.fill(h, y, best)
+        exponentials, grads = self.exponentials, self.grads
+        best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
+        exponentials.fill(h, y, best)
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
@@ -93,21 +93,21 @@ class Chunks:
         )
         terms = None if options is None else options.terms
         softmax_rows_kernel[(C,)](
-            exps=made.out,
+            exps=exponentials.out,
             grads=grads,
             hidden=h,
             scaled=gradient.scaled,
             class_weight=None if options is None else options.class_weight,
             labels=y,
-            maxima=made.maxima,
-            sums=made.sums,
-            z_label=made.z_label,
+            maxima=exponentials.maxima,
+            sums=exponentials.sums,
+            z_label=exponentials.z_label,
             losses=losses,
             columns=gradient.columns,
             entries=gradient.entries,
             count=count,
             terms=terms,
-            shifts=None if terms is None or made.out is grads else terms[3],
+            shifts=None if terms is None or exponentials.out is grads else terms[3],
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
             best=best,
@@ -124,8 +124,8 @@ class Chunks:
             softcap=self.pointwise["softcap"],
             AMPLIFY=self.amplify,
             NORMALISE=self.normalise,
-            BLOCKS=power_of_2(made.blocks),
-            BLOCK_V=made.block,
+            BLOCKS=power_of_2(exponentials.blocks),
+            BLOCK_V=exponentials.block,
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=self.arch.exp_warps,
         )

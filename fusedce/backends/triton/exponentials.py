@@ -23,7 +23,7 @@ from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel
 class Exponentials:
     """Of one chunk after another of at most ``C`` tokens, in the same buffers.
 
-    ``maxima`` and ``sums`` are ``(blocks, tokens of the chunk)`` at their buffers' begin.
+    A row of ``maxima`` and ``sums``, one a block, is as long as the chunk at hand.
     """
 
     def __init__(
