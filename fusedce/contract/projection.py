@@ -64,5 +64,5 @@ class Projection(NamedTuple):
 
 def _mkl_beside_onednn() -> bool:
     """Whether `torch.mm` asks MKL where oneDNN could be asked."""
-    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return onednn and torch.backends.mkl.is_available()

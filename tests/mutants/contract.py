@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "projection: oneDNN although it is switched off",
-        "is_available() and torch.backends.mkldnn.enabled",
+        "is_available() and bool(torch.backends.mkldnn.enabled)",
         "is_available()",
         "test_projection.py -k switched",
     ),
