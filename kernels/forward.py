@@ -35,6 +35,8 @@ from .tile import (
 
 # Sums of exponentials of a split: 2^7 splits of them still add up in float32.
 RANGE: tl.constexpr = tl.constexpr(2.0**100)
+# Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
+NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -81,12 +83,12 @@ def forward_kernel(
     # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m.
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
-    m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+    m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
     follow = tl.full((BLOCK_N,), softcap is not None, dtype=tl.int1)
     walk = 0 if softcap is None else 1
     while walk < 2:
-        m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
         s = tl.zeros((BLOCK_N,), dtype=tl.float32)
         for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
             z = logits_tile(
@@ -97,10 +99,10 @@ def forward_kernel(
             if (start_v == begin) | (walk == 1):
                 highest = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
                 highest = tl.where(follow | (start_v == begin), highest, m)
-                s *= tl.exp2(m - finite_max(highest))
+                s *= tl.exp2(m - highest)
                 m = highest
-            s += tl.sum(exp(z, finite_max(m)[:, None]), axis=1)
-        follow = (m == float("-inf")) | ((s < RANGE) == 0)
+            s += tl.sum(exp(z, m[:, None]), axis=1)
+        follow = (s < RANGE) == 0
         walk = tl.where(tl.max(follow.to(tl.int32), axis=0) == 0, 2, walk + 1)
 
     N64 = tl.cast(N, tl.int64)
