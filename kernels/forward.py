@@ -1,11 +1,17 @@
 """Loss sum and token count in one launch, without writing a logit.
 
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
-tiles with an online softmax (Milakov and Gimelshein, arXiv:1805.02867) over all logits but the
-label's, and stores one partial (maximum, sum of exponentials) per row; the first split also
-computes the label's logit, a dot product per row. Each then takes a ticket; the program that
-draws the last ticket of a row block merges the partials, and the one that draws the last ticket
-of all row blocks adds up the losses. Nobody waits for anybody.
+tiles, adds up the exponentials of all logits but the label's, and stores one partial (reference,
+sum of exponentials) per row; the first split also computes the label's logit, a dot product per
+row. Exponentials are relative to the maximum of the split's first tile: no other tile looks for
+one. A row that this does not fit, because a later logit is 69 nats above or the first tile is
+empty, has its program walk again, and follows its maximum then (online softmax, Milakov and
+Gimelshein, arXiv:1805.02867); the other rows' sums come out the same. With a soft-cap there is
+one walk, in which all rows follow: beside tanh, a maximum costs nothing.
+
+Each program then takes a ticket; the program that draws the last ticket of a row block merges the
+partials, and the one that draws the last ticket of all row blocks adds up the losses. Nobody waits
+for anybody.
 
 Bits do not depend on who comes last: splits are merged in their order, rows are added in theirs,
 in float64. The split of the vocabulary depends on V alone, so a row's loss does not depend on the
@@ -27,6 +33,11 @@ from .tile import (
     token_loss,
 )
 
+# Sums of exponentials of a split: 2^7 splits of them still add up in float32.
+RANGE: tl.constexpr = tl.constexpr(2.0**100)
+# Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
+NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
+
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
@@ -37,7 +48,7 @@ def forward_kernel(
     labels,  # (N,) int
     rows,  # (N,) int32: valid rows, from compact_kernel
     count,  # () int32: how many
-    partials,  # (2 * splits + 1, N) fp32 scratch: maxima, sums of exponentials, label logits
+    partials,  # (2 * splits + 1, N) fp32 scratch: references, sums of exponentials, label logits
     block_losses,  # (blocks,) fp64 scratch
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
     loss_sum,  # () fp32 out
@@ -69,21 +80,30 @@ def forward_kernel(
     offs_n, mask_n, row, label = packed_rows(block, rows, labels, n_valid, V, BLOCK_N)
     hidden_rows = hidden + row * stride_hn
 
-    # Phase 1: online softmax over the tiles of this split. m is in powers of two.
-    m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m.
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
-    for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
-        z = logits_tile(
-            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
-            BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
-        )  # fmt: skip
-        z = others_of_tile(z, label, start_v, V, BLOCK_V)
-        m_new = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
-        m_safe = finite_max(m_new)
-        s = s * tl.exp2(m - m_safe) + tl.sum(exp(z, m_safe[:, None]), axis=1)
-        m = m_new
+    m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    follow = tl.full((BLOCK_N,), softcap is not None, dtype=tl.int1)
+    walk = 0 if softcap is None else 1
+    while walk < 2:
+        m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
+        s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
+            z = logits_tile(
+                hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
+                BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
+            )  # fmt: skip
+            z = others_of_tile(z, label, start_v, V, BLOCK_V)
+            if (start_v == begin) | (walk == 1):
+                highest = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
+                highest = tl.where(follow | (start_v == begin), highest, m)
+                s *= tl.exp2(m - highest)
+                m = highest
+            s += tl.sum(exp(z, m[:, None]), axis=1)
+        follow = (s < RANGE) == 0
+        walk = tl.where(tl.max(follow.to(tl.int32), axis=0) == 0, 2, walk + 1)
 
     N64 = tl.cast(N, tl.int64)
     plane = splits * N64

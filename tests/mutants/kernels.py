@@ -21,9 +21,9 @@ MUTANTS = [
     ),
     Mutant(
         "forward: no rescaling by the new maximum",
-        "s = s * tl.exp2(m - m_safe) +",
-        "s = s +",
-        TRITON,
+        "s *= tl.exp2(m - finite_max(highest))",
+        "s *= 1.0",
+        "test_forward.py -k far_above",
     ),
     Mutant(
         "forward: splits merged without their maxima",
@@ -49,6 +49,30 @@ MUTANTS = [
         "token_loss(m_safe, s,",
         "token_loss(m_safe, s * tl.where(n_valid > 1, 1.0000002, 1.0),",
         "test_forward.py -k same_bits",
+    ),
+    Mutant(
+        "forward: what is out of range in several splits",
+        "tl.constexpr(2.0**100)",
+        'tl.constexpr(float("inf"))',
+        "test_forward.py -k far_above",
+    ),
+    Mutant(
+        "forward: a split without a first maximum",
+        'follow = (m == float("-inf")) | ((s < RANGE) == 0)',
+        "follow = (s < RANGE) == 0",
+        "test_forward.py -k far_above",
+    ),
+    Mutant(
+        "forward: neighbours follow their maximum, too",
+        "highest = tl.where(follow | (start_v == begin), highest, m)",
+        "highest = tl.maximum(highest, m)",
+        "test_forward.py -k beside",
+    ),
+    Mutant(
+        "forward: every split is walked over twice",
+        "walk = tl.where(tl.max(follow.to(tl.int32), axis=0) == 0, 2, walk + 1)",
+        "walk += 1",
+        "test_forward.py -k walked_over",
     ),
     Mutant(
         "forward: ignored rows add up",

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support import interpreter
 
 import fusedce
 from fusedce.contract.problem import Problem, Wanted
@@ -32,7 +33,7 @@ def one_pass(hidden, weight, labels, **options):
     from fusedce.backends.triton.forward import loss
 
     lse = torch.zeros(len(labels), device=labels.device)
-    return *loss(Problem(hidden, weight, labels), lse=lse, **options), lse
+    return *loss(Problem(hidden, weight, labels, **options), lse=lse), lse
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -101,6 +102,58 @@ def test_sum_is_exact_to_1e_6(place, dtype, logits):
     loss, _, _ = one_pass(hidden, weight, labels)
     exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
     assert abs(loss - exact) <= 1e-6 * exact
+
+
+def far_from_their_first_tiles():
+    """``weight`` whose column n holds the logits of token n, and labels: 4 splits of 3 tiles."""
+    weight = torch.randn(700, 16, generator=torch.Generator().manual_seed(0))
+    weight -= weight.logsumexp(0)  # near 0 a float32 shows most of a sum's bits
+    weight[-200, 1] = 200.0
+    weight[150::192, 2] = 60.0  # 2^94 in units of the first tile
+    weight[150::192, 3] = 70.0  # 2^108
+    weight[:, 4] += torch.arange(700) * 0.5
+    weight[:, 5] -= torch.arange(700) * 0.5
+    weight[:64, 6] -= 300.0
+    weight[192:, 7] += 1000.0
+    weight[10, 8] = 500.0  # its label
+    weight[:, 9] = 0.0
+    weight[150::192, 9] = 87.9  # 2^126.8, too much for float32 three times
+    labels = torch.arange(16)
+    labels[8] = 10
+    return weight, labels
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_far_above_the_first_ones_are_in_range(masked):
+    weight, labels = far_from_their_first_tiles()
+    bias = None
+    if masked:  # the first tiles of all splits but the last are empty, the others far below 0
+        bias = torch.full((700,), -200.0)
+        bias[:64] = bias[192:256] = bias[384:448] = -torch.inf
+        labels = labels + 600
+    lse = one_pass(torch.eye(16), weight, labels, bias=bias)[2]
+    logits = weight.T.double() + (0 if bias is None else bias)
+    exact = logits.logsumexp(1)
+    torch.testing.assert_close(lse.double(), exact, rtol=2e-7, atol=1e-6)
+
+
+def test_a_token_beside_one_out_of_range_has_the_same_bits():
+    weight, labels = far_from_their_first_tiles()
+    together = one_pass(torch.eye(16), weight, labels)[2]
+    for n in range(16):
+        token = slice(n, n + 1)
+        alone = one_pass(torch.eye(16)[token], weight, labels[token])[2]
+        assert alone.equal(together[token]), n
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(0, 11), (2, 11), (3, 11 + 3 * 3)])
+def test_only_a_split_out_of_range_is_walked_over_again(n, tiles, monkeypatch):
+    products = []
+    product = interpreter.product
+    monkeypatch.setattr(interpreter, "product", lambda *a: products.append(a) or product(*a))
+    weight, labels = far_from_their_first_tiles()
+    one_pass(torch.eye(16)[n : n + 1], weight, labels[n : n + 1])
+    assert len(products) == tiles
 
 
 @pytest.mark.gpu
