@@ -13,11 +13,11 @@ from fusedce.backends.triton import archs
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
+from fusedce.kernels.hidden_grad import hidden_grad_kernel
 from fusedce.kernels.label_grad import label_grad_kernel
 from fusedce.kernels.scale import scale_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
-    hidden_grad_kernel,
     label_logit_kernel,
     softmax_rows_kernel,
 )

@@ -15,7 +15,8 @@ from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.backends.triton.tiles import Tiles
 from fusedce.contract.problem import Problem
-from fusedce.kernels.softmax_grad import hidden_grad_kernel, softmax_rows_kernel
+from fusedce.kernels.hidden_grad import hidden_grad_kernel
+from fusedce.kernels.softmax_grad import softmax_rows_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
 
