@@ -98,6 +98,28 @@ def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_h
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("size", "right", "softcap"),
+    [(3, 0.5, None), (8, 0, None), (8, 0.6, None), (8, 1, None), (40, 0.6, None), (8, 0.6, 20.0)],
+)
+def test_one_rounding_however_sure_of_a_class(backend, size, right, softcap):
+    """``size`` of the logits; ``right``: how many labels are the likeliest class."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = (size * torch.randn(100, 64, generator=rng)).to(torch.bfloat16)
+    weight = (torch.randn(700, 64, generator=rng) / 8).to(torch.bfloat16)
+    labels = torch.randint(700, (100,), generator=rng)
+    likeliest = (hidden.double() @ weight.double().T).argmax(1)
+    labels = torch.where(torch.rand(100, generator=rng) < right, likeliest, labels)
+    given = hidden.requires_grad_(), weight.requires_grad_(), labels
+
+    def loss_of(*inputs, **options):
+        return fusedce.fused_ce(*inputs, **options, softcap=softcap).mean()
+
+    assert max(gradients(backend, loss_of, None, given)) <= 1.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_options_and_a_bias_cost_no_rounding(dtype):
     """Rows of the Triton backend's gradient wait for factors, here 2 to 16, powers of two."""

@@ -28,9 +28,39 @@ MUTANTS = [
     ),
     Mutant(
         "target term: left in the tile too",
-        "clear_labels(z, at, inside)\n        self.maxima",
-        "self.maxima",
+        "clear_labels(z, at, inside, -math.inf)\n        if self.likeliest is None",
+        "if self.likeliest is None",
         TORCH,
+    ),
+    Mutant(
+        "largest: rounded with its tile",
+        "APART = 0.125",
+        "APART = 2.0",
+        "test_denominator.py -k however_sure",
+    ),
+    Mutant(
+        "largest: left in the tile, too",
+        "exps[classes, tokens] = 0",
+        "exps[classes, tokens] *= 1",
+        "test_denominator.py -k however_sure",
+    ),
+    Mutant(
+        "largest: of a capped logit without its slope",
+        "return tokens, classes, p[tokens] * slope[tokens]",
+        "return tokens, classes, p[tokens]",
+        "test_denominator.py -k however_sure",
+    ),
+    Mutant(
+        "largest: rounded apart from the labels' rows",
+        "torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, apart))",
+        "x for x in (y, h, at_label)",
+        "test_denominator.py -k however_sure",
+    ),
+    Mutant(
+        "argmax: the likeliest but the label",
+        "return torch.where(self.z_label > top, self.y, best)",
+        "return best",
+        OPTIONS + " -k argmax",
     ),
     Mutant(
         "rescaling: tiles keep their own maximum",

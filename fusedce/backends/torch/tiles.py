@@ -37,7 +37,7 @@ def clear_labels(tile: Tensor, at: Tensor, inside: Tensor, value: float = 0) -> 
 
 
 class TileStats:
-    """Maxima, sums of exponentials and label logits, gathered tile by tile."""
+    """Label logits, and of the others maxima and sums of exponentials, gathered tile by tile."""
 
     def __init__(self, y: Tensor, acc: torch.dtype, *, argmax: bool = False) -> None:
         self.y = y
@@ -51,6 +51,7 @@ class TileStats:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place."""
         at, inside = label_entry(self.y, begin, len(z))
         self.z_label = torch.where(inside, z.gather(0, at)[0], self.z_label)
+        clear_labels(z, at, inside, -math.inf)
         if self.likeliest is None:
             k = z.amax(0)
         else:  # costs as much as three exponentials on a CPU
@@ -59,7 +60,6 @@ class TileStats:
         # A tile of nothing but -inf must give exp(-inf) = 0, not exp(-inf + inf).
         k = k.clamp_(min=torch.finfo(z.dtype).min)
         z.sub_(k).exp_()
-        clear_labels(z, at, inside)
         self.maxima.append(k)
         self.sums.append(z.sum(0))
 
@@ -76,8 +76,9 @@ class TileStats:
     def argmax(self) -> Tensor:
         """``(C,)`` int64: the likeliest class."""
         assert self.likeliest is not None
-        best = torch.stack(self.maxima).argmax(0, keepdim=True)
-        return torch.stack(self.likeliest).gather(0, best)[0]
+        top, tile = torch.stack(self.maxima).max(0)
+        best = torch.stack(self.likeliest).gather(0, tile[None])[0]
+        return torch.where(self.z_label > top, self.y, best)
 
     def _others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""

@@ -11,7 +11,9 @@ tile, which is applied to the small ``(C, H)`` operand of each GEMM instead of t
 The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``L`` the log-sum-exp
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
-float32 would have rounded most of the loss away.
+float32 would have rounded most of the loss away. Where exponentials are rounded to bfloat16, the
+largest of the others leaves its tile, too, if its probability is `APART` or more: alone in its
+size, it has no neighbours to average its rounding with.
 
 Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
 and of probabilities rounded to bfloat16 nothing but their errors. So the exponentials of a chunk
@@ -35,6 +37,7 @@ from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
 
 _FORWARD_CHUNK = 1024  # tokens at a time where no gradient is wanted
+APART = 0.125  # a probability
 
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -94,7 +97,10 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         outer = problem.logit_scale * factor
         at_label = outer * _label_gradient(problem, by, y, nll, head.slope(stats.z_label.double()))
         at_label = at_label.to(acc)  # (C,)
-        factors = (stats.factors(lse) * (outer * (by.nll + by.lse))).to(acc)  # (tiles, C)
+        of_p = outer * (by.nll + by.lse)  # () or (C,)
+        factors = (stats.factors(lse) * of_p).to(acc)  # (tiles, C)
+        tokens, classes, p = _largest(head, stats, lse, exps)
+        apart = (p * of_p.expand(C)[tokens]).to(acc)
         shift = None if mean is None else outer * by.zmean / V  # () or (C,)
 
         dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
@@ -114,7 +120,12 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
 
         if grads.hidden is not None and dh is not None:
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
+            dh[tokens] += problem.weight[classes].to(acc) * apart[:, None]
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
+        if len(tokens):  # one sum with the labels', so that it is rounded once
+            y, h, at_label = (
+                torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, apart))
+            )
         grads.add_rows(y, h, at_label)
 
     return Summed(total.to(acc), n_valid, factor, *grads.written())
@@ -138,6 +149,35 @@ def _exponentials(
         if in_place is None:
             exps[begin:end] = z
     return stats
+
+
+def _largest(
+    head: Projection,
+    stats: TileStats,
+    lse: Tensor,  # (C,) float64
+    exps: Tensor,  # (V, C), in which they become 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, classes, and probability times slope in float64, of entries that go apart.
+
+    There are none where nothing is rounded. An entry is looked for by what was stored of it: of two
+    that are alike, either will do.
+    """
+    top, tile = torch.stack(stats.maxima).max(0)
+    p = (top.double() - lse).exp_()
+    slope = head.slope(top)
+    slope = torch.ones_like(top) if slope is None else slope
+    stored = slope.to(exps.dtype)
+    largest = (p >= APART) & (exps.dtype != head.acc)
+    tokens = largest.nonzero()[:, 0]
+    found = [(tokens[:0], tokens[:0])]
+    for number, (begin, end) in enumerate(tiles(head.weight, len(top))):
+        here = tokens[tile[tokens] == number]
+        if len(here):
+            at = (exps[begin:end].index_select(1, here) == stored[here]).int().argmax(0)
+            found.append((here, begin + at))
+    tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
+    exps[classes, tokens] = 0
+    return tokens, classes, p[tokens] * slope[tokens]
 
 
 def _label_gradient(
