@@ -112,8 +112,8 @@ MUTANTS = [
     ),
     Mutant(
         "scale: missing in the tile's gradient",
-        "(stats.factors(lse) * (outer * (by.nll + by.lse)))",
-        "(stats.factors(lse) * (factor * (by.nll + by.lse)))",
+        "of_p = outer * (by.nll + by.lse)  #",
+        "of_p = factor * (by.nll + by.lse)  #",
         TORCH,
     ),
     Mutant(

@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "forward: no rescaling by the new maximum",
-        "s *= tl.exp2(m - finite_max(highest))",
+        "s *= tl.exp2(m - highest)",
         "s *= 1.0",
         "test_forward.py -k far_above",
     ),
@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     Mutant(
         "forward: a split without a first maximum",
-        'follow = (m == float("-inf")) | ((s < RANGE) == 0)',
-        "follow = (s < RANGE) == 0",
+        "tl.constexpr(-1e30)",
+        "tl.constexpr(0.0)",
         "test_forward.py -k far_above",
     ),
     Mutant(

@@ -89,12 +89,13 @@ _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
 _HOPPER_NARROW = Blocks(128, 64, 64, 8, 4, DESCRIPTOR=True)
 _UNALIGNED = Blocks(64, 64, 32, 4, 2)
+_UNALIGNED_FP32 = Blocks(32, 64, 32, 4, 2)
 _SMALL = Blocks(64, 64, 64, 4, 2)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
 
-_FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED)
+_FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED_FP32)
 # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
 _OTHER_TWO = _same(_SMALL)._replace(
     unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
