@@ -80,7 +80,9 @@ def forward_kernel(
     offs_n, mask_n, row, label = packed_rows(block, rows, labels, n_valid, V, BLOCK_N)
     hidden_rows = hidden + row * stride_hn
 
-    # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m.
+    # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m. The first walk
+    # keeps the m of its first tile; the second, of rows that follow, and of all with a soft-cap,
+    # raises it with every tile.
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
     m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)

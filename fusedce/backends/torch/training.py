@@ -173,8 +173,9 @@ def _largest(
     for number, (begin, end) in enumerate(tiles(head.weight, len(top))):
         here = tokens[tile[tokens] == number]
         if len(here):
-            at = (exps[begin:end].index_select(1, here) == stored[here]).int().argmax(0)
-            found.append((here, begin + at))
+            alike = exps[begin:end].index_select(1, here) == stored[here]
+            known = alike.any(0)
+            found.append((here[known], begin + alike.int().argmax(0)[known]))
     tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
     exps[classes, tokens] = 0
     return tokens, classes, p[tokens] * slope[tokens]

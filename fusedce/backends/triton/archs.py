@@ -100,7 +100,7 @@ _FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED_FP32)
 _OTHER_TWO = _same(_SMALL)._replace(
     unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
 )
-_OTHER_FOUR = _same(_SMALL_FP32)
+_OTHER_FOUR = _same(_SMALL_FP32)._replace(unaligned=_UNALIGNED_FP32)
 
 ARCHITECTURES = (
     Architecture(
