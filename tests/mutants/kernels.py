@@ -102,7 +102,7 @@ MUTANTS = [
         "rows: padding of a graph counts",
         "tl.store(losses + c, 0.0)",
         "tl.store(losses + c, 1.0)",
-        "test_forward.py -k inside_a_graph",
+        "test_training.py -k inside_a_graph",
     ),
     Mutant(
         "loss: rounded where p -> 1",
