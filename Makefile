@@ -4,12 +4,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz test-oldest test-newest lint docs clean
+.PHONY: help demo test quick compiled fuzz test-oldest test-newest lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
 	@echo "make test   run the test suite"
 	@echo "make quick  the same without the slow tests (under two minutes)"
+	@echo "make compiled  all tests of what Triton compiles for sm_80 and sm_90, without a GPU"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
 	@echo "make test-oldest, make test-newest"
 	@echo "            the suite with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
@@ -25,6 +26,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== test: the whole suite, two processes of one thread"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	@$(MAKE) --no-print-directory compiled CHOSEN="not exhaustive"
+
+# In processes of their own: elsewhere in the suite the kernels are interpreted.
+CHOSEN ?= compiled
+compiled: $(STAMP)
+	@echo "== compiled: what Triton makes for sm_80 and sm_90, interpreted"
+	@begin=$$(date +%s); OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/compiled -m "$(CHOSEN)"; \
+		status=$$?; echo "== compiled: $$(($$(date +%s) - begin)) s"; exit $$status
 
 quick: $(STAMP)
 	@echo "== quick: all but the slow tests, two processes of one thread"

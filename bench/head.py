@@ -3,6 +3,7 @@
     python bench/head.py               # a table, and bench/results/head-cpu.json
     python bench/head.py --device cuda
     python bench/head.py --overhead    # microseconds of Python beside fused_ce called by hand
+    python bench/head.py --generate    # a decoding step beside the untouched model's
 
 A small Llama with a large vocabulary, where the logits are what fills memory. Each peak comes from
 a process of its own; times from one process, the two models taking turns.
@@ -11,6 +12,7 @@ a process of its own; times from one process, the two models taking turns.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -106,6 +108,47 @@ def overhead(repeats: int) -> None:
         print(f"quantile {quantile}: {more:.0f} us a step ({each})")
 
 
+def generate(repeats: int, new: int = 16) -> None:
+    """What a decoding step of a replaced head costs beside the untouched model's, as a ratio.
+
+    A small Llama whose vocabulary is small as well, so that Python weighs most; by ``generate``,
+    the two taking turns in one process, on one thread, by the time of this thread alone.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    native = transformers.LlamaForCausalLM(config).eval()
+    replaced = fusedce.replace_loss_head(copy.deepcopy(native))
+    prompt = torch.randint(0, 1000, (1, 16))
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False},
+        "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        "static cache": {"do_sample": False, "cache_implementation": "static"},
+    }
+    for way, options in ways.items():
+        seconds: dict[str, list[int]] = {"native": [], "replaced": []}
+        for _ in range(repeats):
+            tokens = []
+            for name, model in (("native", native), ("replaced", replaced)):
+                torch.manual_seed(0)
+                begin = time.thread_time_ns()
+                tokens.append(
+                    model.generate(
+                        prompt, max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
+                        disable_compile=True, **options,
+                    )
+                )  # fmt: skip
+                seconds[name].append(time.thread_time_ns() - begin)
+            assert torch.equal(*tokens), way
+        a, b = seconds["native"], seconds["replaced"]
+        ratio = statistics.median(y / x for x, y in zip(a, b, strict=True))
+        us = statistics.median(a) / new / 1e3
+        print(f"{way}: {ratio:.3f} times the {us:.0f} us of a native step (median of {repeats})")
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -114,9 +157,12 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--overhead", action="store_true", help="of Python, and nothing else")
+    parser.add_argument("--generate", action="store_true", help="a decoding step, and nothing else")
     args = parser.parse_args()
     if args.overhead:
         return overhead(2000)
+    if args.generate:
+        return generate(30)
     rows = []
     for mode in ("training", "evaluation"):
         kwargs = {"training": mode == "training", "device": args.device, "dtype": args.dtype}

@@ -43,7 +43,8 @@ def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
     """One suite as Markdown; who is not installed is named below it."""
     mine = [r for r in with_ratios(rows) if r["suite"] == suite]
     absent = [r for r in mine if r.get("failed", "").endswith(NOT_INSTALLED)]
-    body = markdown([_cells(suite, r) for r in mine if r not in absent], without)
+    cells = [_cells(suite, r) for r in mine if r not in absent]
+    body = markdown(cells, without, once=("N, H, V", "dtype", "ignored", "logits"))
     if not absent:
         return body
     return f"{body}\n\nNot installed: {', '.join(dict.fromkeys(r['name'] for r in absent))}."
@@ -128,7 +129,7 @@ def main() -> int:
         written: list[Path] = pictures.of_losses(with_ratios(rows), where, args.plots, tag)
         if args.overview:
             gaps: dict[str, Any] = json.loads(args.overview.read_text())
-            written.append(pictures.overview(with_ratios(rows), gaps, where, args.plots, tag))
+            written += pictures.overview(with_ratios(rows), gaps, where, args.plots, tag)
         for path in written:
             print(f"written: {path}")
     return 0

@@ -40,7 +40,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name each other with roles of Sphinx, which MkDocs would print as they are."""
+    """Render what docstrings take from Sphinx: roles, and the double colon before a block."""
+    html = re.sub(r"::(?=\s*</p>)", ":", html)
     html = re.sub(r":(?:func|class|mod|meth|data|attr):<code>~?", "<code>", html)
     return re.sub(r":(?:func|class|mod|meth|data|attr):(?=<)", "", html)
 
@@ -92,7 +93,7 @@ def _table() -> Iterator[str]:
     last = ""
     for module, kind, text in messages():
         if module != last:
-            yield f"\n### {module}\n\n| | |\n|---|---|"
+            yield f'\n??? note "{module}"\n\n    | | |\n    |---|---|'
             last = module
         plain = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
-        yield f"| {kind} | {plain} |"
+        yield f"    | {kind} | {plain} |"

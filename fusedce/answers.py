@@ -11,8 +11,14 @@ if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
     from fusedce.plan import Plan
 
 
-def of_check(found: Check, saved: dict[str, int]) -> str:
-    """``saved``: bytes of the loss for each method, at 4096 tokens of the model's real size."""
+def of_check(found: Check, saved: dict[str, int], device: str) -> str:
+    """What `check` found, and what `plan` predicts for the model.
+
+    Args:
+        found: the comparison.
+        saved: bytes of the loss for each method, at 4096 tokens of the model's real size.
+        device: for which they are predicted.
+    """
     rows = [
         ("loss, native", f"{found.loss:.6f} nats per token"),
         ("relative error of the loss", f"{found.loss_error:.1e}"),
@@ -24,7 +30,7 @@ def of_check(found: Check, saved: dict[str, int]) -> str:
         rows.append((f"the native model's own in {found.dtype}", native))
     sizes = {name: _size(count) for name, count in saved.items()}
     each = f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
-    rows.append(("memory of the loss, 4096 tokens of its real size", each))
+    rows.append((f"predicted memory of the loss ({device}, 4096 tokens, real size)", each))
     return "\n".join(
         (
             f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
@@ -48,14 +54,14 @@ def of_plan(found: Plan) -> str:
         pairs.append(("left for loss and activations", _size(found.free_bytes)))
     rows = []
     for m in found.methods:
-        row = {"": m.name, "memory of the loss": _size(m.bytes)}
+        row = {"": m.name, "predicted memory of the loss": _size(m.bytes)}
         if m.milliseconds is not None:
             row["predicted ms"] = f"{m.milliseconds:.1f}"
         if m.most_tokens is not None:
             row["most tokens that fit"] = str(m.most_tokens)
         rows.append(row)
     lines = [
-        f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, "
+        f"Predicted for {of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, "
         f"{found.gpus} x {found.device}",
         *_pairs(pairs),
         _table(rows),
@@ -63,10 +69,28 @@ def of_plan(found: Plan) -> str:
     for m in found.methods:
         held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
         lines.append(f"{m.name} holds: {held}")
+    lines += ["What a memory_budget buys (bytes beside inputs and gradients):", _frontier(found)]
     if found.floor_milliseconds is not None:
         floor = found.floor_milliseconds
         lines.append(f"The three bare products alone: {floor:.1f} ms, predicted.")
     return "\n".join([*lines, "Predicted from bytes and FLOPs, not measured."])
+
+
+def _frontier(found: Plan) -> str:
+    """The least budget, each twice the one before, up to one chunk."""
+    rows = []
+    for point in found.frontier:
+        row = {
+            "memory_budget": _size(point.budget),
+            "way": point.way,
+            "tokens x classes": f"{point.tokens} x {point.classes}",
+            "holds": _size(point.bytes),
+            "products": str(point.products),
+        }
+        if point.milliseconds is not None:
+            row["predicted ms"] = f"{point.milliseconds:.1f}"
+        rows.append(row)
+    return _table(rows)
 
 
 def of_bench(found: Result) -> str:

@@ -18,15 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.streaming import OnCorrection
-from fusedce.auditing_steps import MicroBatch, Step, step_of, table, verdict
+from fusedce.accumulate.leftovers import leftovers
+from fusedce.accumulate.streaming import OnCorrection, local_of
+from fusedce.auditing_steps import MicroBatch, Step, Token, step_of, table, verdict
 from fusedce.contract.results import LossSum
+from fusedce.head.tap import LossTap
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 1024  # positions whose logits are looked at together
+_ROWS = 128  # positions whose logits are looked at together
+_COPIES = 4  # parameters whose gradients are compared with what the optimizer gets
+_SMOOTHED = 1e-3  # the least label smoothing that is told from rounding
 
 
 @dataclass
@@ -35,6 +40,8 @@ class _Open:
 
     micro: list[MicroBatch] = field(default_factory=list)
     logged: float | None = None
+    lost: int = 0  # micro-batches whose gradients were set to zero before the step
+    afterwards: float = 1.0  # what .grad was multiplied by between the last backward and the step
 
 
 class Audit:
@@ -53,12 +60,16 @@ class Audit:
         self._loss_scale = loss_scale
         self._ours: list[_Open] = []
         self._now = _Open()
+        self._backward = -1  # the one that runs, or ran last
+        self._grads: list[tuple[Tensor, Tensor]] = []  # parameters, and their .grad after it
+        self._tap: LossTap | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
         self._handles = [
-            self._model.register_forward_hook(self._ran, with_kwargs=True),
+            self._model.register_forward_pre_hook(self._runs),
+            self._model.register_forward_hook(self._ran, with_kwargs=True, always_call=True),
             register_optimizer_step_post_hook(self._steps),
             OnCorrection(self._corrected),
         ]
@@ -99,9 +110,20 @@ class Audit:
 
     # ---- what happens in the loop -----------------------------------------------------------
 
+    def _runs(self, module: Any, args: Any) -> None:
+        """A forward begins: what its fused losses come to, a tap sees."""
+        if torch.is_grad_enabled() and LossTap.current is None:
+            self._tap = LossTap()
+            self._tap.__enter__()
+        self._seen = 0 if LossTap.current is None else len(LossTap.current.losses)
+
     def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A forward: watch the gradient of its logits, or of its loss where it has no logits."""
-        if not torch.is_grad_enabled():
+        fused = [] if LossTap.current is None else LossTap.current.losses[self._seen :]
+        if self._tap is not None:
+            self._tap.__exit__()
+            self._tap = None
+        if not torch.is_grad_enabled() or out is None:  # it has raised
             return
         if isinstance(out, LossSum):
             loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
@@ -112,39 +134,82 @@ class Audit:
             held = logits.detach()
             _watch(logits, lambda g: self._take(_of_logits(held, g)))
             return
-        loss, labels = _get(out, "loss"), kwargs.get("labels")
+        loss = _get(out, "loss")
+        if loss is not None and len(fused) == 1:
+            ((loss_sum_of_all, n_valid, _),) = fused
+            self._watch_loss(loss, float(loss_sum_of_all), int(n_valid))
+            return
+        shifted = kwargs.get("shift_labels")
+        labels = kwargs.get("labels") if shifted is None else shifted
         if loss is None or labels is None or logits is None:
             raise ValueError(
                 f"audit needs a model that returns logits, a LossSum, or a loss and logits of the "
                 f"labels it is given; {type(module).__name__} returned {type(out).__name__}"
             )
-        self._watch_loss(loss, logits, labels)
+        encodes = getattr(self._model.config, "is_encoder_decoder", False)
+        aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
+        tap, LossTap.current = LossTap.current, None  # this loss is nobody's
+        try:
+            with torch.no_grad():
+                rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
+                total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
+        finally:
+            LossTap.current = tap
+        self._watch_loss(loss, total, int((aligned != -100).sum()))
 
-    def _watch_loss(self, loss: Tensor, logits: Any, labels: Tensor) -> None:
+    def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
         """Fused: the gradient of logits that are never made is not seen, that of the loss is."""
-        shift = 0 if getattr(self._model.config, "is_encoder_decoder", False) else 1
-        aligned = labels[..., shift:]
-        with torch.no_grad():
-            rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
-            total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
-        value, n = float(loss.detach()), int((aligned != -100).sum())
+        value = float(loss.detach())
         divided_by = total / value if value else math.inf
         _watch(loss, lambda g: self._take(MicroBatch(total, n, float(g) / divided_by)))
 
     def _take(self, micro: MicroBatch) -> None:
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        micro.weight /= scale
+        micro.multiply(1 / scale)
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            if any(m.n_tokens and m.weight for m in self._now.micro) and self._are_gone():
+                self._now.lost = len(self._now.micro)
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._remember))  # after DDP's and FSDP's own
         self._now.micro.append(micro)
+
+    def _are_gone(self) -> bool:
+        """Whether there is no gradient of earlier micro-batches, in ``.grad`` or inside FSDP2."""
+        grads = (p.grad for p in self._model.parameters() if p.grad is not None)
+        return not leftovers(self._model) and not any(bool(local_of(g).any()) for g in grads)
+
+    def _remember(self) -> None:
+        """Copies of some gradients as backward has left them."""
+        found = [p for p in self._model.parameters() if p.grad is not None]
+        found = sorted(found, key=lambda p: p.numel())[:_COPIES]
+        self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
 
     def _corrected(self, factor: float) -> None:
         """``LossAccumulator.finish`` has multiplied the gradients."""
         for micro in self._now.micro:
-            micro.weight *= factor
+            micro.multiply(factor)
+        self._grads = [(p, grad * factor) for p, grad in self._grads]
+
+    def _multiplied_by(self) -> float:
+        """The factor between ``.grad`` now and after backward; 1 where it is none."""
+        pairs = [(local_of(p.grad).double(), g) for p, g in self._grads if p.grad is not None]
+        pairs = [(now, then) for now, then in pairs if now.shape == then.shape]
+        squares = sum(float((then * then).sum()) for _, then in pairs)
+        if not squares:
+            return 1.0
+        factor = sum(float((now * then).sum()) for now, then in pairs) / squares
+        rest = sum(float((now - factor * then).square().sum()) for now, then in pairs)
+        if rest > 1e-4 * factor**2 * squares:
+            return 1.0
+        return factor * (self._loss_scale() if callable(self._loss_scale) else self._loss_scale)
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         # After the step: a closure given to it (Lightning) runs the last backward inside.
         mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
         if mine and self._now.micro:
+            self._now.afterwards = self._multiplied_by()
             self._ours.append(self._now)
             self._now = _Open()
 
@@ -160,7 +225,10 @@ class Audit:
             micro = [m for one in together for m in one.micro if m.n_tokens]
             logged = [one.logged for one in together if one.logged is not None]
             if micro:
-                self.steps.append(step_of(micro, averaged_over, logged[0] if logged else None))
+                step = step_of(micro, averaged_over, logged[0] if logged else None)
+                step.lost = sum(one.lost for one in together)
+                step.afterwards = together[0].afterwards
+                self.steps.append(step)
 
     def verdict(self) -> str:
         """In a sentence, what the loop does."""
@@ -197,7 +265,7 @@ def audit(
         TypeError: ``model`` is not a module.
         ValueError: in its forward, where it returns something else.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 11)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with fusedce.audit(model) as report:
@@ -223,16 +291,36 @@ def _get(out: Any, name: str) -> Any:
 
 
 def _of_logits(logits: Tensor, grad: Tensor) -> MicroBatch:
-    """Loss, count and weight of the tokens that this gradient trains: ``(..., V)`` both."""
-    loss_sum, n_tokens, pulls, gaps = 0.0, 0, 0.0, 0.0
+    """Loss, label and weight of each token that this gradient trains: ``(..., V)`` both.
+
+    A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
+    or what label smoothing puts there. So ``w`` is the slope of the gradient over the
+    probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
+    """
+    tokens: list[Token] = []
     rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
     for z, g in rows:
-        pull, labels = g.double().min(-1)
-        trained = pull < 0
-        logprobs = torch.log_softmax(z[trained].double(), -1)
-        of_labels = logprobs.gather(-1, labels[trained, None])
-        loss_sum -= float(of_labels.sum())
-        n_tokens += int(trained.sum())
-        pulls -= float(pull[trained].sum())
-        gaps -= float(torch.expm1(of_labels).sum())
-    return MicroBatch(loss_sum, n_tokens, pulls / gaps if gaps else 0.0)
+        trained = g.min(-1).values < 0
+        g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
+        labels = g.argmin(-1, keepdim=True)
+        others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
+        slope, offset = _line(logprobs.exp(), g, others)
+        of_label = logprobs.gather(-1, labels)[:, 0]
+        gap = -torch.expm1(of_label)
+        smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
+        weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
+        target = logprobs.exp() - g / weight[:, None]
+        loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
+        known = gap > 0
+        columns = (x[known].tolist() for x in (labels[:, 0], weight, loss))
+        tokens += [Token(*one) for one in zip(*columns, strict=True)]
+    return MicroBatch.of(tokens)
+
+
+def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and offset ``(rows,)`` of the least-squares line through ``y`` over ``x (rows, V)``."""
+    n = where.sum(-1)
+    mean_x, mean_y = ((v * where).sum(-1) / n for v in (x, y))
+    dx, dy = ((v - m[:, None]) * where for v, m in ((x, mean_x), (y, mean_y)))
+    slope = (dx * dy).sum(-1) / dx.square().sum(-1)
+    return slope, mean_y - slope * mean_x

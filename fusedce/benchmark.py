@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedce import pictures
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 from fusedce.models import UserError
 from fusedce.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, missing
@@ -162,17 +163,13 @@ def _gpu(device: str) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Bars of memory and of time, ours in blue.
+    """Draw bars of memory and of time, ours in blue.
 
     Raises:
         UserError: matplotlib is missing, or ``path`` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UserError("--picture needs matplotlib: pip install 'fusedce[demo]'") from None
     ran = [r for r in result.rows if r.median is not None]
-    figure = Figure(figsize=(10, 1.6 + 0.4 * len(ran)), dpi=130, layout="constrained")
+    figure = pictures.figure(10, 1.6 + 0.4 * len(ran))
     left, right = figure.subplots(1, 2)
     with_memory = [r for r in ran if r.extra_bytes is not None]
     panels = (
@@ -191,8 +188,4 @@ def draw(result: Result, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     N, H, V = result.shape
     caption = f"Forward + backward, N={N}, H={H}, V={V}, {result.dtype}. {result.where}"
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
-    try:
-        figure.savefig(path, facecolor="white")
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot write --picture {path}: {problem}") from None
+    pictures.save(figure, path, caption)

@@ -2,11 +2,13 @@
 
 Only what a command needs is imported, so that ``--help`` does not wait for torch. Answers go to
 standard output, as text or with ``--json`` as one JSON value and nothing else; progress and errors
-go to standard error. Exit status: 0 all is well, 1 the answer is bad news, 2 a mistake in the call.
+go to standard error. Exit status: 0 all is well, 1 the check failed or could not be finished, 2 a
+mistake in the call, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
@@ -24,7 +26,15 @@ from fusedce.models import UserError
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
 _SHELLS = ("bash", "zsh", "fish")
-_NOT_FUSED = 3
+_NOT_FUSED, _INTERRUPTED = 3, 130
+_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_EXTRAS = {
+    "transformers": "fusedce[transformers]",
+    "matplotlib": "fusedce[bench]",
+    "hypothesis": "fusedce[testing]",
+    "tokenizers": "fusedce[demo]",
+    "rich": "fusedce[demo]",
+}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -35,7 +45,11 @@ def main() -> None:
 
 
 def _command(function: Command) -> Callable[[Command], click.Command]:
-    """A subcommand; what a user can put right is printed without a trace, with status 2."""
+    """A subcommand. What a user can put right is one line without a trace.
+
+    Exit status 2 for a mistake in the call; 1 for a full disk, a missing permission or a missing
+    package; 130 for ctrl-C.
+    """
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -43,6 +57,18 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             return function(*args, **kwargs)
         except UserError as mistake:
             raise click.UsageError(str(mistake)) from None
+        except ModuleNotFoundError as missing:
+            package = (missing.name or "").partition(".")[0]
+            raise click.ClickException(
+                f"{package} is missing: pip install {_EXTRAS.get(package, package)!r}"
+            ) from None
+        except OSError as problem:
+            if problem.errno not in _ENVIRONMENT:
+                raise
+            raise click.ClickException(f"{problem.strerror}: {problem.filename}") from None
+        except KeyboardInterrupt:
+            _say("interrupted")
+            sys.exit(_INTERRUPTED)
 
     return main.command()(called)
 
@@ -68,15 +94,17 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
     Status: 0 same loss and gradients, no logits; 1 they differ; 3 the same, but from real logits.
     """
     from fusedce.check import check as run
-    from fusedce.plan import plan
+    from fusedce.plan import device_here, plan
 
     _say(f"building {model} and running it before and after ...")
     found = run(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
-    saved = {m.name: m.bytes for m in plan(model, tokens=4096, dtype=dtype).methods}
+    device = device_here() or "cpu"
+    saved = {m.name: m.bytes for m in plan(model, tokens=4096, dtype=dtype, device=device).methods}
     if as_json:
-        _print_json({**found.data(), "bytes_at_4096_tokens": saved})
+        predicted = {"predicted_for": device, "bytes_at_4096_tokens": saved}
+        _print_json({**found.data(), **predicted})
     else:
-        click.echo(answers.of_check(found, saved))
+        click.echo(answers.of_check(found, saved, device))
     sys.exit(1 if not found.equal else 0 if found.fused else _NOT_FUSED)
 
 
@@ -86,24 +114,41 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="bf16",
               show_default=True)  # fmt: skip
 @click.option("--gpus", default=1, show_default=True, help="That share the model's states (FSDP).")
-@click.option("--device", default="H200", show_default=True,
-              help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'.")  # fmt: skip
-@click.option("--free", type=float, metavar="GIB", help="Memory left for loss and activations.")
+@click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
+              "machine's GPU if it is one of these, else H200.")  # fmt: skip
+@click.option(
+    "--free",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory left for loss and activations.",
+)
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path),
+              help="A PNG to draw: memory against time.")  # fmt: skip
 @_json
 def plan(
-    model: str, tokens: int, dtype: str, gpus: int, device: str, free: float | None, as_json: bool
-) -> None:
+    model: str, tokens: int, dtype: str, gpus: int, device: str | None, free: float | None,
+    picture: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Memory and time of the loss of MODEL, predicted without running anything.
 
-    MODEL as for `check`, or two sizes: H,V such as 4096,128256. Nothing is downloaded.
+    MODEL as for `check`, or two sizes: H,V such as 4096,128256.
     """
+    from fusedce.pictures import can_draw
+    from fusedce.plan import device_here, draw
     from fusedce.plan import plan as make
 
+    if picture is not None:
+        can_draw(picture)
+    device = device or device_here() or "H200"
     found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
+    if picture is not None:
+        draw(found, picture)
     if as_json:
         _print_json(found.data())
-    else:
-        click.echo(answers.of_plan(found))
+        return
+    click.echo(answers.of_plan(found))
+    if picture is not None:
+        click.echo(f"Picture: {picture}")
 
 
 @_command
@@ -125,7 +170,10 @@ def bench(
     device = _device(device)
     from fusedce.benchmark import bench as run
     from fusedce.benchmark import draw
+    from fusedce.pictures import can_draw
 
+    if picture is not None:
+        can_draw(picture)
     found = run(
         sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
         repeats=repeats, compiled=compiled, progress=_say,
@@ -136,6 +184,8 @@ def bench(
         _print_json(found.data())
         return
     click.echo(answers.of_bench(found))
+    if not compiled:
+        click.echo("Compiled eager: add --compile (most of a minute more).")
     if picture is not None:
         click.echo(f"Picture: {picture}")
 

@@ -40,7 +40,7 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
     Raises:
         ValueError: ``repeats`` is not positive.
 
-    Example:
+    Examples:
         >>> times = median_seconds({"a": lambda: sum(range(10)), "b": lambda: None}, repeats=3)
         >>> len(times["a"])
         3
@@ -83,7 +83,7 @@ def peak_extra_bytes(
         ValueError: ``target`` is not of that form, or names ``__main__``.
         RuntimeError: the process failed; the message holds the end of its output.
 
-    Example:
+    Examples:
         >>> peak_extra_bytes("fusedce.measure:example_target", {"mib": 8}) >> 20
         8
     """

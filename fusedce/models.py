@@ -2,7 +2,8 @@
 
 ``MODEL`` is a folder that holds ``config.json``, such a file itself, the name of a class of
 transformers (``LlamaForCausalLM``) or of a model type (``llama``); where sizes are enough, ``H,V``.
-Nothing is downloaded.
+The name of a model on the Hugging Face hub (``org/name``) works where huggingface_hub is installed
+and online: its config.json alone is downloaded.
 """
 
 from __future__ import annotations
@@ -134,12 +135,27 @@ def _config_path(model: str) -> Path | None:
         return path / "config.json"
     if path.is_file():
         return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        try:
+            return _download(model)
+        except Exception as problem:  # offline, unknown, gated, or huggingface_hub is missing
+            name = model.partition("/")[2]
+            raise UserError(
+                f"there is no folder or file {model!r} here, and its config.json was not found on "
+                f"the Hugging Face hub ({_first_line(problem) or type(problem).__name__}). Where "
+                f"the hub can be reached: hf download {model} config.json --local-dir {name}; "
+                f"then: fusedce plan {name}"
+            ) from None
     if "/" in model or model.endswith(".json"):
-        raise UserError(
-            f"there is no folder or file {model!r} here. Names on a hub are not looked up: "
-            f"download its config.json first"
-        )
+        raise UserError(f"there is no folder or file {model!r} here")
     return None
+
+
+def _download(model: str) -> Path:
+    """The config.json of a model on the Hugging Face hub, from its cache or downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model, "config.json"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -161,7 +177,7 @@ def _class_config(model: str) -> PretrainedConfig:
         return getattr(transformers, CONFIG_MAPPING_NAMES[model])()
     config_class = getattr(getattr(transformers, model, None), "config_class", None)
     if config_class is None:
-        near = difflib.get_close_matches(model, [*names.values(), *names], n=3)
+        near = difflib.get_close_matches(model, {*names.values(), *names}, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(
             f"{model!r} is no folder, file, class or model type of transformers "

@@ -1,18 +1,22 @@
 """What the loss of a model needs: memory and time of eager, compiled and ours, without running it.
 
-Memory is that beyond the model, the hidden states and their gradients. For GPUs, bytes and times in
-bf16 and fp16 are those of :mod:`fusedce.prediction`; in fp32 (no times) and on a CPU they follow
-from how many logits each method holds. No torch is needed unless a class has to be looked up.
+Memory is that beyond the model, the hidden states and their gradients: ours is what the backend's
+own plan says, that of the others follows from how many logits they hold. Times of GPUs, in bf16 and
+fp16, are those of :mod:`fusedce.prediction`. No torch is needed unless a class has to be looked up.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from fusedce.backends.plan import CPU_BUDGET, chunk_size
+from fusedce import pictures
+from fusedce.backends.plan import ONE_CHUNK, TILES, WAYS, Way, least_bytes, way_of
 from fusedce.models import Sizes, UserError, sizes
-from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, chunk_tokens, predict
+from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, call, fused_ce, predict
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
@@ -34,6 +38,18 @@ class Method:
         return sum(self.memory.values())
 
 
+class Point(NamedTuple):
+    """What a memory budget buys."""
+
+    budget: int  # bytes
+    way: str  # "one chunk", "chunks" or "tiles"
+    tokens: int  # of a chunk, or of a block of a tile
+    classes: int  # of a tile
+    bytes: int  # held beside inputs and gradients
+    products: int  # of N * V * H multiplications
+    milliseconds: float | None  # predicted; None where no figures of the device are known
+
+
 @dataclass(frozen=True)
 class Plan:
     model: Sizes
@@ -47,10 +63,12 @@ class Plan:
     free_bytes: int | None  # what the loss and the activations may have
     floor_milliseconds: float | None  # of the three bare products
     methods: tuple[Method, ...]
+    frontier: tuple[Point, ...]  # of ours
 
     def data(self) -> dict[str, Any]:
         found = asdict(self)
         found["model"] = self.model._asdict()
+        found["frontier"] = [point._asdict() for point in self.frontier]
         for method, row in zip(self.methods, found["methods"], strict=True):
             row["bytes"] = method.bytes
         return found
@@ -102,18 +120,35 @@ def plan(
         floor = 1e3 * bare_gemms(tokens, of.H, of.V, known).seconds
     return Plan(
         of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
-        states, room, floor, methods,
+        states, room, floor, methods, frontier(tokens, of.H, of.V, b, known),
     )  # fmt: skip
+
+
+def device_here() -> str | None:
+    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; None without such a one.
+
+    It is asked of nvidia-smi, which needs no torch.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    done = subprocess.run(
+        [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return next((name for name in DEVICES if name in done.stdout), None)
 
 
 def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
     """Tokens of a chunk of our training pass, with ``b`` bytes an element."""
-    if device is not None and b == 2:
-        return chunk_tokens(N, H, V)
-    # In fp32 the gradient is its own accumulator. A CPU computes bf16 and fp16 in fp32.
-    return chunk_size(
-        N, V, H, logit_bytes=4, accumulator=b == 2, on_cpu=device is None, chunk_tokens=None
-    )
+    return ours(N, H, V, b, device).tokens
+
+
+def ours(
+    N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
+) -> Way:
+    """The way that our training pass takes."""
+    asked = call(N, H, V, b, memory_budget, cpu=device is None)
+    return way_of(asked, memory_budget=memory_budget)
 
 
 def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> dict[str, int]:
@@ -124,13 +159,63 @@ def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> 
         return {"log-softmax, its gradient, the slope": 12 * N * V}
     if name == "compiled eager":
         return {"logits": b * N * V}
-    C = chunk(N, H, V, b, device)
-    held = {"exponentials of a chunk": 4 * C * V}
-    if device is None:
-        held = {"chunk and tiles": min(4 * C * V, CPU_BUDGET) + 8 * 2**20}
-    if C < N and b == 2:
-        held["d_weight in float32"] = 4 * V * H
-    return held
+    return ours(N, H, V, b, device).held
+
+
+def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Point, ...]:
+    """Memory against time of our three ways: the least budget, and each twice the one before.
+
+    The last is the first in which all logits are one chunk.
+    """
+    budget, found = least_bytes(call(N, H, V, b, 1, cpu=device is None)), list[Point]()
+    while not found or found[-1].way != ONE_CHUNK:
+        way = ours(N, H, V, b, device, budget)
+        seconds = None
+        if device is not None and b == 2:
+            seconds = fused_ce(N, H, V, device, memory_budget=budget).seconds
+        point = Point(
+            budget, way.name, way.tokens, way.classes, way.bytes,
+            4 if way.name == TILES else 3, None if seconds is None else 1e3 * seconds,
+        )  # fmt: skip
+        if not found or point.bytes != found[-1].bytes:
+            found.append(point)
+        budget *= 2
+    return tuple(found)
+
+
+def draw(found: Plan, path: Path) -> None:
+    """Memory against predicted time of our ways, beside eager and compiled eager.
+
+    Raises:
+        UserError: no times are predicted for this device and dtype; matplotlib is missing; ``path``
+            cannot be written.
+    """
+    if found.floor_milliseconds is None:
+        raise UserError("--picture needs predicted times: a GPU and bf16 or fp16")
+    figure = pictures.figure(8, 4.5)
+    axes = figure.subplots()
+    for name, colour in zip(WAYS, ("#0072b2", "#56b4e9", "#009e73"), strict=True):
+        points = [p for p in found.frontier if p.way == name]
+        axes.plot(
+            [p.bytes / GiB for p in points], [p.milliseconds for p in points], "o-", color=colour,
+            label=f"fused_ce, {name}",
+        )  # fmt: skip
+    for method, marker in zip(found.methods, "sD", strict=False):
+        axes.plot(method.bytes / GiB, method.milliseconds, marker, color="#9a9a9a")
+        axes.annotate(method.name, (method.bytes / GiB, method.milliseconds), (6, 4),
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.axhline(found.floor_milliseconds, color="#cccccc", zorder=0)
+    axes.set_xscale("log")
+    axes.set_ylim(0)
+    axes.set_xlabel("memory beside inputs and gradients, GiB")
+    axes.set_title("ms, predicted; the line: three bare products", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    of = found.model
+    pictures.save(
+        figure, path,
+        f"{of.name}: {found.tokens} tokens, H={of.H}, V={of.V}, {found.dtype}, {found.device}",
+    )  # fmt: skip
 
 
 def _milliseconds(name: str, N: int, of: Sizes, b: int, device: Device | None) -> float | None:

@@ -11,6 +11,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from fusedce.backends.plan import (
+    EXP_BLOCK_V,
+    TILES,
+    Call,
+    Way,
+    is_small_head,
+    rows_of_hidden,
+    tile_shape,
+    way_of,
+)
+
 MiB, GiB = 2**20, 2**30
 
 
@@ -60,19 +71,18 @@ SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
 
 
 class Plan(NamedTuple):
-    """How our training pass works: what a row of the table of predictions stands for.
+    """How fast the parts of our training pass are: a row of the table of predictions.
 
     The numbers of ``NOW`` are read off the code and off compiled kernels; those of the others are
-    what the code would be. Where a number is an assumption it says so.
+    what the code would be. Where a number is an assumption it says so. Sizes of chunks and tiles,
+    and what they hold, are those of :mod:`fusedce.backends.plan`.
     """
 
-    budget: int = GiB  # bytes of a chunk's logits
-    most_tokens: int | None = 8192  # of a chunk
-    tile_elements: int = 2**24  # float32 products at a time; 0: the product writes exponentials
-    normalise: bool = True  # a second pass over the exponentials
-    add_in_place: bool = False  # the chunks' weight gradients are added in the product's epilogue
-    known_denominator: bool = False  # the gradients are made with their final factor
-    single_entries: bool = False  # of labels and of the likeliest others: apart, in float32
+    one_gemm: bool = False  # the product writes exponentials, no float32 tile is in memory
+    normalise: bool = False  # a second pass over the exponentials
+    add_in_place: bool = True  # the chunks' weight gradients are added in the product's epilogue
+    known_denominator: bool = True  # the gradients are made with their final factor
+    single_entries: bool = True  # of labels and of the likeliest others: apart, in float32
     gemm: float = 1.0  # of our own product with an epilogue, of the vendor's (assumed)
     exp_instructions: float = 0.0  # of that epilogue, a logit (assumed from compiled code)
     forward_gemm: float = 0.93  # of the forward kernel's product, of the vendor's (assumed)
@@ -80,16 +90,12 @@ class Plan(NamedTuple):
 
 
 # bf16 without label smoothing, a denominator that is known beforehand, torch from 2.11 on.
-NOW = Plan(normalise=False, add_in_place=True, known_denominator=True, single_entries=True)
-BETTER = NOW._replace(
-    budget=2 * GiB, tile_elements=2**25, forward_gemm=0.935, forward_instructions=10.5
-)
-ONE_GEMM = BETTER._replace(
-    tile_elements=0, gemm=0.91, exp_instructions=18.0, forward_gemm=0.97, forward_instructions=7.0
+NOW = Plan()
+ONE_GEMM = NOW._replace(
+    one_gemm=True, gemm=0.91, exp_instructions=18.0, forward_gemm=0.97, forward_instructions=7.0
 )
 PLANS = {
     "fused_ce": NOW,
-    "fused_ce, larger chunks": BETTER,
     "fused_ce, one GEMM": ONE_GEMM,
 }
 _LAUNCH = 3e-6  # seconds between two kernels that follow each other (assumed)
@@ -173,70 +179,100 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 # ---- ours -------------------------------------------------------------------------------------
 
 
-def chunk_tokens(N: int, H: int, V: int, plan: Plan = NOW) -> int:
-    """Tokens of a chunk of the training pass, as `fusedce.backends.plan` chooses them."""
-    most = max(plan.budget // (2 * V), 128)
-    if plan.most_tokens is not None:
-        most = min(most, plan.most_tokens)
-    if most + 2 * H >= N:  # a single chunk needs no accumulator
-        return max(N, 1)
-    chunks = -(-N // most)
-    equal = -(-N // chunks)
-    return min(-(-equal // 128) * 128, most)
+def call(
+    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False
+) -> Call:
+    """What the backend of a GPU, or of a CPU, asks its plan: ``b`` bytes an element, all valid.
+
+    A CPU computes bf16 and fp16 in float32.
+    """
+    wide = b == 2 and is_small_head(V * H, budget)
+    logit = 4 if cpu else b
+    return Call(N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu)
 
 
 def fused_ce(
-    N: int, H: int, V: int, device: Device, *, training: bool = True, plan: Plan = NOW
+    N: int,
+    H: int,
+    V: int,
+    device: Device,
+    *,
+    training: bool = True,
+    plan: Plan = NOW,
+    memory_budget: int | None = None,
 ) -> Prediction:
-    """Ours: `forward_kernel`, or chunks of exponentials and two more products."""
+    """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
     if not training:
         return _forward(N, H, V, device, plan)
-    C = chunk_tokens(N, H, V, plan)
-    chunks = -(-N // C)
-    padded = -(-V // 8) * 8
-    memory = {"exponentials of a chunk": 2 * C * padded}
-    terms = {}
+    way = way_of(call(N, H, V, 2, memory_budget), memory_budget=memory_budget)
+    terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
+    held = dict(way.held)
+    if plan.one_gemm:
+        held.pop("tile of products", None)
+    return Prediction(terms, held)
 
-    if plan.tile_elements:
-        T = min(max(plan.tile_elements // C // 2048, 1) * 2048, V)
-        tiles = -(-V // T)
-        terms["logits product"] = product(device, C, T, H) * (N * V) / (C * T)
-        # Its float32 results leave the cache before they are read.
-        terms["exponentials"] = _move(device, 6 * N * V)
-        launches = 2 * tiles
-        memory["tile of products"] = 4 * C * T
-    else:
+
+def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
+    C = way.tokens
+    chunks = -(-N // C)
+    terms = {}
+    if plan.one_gemm:
         terms["logits product"] = product(device, N, V, H) / plan.gemm
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
-        launches = 2
+        launches = 1
+    else:
+        rows, T = tile_shape(C, V, H, min(1 << (V - 1).bit_length(), EXP_BLOCK_V))
+        terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
+        # Its float32 results leave the cache before they are read.
+        terms["exponentials"] = _move(device, 6 * N * V)
+        launches = 2 * -(-V // T) * -(-C // rows)
     # The labels' logits; and of each row the statistics read, the hidden state read and scaled.
-    terms["rows"] = _move(device, 4 * N * H + N * (8 * -(-V // 2048) + 4 * H))
+    terms["rows"] = _move(device, 4 * N * H + N * (8 * -(-V // EXP_BLOCK_V) + 4 * H))
     launches += 2
     terms["d_hidden product"] = product(device, N, H, V)
     terms["d_hidden"] = _move(device, 14 * N * H)
+    launches += 2 * -(-C // rows_of_hidden(H))
     terms["d_weight product"] = product(device, V, H, N)
+    launches += 1
     if chunks > 1:
         each = 8 if plan.add_in_place else 16
         terms["d_weight of chunks"] = _move(device, each * chunks * V * H)
         terms["d_weight to bf16"] = _move(device, 6 * V * H)
-        launches += 1 if plan.add_in_place else 2 * -(-V // _PART)
-        memory["d_weight in float32"] = 4 * V * H
-        if not plan.add_in_place:
-            memory["part of d_weight"] = 4 * min(_PART, V) * H
+        launches += 0 if plan.add_in_place else 2 * -(-V // _PART)
     if plan.normalise:
         terms["normalisation"] = _move(device, 4 * N * V)
     if plan.single_entries:  # those of the labels, and at most as many others
         each = 6 if chunks == 1 else 10
         terms["single entries of d_weight"] = _move(device, 2 * N * (each * H + 40))
         launches += 1 + _SORT
-        memory["single entries"] = 2 * C * 28  # sorted, too
     if not plan.known_denominator:
         terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
     terms["launches"] = _CALL + chunks * launches * _LAUNCH
-    memory["products of d_hidden"] = 4 * min(max(2**23 // H, 128), C) * H
-    memory["statistics"] = 8 * C * -(-V // 2048)
-    memory["scaled hidden states"] = 2 * C * H
-    return Prediction(terms, memory)
+    return terms
+
+
+def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
+    """The statistics' kernel, then three products a tile, of which one is a logits' again."""
+    R, T = min(way.tokens, N), way.classes
+    tiles, blocks = -(-V // T), -(-N // R)
+    count = N * V / (R * T)  # of whole blocks and tiles
+    terms = {
+        "statistics product": product(device, N, V, H) / plan.forward_gemm,
+        "statistics epilogue": _instructions(device, plan.forward_instructions * N * V),
+        "logits product": product(device, R, T, H) * count,
+        "gradient of the logits": _move(device, 6 * N * V),
+        "d_hidden product": product(device, R, H, T) * count,
+        "d_hidden of tiles": _move(device, 8 * tiles * N * H),
+        "d_hidden": _move(device, 14 * N * H),
+        "d_weight product": product(device, T, H, R) * count,
+    }
+    if blocks > 1:
+        terms["d_weight of blocks"] = _move(device, (8 * blocks + 6) * V * H)
+    if plan.single_entries:
+        terms["single entries of d_weight"] = _move(device, 2 * N * (6 * H + 40))
+    launches = 4 * tiles * blocks + (tiles if blocks > 1 else 0) + 40 + _SORT
+    terms["launches"] = _CALL + launches * _LAUNCH
+    return terms
 
 
 def _forward(N: int, H: int, V: int, device: Device, plan: Plan) -> Prediction:
@@ -262,11 +298,23 @@ METHODS: dict[str, Callable[..., Prediction]] = {
 
 
 def predict(
-    method: str, N: int, H: int, V: int, device: Device, *, training: bool = True
+    method: str,
+    N: int,
+    H: int,
+    V: int,
+    device: Device,
+    *,
+    training: bool = True,
+    memory_budget: int | None = None,
 ) -> Prediction:
-    """Time and memory of one call of ``method``: a key of ``METHODS`` or of ``PLANS``."""
+    """Time and memory of one call of ``method``: a key of ``METHODS`` or of ``PLANS``.
+
+    ``memory_budget``: bytes, of ours.
+    """
     if method in PLANS:
-        return fused_ce(N, H, V, device, training=training, plan=PLANS[method])
+        return fused_ce(
+            N, H, V, device, training=training, plan=PLANS[method], memory_budget=memory_budget
+        )
     if method not in METHODS:
         raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")
     return METHODS[method](N, H, V, device, training=training)

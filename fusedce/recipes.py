@@ -44,7 +44,7 @@ def grpo_loss(
     Raises:
         ValueError: ``kl`` without ``reference``, or ``entropy_bonus`` without ``entropy``.
 
-    Example:
+    Examples:
         >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
         >>> used = torch.ones(2, 3, dtype=torch.bool)
         >>> grpo_loss(logprob, logprob.detach(), torch.tensor([1.0, -1.0]), used).n_valid
@@ -84,7 +84,7 @@ def dpo_loss(
     Raises:
         ValueError: an odd number of sequences, or shapes that differ.
 
-    Example:
+    Examples:
         >>> dpo_loss(torch.zeros(4), torch.zeros(4)).mean()
         tensor(0.6931)
     """
@@ -119,7 +119,7 @@ def kto_loss(
     Returns:
         :class:`fusedce.LossSum` over sequences.
 
-    Example:
+    Examples:
         >>> desirable = torch.tensor([True, False])
         >>> kto_loss(torch.zeros(2), torch.zeros(2), desirable, torch.tensor(0.0)).mean()
         tensor(0.5000)
@@ -145,7 +145,7 @@ def token_scaled_loss(
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats.
 
-    Example:
+    Examples:
         >>> token_scaled_loss(torch.tensor([-0.5]), torch.tensor([True])).loss_sum
         tensor(0.3033)
     """
@@ -165,6 +165,7 @@ def distillation_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
 ) -> LossSum:
     """Forward KL divergence of a student from a teacher of whom K log-probabilities are known.
@@ -175,7 +176,9 @@ def distillation_loss(
         sum over k of q[k] * (log q[k] - log p[k])  +  q_tail * (log q_tail - log p_tail)
         q_tail = 1 - sum of q,  p_tail = 1 - sum over k of p[k]
 
-    A lower bound of the divergence over all classes, and equal to it for ``K = V``. Computed in
+    A lower bound of the divergence over all classes, and equal to it for ``K = V``. Where the
+    teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes,
+    and makes no log-probabilities to store. Computed in
     float64 from log-probabilities; no logits of the student. ``p_tail`` is taken as at least 2^-24.
 
     Args:
@@ -183,7 +186,7 @@ def distillation_loss(
         teacher: at the temperature of the student's; whatever stands at ignored entries.
         temperature: positive divisor of the student's logits. (For gradients of the size that they
             have at 1, multiply the loss by its square.)
-        hidden, weight, bias, softcap, logit_scale, chunk_tokens, backend: as in
+        hidden, weight, bias, softcap, logit_scale, chunk_tokens, memory_budget, backend: as in
             :func:`fusedce.fused_logprobs`.
 
     Returns:
@@ -193,7 +196,7 @@ def distillation_loss(
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``ValueError`` for
             ``teacher`` of another shape than ``classes``.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
         >>> teacher, classes = torch.randn(3, 11).log_softmax(-1).topk(4)
         >>> distillation_loss(hidden, weight, classes, teacher).n_valid
@@ -214,6 +217,7 @@ def distillation_loss(
         logit_scale=logit_scale,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     ).logprob
     known = classes != ignore_index

@@ -55,6 +55,8 @@ class FusedTrainerMixin:
 
     Attributes:
         log_token_stats: whether to log them (a class attribute, ``False``); TRL's always does.
+        memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce` (a class
+            attribute, ``None``).
 
     Raises (when training begins):
         ValueError: the model's loss is not one fused cross-entropy (its logits go elsewhere), or a
@@ -63,13 +65,14 @@ class FusedTrainerMixin:
         RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
             model's loss has counted other tokens than the labels hold.
 
-    Example:
+    Examples:
         >>> class MyTrainer(FusedTrainerMixin, Trainer):
         ...     pass
         >>> MyTrainer(model=model, args=args, train_dataset=dataset).train()
     """
 
     log_token_stats: bool = False
+    memory_budget: int | None = None
 
     if TYPE_CHECKING:  # what the Trainer behind it brings
 
@@ -103,7 +106,7 @@ class FusedTrainerMixin:
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
                 "model's own, computed by fusedce."
             )
-        attach(self.model)
+        attach(self.model, memory_budget=self.memory_budget)
         self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
         self._eval_totals: LossAccumulator | None = None
         self._begin_run()
@@ -221,12 +224,8 @@ class FusedTrainerMixin:
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, without the samples that fill up the last batch."""
-        state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0 and "labels" in inputs:
-            rank = self.accelerator.process_index
-            real = max(state.remainder - rank * len(inputs["labels"]), 0)
-            inputs = {**inputs, "labels": inputs["labels"].clone()}
-            inputs["labels"][real:] = -100
+        if self._eval_totals is not None and ("labels" in inputs or "shift_labels" in inputs):
+            inputs = dict(self._eval_totals.without_repeats(inputs))
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     # ---- what the model does ----------------------------------------------------------------
@@ -241,7 +240,7 @@ class FusedTrainerMixin:
             raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
         row[name] = row[name].clamp(min=0)
         model: Any = self.model
-        attach(model)
+        attach(model, memory_budget=self.memory_budget)
         training = model.training
         model.eval()
         try:

@@ -1,4 +1,4 @@
-"""A mixin that gives TRL's GRPOTrainer and DPOTrainer the fused log-probabilities.
+"""A mixin that gives TRL's GRPO, RLOO, DPO and KTO trainers the fused log-probabilities.
 
 These trainers ask the model's forward, which TRL has patched, for log-probabilities, entropies,
 mean logits and whether a label is the likeliest class. The trainer, its loss, masks and logs stay
@@ -22,7 +22,9 @@ _CALLER = "add_fused_lm_head"  # there too: what makes a model's forward call it
 
 
 class FusedPolicyMixin:
-    """``class MyTrainer(FusedPolicyMixin, GRPOTrainer)``, or ``DPOTrainer``: same values, fused.
+    """``class MyTrainer(FusedPolicyMixin, GRPOTrainer)``: same values, fused.
+
+    So with ``RLOOTrainer``, ``DPOTrainer`` and ``KTOTrainer``.
 
     Logged numbers and gradients are those of the trainer without the mixin, within rounding, where
     products are taken in the inputs' dtype; statistics are float32. No logits are built. Works for
@@ -31,7 +33,7 @@ class FusedPolicyMixin:
     Raises (when the trainer is made):
         RuntimeError: this version of TRL computes log-probabilities in another way (known: 1.16).
 
-    Example:
+    Examples:
         >>> class MyTrainer(FusedPolicyMixin, DPOTrainer):
         ...     pass
         >>> MyTrainer(model=model, args=args, train_dataset=pairs).train()

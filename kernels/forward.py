@@ -37,6 +37,8 @@ from .tile import (
 RANGE: tl.constexpr = tl.constexpr(2.0**100)
 # Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
 NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
+# References stay finite beside a logit of +inf, whose exponential is then +inf and not NaN.
+HIGHEST: tl.constexpr = tl.constexpr(2.0**127)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -100,6 +102,8 @@ def forward_kernel(
             z = others_of_tile(z, label, start_v, V, BLOCK_V)
             if (start_v == begin) | (walk == 1):
                 highest = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
+                if softcap is None:  # which keeps them finite, too
+                    highest = tl.minimum(highest, HIGHEST)
                 highest = tl.where(follow | (start_v == begin), highest, m)
                 s *= tl.exp2(m - highest)
                 m = highest
@@ -141,7 +145,11 @@ def forward_kernel(
     z_label = tl.load(at, mask=mask_n, other=0.0, cache_modifier=".cg")
     loss = token_loss(m_safe, s, z_label)
     if lse is not None:
-        tl.store(lse + row, (z_label + loss).to(tl.float32), mask=mask_n)
+        # Beside +inf, or -inf alone, a loss is NaN but its log-sum-exp is not.
+        infinite = tl.maximum(s, z_label, propagate_nan=tl.PropagateNan.ALL)
+        infinite = tl.where(s == 0.0, z_label, infinite)
+        total = tl.where(loss == loss, (z_label + loss).to(tl.float32), infinite)
+        tl.store(lse + row, total, mask=mask_n)
     block_loss = tl.sum(tl.where(mask_n, loss, 0.0), axis=0)
     tl.store(block_losses + block, block_loss)
 

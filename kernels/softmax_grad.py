@@ -290,7 +290,6 @@ def softmax_rows_kernel(
             if found < V:
                 likeliest = found
                 of_likeliest = of_p * p * slope
-                tl.store(exps + found, 0.0)
     tl.store(columns + stride_row + c, likeliest)
     tl.store(entries + stride_row + c, of_likeliest)
 
@@ -298,6 +297,8 @@ def softmax_rows_kernel(
     if not NORMALISE:
         lowest = tl.min(tl.where(empty, reference, references), axis=0)
         end = tl.where(lowest < reference, width, 0)
+        if (end == 0) & (likeliest >= 0):  # (else the walk below does it, and would race with this)
+            tl.store(exps + likeliest, 0.0)
     for start in range(0, end, BLOCK_V):
         offs = start + offs_v
         of_block = tl.load(maxima + start // BLOCK_V * stride_row + c)

@@ -101,11 +101,16 @@ def logits_tile(
 
 @triton.jit
 def others_of_tile(z, label, start_v, V, BLOCK_V: tl.constexpr):
-    """A tile of logits with -inf at the labels and past V."""
+    """A tile of logits with -inf at the labels and past V.
+
+    The labels come first: where the first use of a product stood inside the `if`, Triton would wait
+    for its wgmma there alone, and ptxas would serialise all of them (warning C7514).
+    """
     offs = tl.arange(0, BLOCK_V)
+    z = tl.where(offs[None, :] == (label - start_v)[:, None], float("-inf"), z)
     if start_v + BLOCK_V > V:  # only the last tile pays for it
         z = tl.where((start_v + offs < V)[None, :], z, float("-inf"))
-    return tl.where(offs[None, :] == (label - start_v)[:, None], float("-inf"), z)
+    return z
 
 
 @triton.jit
@@ -121,16 +126,22 @@ def label_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The labels' logits in fp32, (BLOCK_N,): a dot product a row; NaN for bad labels."""
+    """The labels' logits in fp32, (BLOCK_N,): a dot product a row; NaN for bad labels.
+
+    Products are added up column by column, and across the row at the end. Where a thread holds one
+    product of a row, a sum over products as they come would be contracted to fused multiply-adds,
+    and the threads of a row would differ in the last bit.
+    """
     known = tl.maximum(label, 0).to(tl.int64)
     weight_rows = weight + known * stride_wv
     offs_h = tl.arange(0, BLOCK_H)
-    z = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    products = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     for start_h in range(0, H, BLOCK_H):
         mask_h = (start_h + offs_h < H)[None, :]
         h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
         w = tl.load(weight_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
-        z += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)
+        products += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(products, axis=1)
     b = None
     if bias is not None:
         b = tl.load(bias + known).to(tl.float32)
@@ -224,4 +235,5 @@ def token_loss(top, others, z_label):
     gap = top.to(tl.float64) / LOG2E + tl.log(others.to(tl.float64)) - z_label
     loss = tl.log(1.0 + tl.exp(-tl.abs(gap)))
     loss = tl.where(gap > 0, gap + loss, loss)
-    return tl.where(z_label == float("inf"), float("nan"), loss)  # inf - inf
+    unbounded = tl.maximum(z_label, others.to(tl.float64)) == float("inf")
+    return tl.where(unbounded, float("nan"), loss)  # inf - inf

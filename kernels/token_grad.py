@@ -1,10 +1,18 @@
-"""Gradient of a tile of logits whose log-sum-exp is known, with factors of each row's own."""
+"""Gradient of a tile of logits whose log-sum-exp is known, with factors of each row's own.
+
+Entries that are alone in their size have no neighbours to average their rounding with: the label's,
+and that of another class whose probability is above 1/2, of which a row has one at most. They leave
+the tile (0 stands there) and are kept in float32.
+"""
 
 import triton
 import triton.language as tl
 
 from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
+
+# Rounding must not make two of what only one class can have.
+APART: tl.constexpr = tl.constexpr(0.501)
 
 
 @triton.jit
@@ -19,13 +27,13 @@ def finished_label(products, bias, at, scale, softcap):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "lost",
-        "first", "begin", "T",
+        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries", "columns",
+        "first", "begin", "T", "stride_entry",
     ]
 )  # fmt: skip
 def token_grad_kernel(
     products,  # (C, T) fp32: hidden @ weight[begin : begin + T].T
-    grads,  # (C, V) out, from column `begin`: AMPLIFY times the derivative by the products
+    grads,  # (C, T) out: AMPLIFY times the derivative by the products
     bias,  # (V,) from `begin`, or None
     class_weight,  # (V,) fp32 from `begin`, or None
     labels,  # (C,) int
@@ -35,14 +43,16 @@ def token_grad_kernel(
     beta,  # or None
     gamma,  # or None
     at_label,  # (C,) fp32: g at the label
-    lost,  # (C,) fp32 out: what rounding took from the label's entry, without AMPLIFY
-    count,  # () int32: rows from here on (counted from the first chunk's) are padding
+    entries,  # (2, C) fp32 out: entries that leave the tile, without AMPLIFY: the label's, another
+    columns,  # (2, C) int: the label; out: the other's class
+    count,  # () int32: rows from here on (counted from the first block's) are padding
     first,
     begin,
     T,
     width,  # T rounded up to a multiple of 16
     stride_pc,
     stride_gc,
+    stride_entry,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
@@ -81,10 +91,16 @@ def token_grad_kernel(
     g *= logits_slope(z, scale, softcap) * AMPLIFY
 
     at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
-    z_label = finished_label(products, bias, at, scale, softcap)
-    exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
-    rounded = (exact * AMPLIFY).to(grads.dtype.element_ty).to(tl.float32)
     if at >= 0:
-        tl.store(lost + c, exact - rounded * (1.0 / AMPLIFY))
-    g = tl.where(offs_t == at, rounded, g)
+        z_label = finished_label(products, bias, at, scale, softcap)
+        exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
+        tl.store(entries + c, exact)
+    g = tl.where(offs_t == at, 0.0, g)
+    others = tl.where((offs_t < T) & (offs_t != at), p, 0.0)
+    if tl.max(others, axis=0) > APART:
+        found = start + tl.argmax(others, axis=0)
+        tl.store(columns + stride_entry + c, (begin + found).to(columns.dtype.element_ty))
+        single = tl.sum(tl.where(offs_t == found, g, 0.0), axis=0)
+        tl.store(entries + stride_entry + c, single * (1.0 / AMPLIFY))
+        g = tl.where(offs_t == found, 0.0, g)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

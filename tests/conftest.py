@@ -20,9 +20,19 @@ settings.load_profile("default")
 _CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
 
-# Without a GPU the Triton kernels are interpreted; that must be decided before triton loads.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+COMPILED = Path(__file__).parent / "compiled"
+
+
+def pytest_configure(config):
+    """Without a GPU the Triton kernels are interpreted; that must be decided before triton loads.
+
+    Where `tests/compiled` alone is asked for, they are compiled, and what comes out is interpreted.
+    """
+    asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if all(path.is_relative_to(COMPILED) for path in asked):
+        os.environ["TRITON_INTERPRET"] = "0"
+    elif not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,6 +44,15 @@ def interpreter_as_on_hardware():
 
     with as_on_hardware():
         yield
+
+
+@pytest.fixture(params=["grad", "no_grad", "inference_mode"])
+def each_mode(request):
+    """The test runs in each mode of autograd."""
+    from support.heads import MODES
+
+    with MODES[request.param]():
+        yield request.param
 
 
 @pytest.fixture

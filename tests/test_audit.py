@@ -115,6 +115,99 @@ def test_a_plain_loop(loop, verdict):
     assert report.steps[0].loss == pytest.approx(true_loss(0), rel=1e-5)
 
 
+# ---- what is right in its own way, and must not alarm; what is wrong beside denominators -------
+
+CLASSES = torch.linspace(0.5, 3.0, V)
+
+
+def smoothed(model, micro, optimizer, report=None):
+    n, logged = sum(SIZES), 0.0
+    for hidden, labels in micro:
+        z = model(hidden)
+        loss = F.cross_entropy(z, labels, reduction="sum", label_smoothing=0.1) / n
+        logged += loss.item()
+        loss.backward()
+    if report is not None:
+        report.log(logged)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weighted(model, micro, optimizer, naive=False):
+    of_all = sum(float(CLASSES[y[y != -100]].sum()) for _, y in micro)
+    for hidden, labels in micro:
+        own = float(CLASSES[labels[labels != -100]].sum()) * len(micro)
+        loss = F.cross_entropy(model(hidden), labels, weight=CLASSES, reduction="sum")
+        (loss / (own if naive else of_all)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def divided_afterwards(model, micro, optimizer, by=16):
+    for one in micro:
+        cross_entropy(model, one, "sum").backward()
+    for p in model.parameters():
+        p.grad /= by
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped(model, micro, optimizer):
+    for one in micro:
+        (cross_entropy(model, one, "sum") / 16).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def at_once(model, micro, optimizer):
+    """Two forwards, one backward."""
+    sum(cross_entropy(model, one, "sum") / 16 for one in micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forgetful(to_none, model, micro, optimizer):
+    for one in micro:
+        optimizer.zero_grad(set_to_none=to_none)
+        (cross_entropy(model, one, "sum") / 16).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [smoothed, weighted, divided_afterwards, clipped, at_once])
+def test_loops_that_are_right(loop):
+    report = watched(loop)
+    assert report.verdict() == RIGHT
+    assert [step.n_tokens for step in report.steps] == [16, 16]
+
+
+def test_a_smoothed_loss_is_the_one_that_is_logged():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        smoothed(model, batches(SIZES), optimizer, report)
+    assert report.verdict() == RIGHT
+    (step,) = report.steps
+    assert step.logged == pytest.approx(step.loss, rel=1e-4)
+
+
+def test_loops_that_are_wrong_in_another_way():
+    averaged = watched(functools.partial(weighted, naive=True))
+    assert "your micro-batches are averaged" in averaged.verdict()
+    by_two = watched(functools.partial(divided_afterwards, by=8))
+    assert "gradients are 16 x those of the mean" in by_two.verdict()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_lost_are_found(to_none):
+    report = watched(functools.partial(forgetful, to_none))
+    assert report.verdict() == (
+        "zero_grad was called between the micro-batches of a step: the gradients of 2 of them were "
+        "lost"
+    )
+    assert [step.lost for step in report.steps] == [1, 1]
+
+
 def test_what_is_logged_is_compared():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -253,6 +346,27 @@ def trainer_report(tmp_path, replaced=False, **kwargs):
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_stock_trainer(tmp_path, replaced):
     assert trainer_report(tmp_path, replaced).verdict() == RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_trainer_with_the_mixin(tmp_path, name):
+    """The audit's own loss is no part of what the mixin counts."""
+    transformers = pytest.importorskip("transformers")
+    from support.tiny_trainer import FusedTrainer, arguments, llama, train
+
+    def collate(rows):
+        batch = transformers.default_data_collator(rows)
+        if name == "shift_labels":
+            batch[name] = fusedce.shift_labels(batch["labels"])
+        return batch
+
+    model = llama()
+    report = fusedce.audit(model)
+    args = arguments(tmp_path, size=1, steps=4)
+    train(FusedTrainer, model, args, data_collator=collate, callbacks=[report.callback()])
+    assert report.verdict() == RIGHT
+    assert all(step.logged is not None for step in report.steps)
 
 
 @pytest.mark.slow

@@ -118,6 +118,8 @@ def _nvidia(ptx: str, arch: str) -> dict[str, Any]:
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),  # of a thread
         # bytes of a thread, stored and loaded again
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        # of wgmma, which ptxas then serialises: C7510 to C7519
+        "warnings": sorted(set(re.findall(r"\b(C75\d\d)\b", said))),
         **machine_code(code),
     }
 
@@ -189,6 +191,7 @@ def _amd(asm: str) -> dict[str, Any]:
                 found[_DWORDS[access[1]]] += 1
         widths[f"{kind}s"] = {str(w): found[w] for w in sorted(found, reverse=True)}
     return {
+        "warnings": [],
         "registers": number("vgpr_count"),
         "spill_bytes": 4 * number("vgpr_spill_count"),
         "instructions": len(names),

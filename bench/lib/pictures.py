@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusedce.peers import FLOOR
@@ -182,8 +183,16 @@ _SPLITS = {
 }
 
 
-def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path, tag: str) -> Path:
-    """The README's picture: memory and time against the others, and the gap of the denominator."""
+def overview(
+    rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path, tag: str
+) -> list[Path]:
+    """The README's picture: memory and time against the others, and the gap of the denominator.
+
+    Drawn twice: the panels side by side, and one below the other for narrow screens.
+
+    Raises:
+        ValueError: no problem has both a time and a peak.
+    """
     memory = with_peaks(rows)
     time = [r for r in rows if r["suite"] == "time" and r["median"] and r["name"] != FLOOR]
     of = {problem(r)[1:] for r in memory} & {problem(r)[1:] for r in time}
@@ -193,42 +202,53 @@ def overview(rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path
     memory, time = ([r for r in part if problem(r)[1:] == chosen] for part in (memory, time))
     names = [r["name"] for r in memory if r["name"] in {t["name"] for t in time}]
 
-    figure = styled(12.5, 4.6)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.15))
     peaks = {r["name"]: r["extra_peak_bytes"] / MiB for r in memory}
     times = {r["name"]: r["ratio"] for r in time}
-    bars(left, [(n, peaks[n]) for n in names], _mib)
-    left.set_title("Peak memory of the loss")
-    left.set_xlabel("MiB beyond inputs and gradients")
-    bars(middle, [(n, times[n]) for n in names], _times)
-    middle.set_yticks([])
-    middle.axvline(1, color=INK, linewidth=1)
-    middle.set_title("Time of the loss")
-    middle.set_xlabel("over the three bare products")
-
     regime, runs = max(
         ((name, found["runs"]) for name, found in gaps["regimes"].items()),
         key=lambda pair: pair[1]["naive 1x32"]["logged_gap"],
     )
+    N, H, V, dtype = chosen[:4]
+    loss = f"N={N}, H={H}, V={V}, {dtype}, {_conditions(memory)}; {where}. "
+    steps = f"32 sequences ({regime} tokens) as one batch and as 32 micro-batches; "
+    steps += f"{gaps['device_name']}, torch {gaps['torch']}, float32."
+
+    written = []
+    for suffix, size, shape in (("", (12.5, 4.6), (1, 3)), ("-narrow", (4.8, 9.6), (3, 1))):
+        figure = styled(*size)
+        wide = {"width_ratios": (1, 0.8, 1.15)} if shape == (1, 3) else {}
+        upper, middle, lower = figure.subplots(*shape, **wide)
+        bars(upper, [(n, peaks[n]) for n in names], _mib)
+        upper.set_title("Peak memory of the loss")
+        upper.set_xlabel("MiB beyond inputs and gradients")
+        bars(middle, [(n, times[n]) for n in names], _times)
+        if wide:
+            middle.set_yticks([])
+        middle.axvline(1, color=INK, linewidth=1)
+        middle.set_title("Time of the loss")
+        middle.set_xlabel("over the three bare products")
+        _gap_panel(lower, runs)
+        conditions = f"Left: {loss}Right: {steps}" if wide else ""  # the page's caption has them
+        written.append(save(titled(figure, "", conditions), folder / f"overview-{tag}{suffix}.png"))
+    return written
+
+
+def _gap_panel(axes: Axes, runs: dict[str, Any]) -> None:
+    """Distance of the logged loss of 32 micro-batches from that of one batch, step by step."""
     full = runs["32x1"]["logged"]
     x = range(1, len(full) + 1)
     for name, colour, text in (
         ("naive 1x32", NAIVE, "mean of means"),
         ("fused 1x32", OURS, "one denominator"),
     ):
-        right.semilogy(x, _gaps(runs[name]["logged"], full), color=colour, linewidth=1.8)
+        axes.semilogy(x, _gaps(runs[name]["logged"], full), color=colour, linewidth=1.8)
         above = (len(full) / 2, max(_gaps(runs[name]["logged"], full)))
-        right.annotate(text, above, xytext=(0, 8), textcoords="offset points", ha="center",
-                       color=colour, fontsize=10)  # fmt: skip
-    right.set_ylim(GAP_FLOOR / 2, 10)
-    right.set_title("Logged loss of 1x32 beside 32x1")
-    right.set_xlabel("optimizer step")
-    right.set_ylabel("distance, nats per token (log)")
-    N, H, V, dtype = chosen[:4]
-    conditions = f"Left: N={N}, H={H}, V={V}, {dtype}, {_conditions(memory)}; {where}. "
-    conditions += f"Right: 32 sequences ({regime} tokens) as one batch and as 32 micro-batches; "
-    conditions += f"{gaps['device_name']}, torch {gaps['torch']}, float32."
-    return save(titled(figure, "", conditions), folder / f"overview-{tag}.png")
+        axes.annotate(text, above, xytext=(0, 8), textcoords="offset points", ha="center",
+                      color=colour, fontsize=10)  # fmt: skip
+    axes.set_ylim(GAP_FLOOR / 2, 10)
+    axes.set_title("Logged loss: 1x32, 32x1")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("distance, nats per token (log)")
 
 
 def _gaps(run: Sequence[float], full: Sequence[float]) -> list[float]:

@@ -55,9 +55,11 @@ def device_name(device: str) -> str:
 
 
 def caption(data: dict[str, Any]) -> str:
-    """Where the numbers come from, in a line."""
+    """Device, versions and dates of the numbers, in a line."""
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
-    return f"{data['device']}; {', '.join(known)}"
+    dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
+    when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+    return "; ".join([data["device"], ", ".join(known), *when])
 
 
 def write(path: Path, data: Any) -> None:

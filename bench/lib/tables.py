@@ -9,14 +9,25 @@ from pathlib import Path
 from tabulate import tabulate
 
 
-def markdown(rows: Sequence[Mapping[str, object]], without: Sequence[str] = ()) -> str:
-    """Rows as a Markdown table; columns that no row fills are left out, and those of ``without``.
+def markdown(
+    rows: Sequence[Mapping[str, object]], without: Sequence[str] = (), once: Sequence[str] = ()
+) -> str:
+    """Format rows as a Markdown table.
 
-    Numbers come as text already: whoever measured them knows their digits.
+    Columns that no row fills are left out, and those of ``without``. In the leading columns named
+    in ``once``, a value is printed in the first of the rows that share it. Numbers come as text
+    already: whoever measured them knows their digits.
     """
     columns = [c for c in (rows[0] if rows else {}) if c not in without]
     filled = [c for c in columns if any(row[c] not in ("", None) for row in rows)]
     cells = [[_cell(row[c]) for c in filled] for row in rows]
+    leading = next((i for i, c in enumerate(filled) if c not in once), len(filled))
+    printed: list[str] = []
+    for row in cells:
+        group = row[:leading]
+        same = next((i for i in range(len(printed)) if group[i] != printed[i]), len(printed))
+        row[:same] = [""] * same
+        printed = group
     return tabulate(cells, headers=filled, tablefmt="github", disable_numparse=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
 from fusedce.kernels.compact import compact_kernel
+from fusedce.kernels.divergence import divergence_rows_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.hidden_grad import hidden_grad_kernel
@@ -30,6 +31,7 @@ KERNELS = (
     "stats",
     "exp_gemm",
     "softmax_grad",
+    "divergence",
     "scale",
     "compact",
 )  # groups to choose from
@@ -44,6 +46,8 @@ _TYPES = dict.fromkeys(
     "n_valid": "*i64",
     "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
+    "teacher_scale": "fp32", "teacher_softcap": "fp32", "of_ce": "fp32", "share": "fp32",
+    "to_plain": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
@@ -55,7 +59,7 @@ _TYPES = dict.fromkeys(
 ALIGNED = frozenset((
     "hidden", "weight", "weight_tiles", "bias", "partials", "N", "H", "V", "stride_hn", "stride_wv",
     "most", "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
-    "products", "class_weight", "d_weight",
+    "products", "class_weight", "d_weight", "student", "teacher", "teacher_bias", "stride_g",
 ))  # fmt: skip
 OPTIONS = ("bias", "scale", "softcap")
 
@@ -69,6 +73,7 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     unaligned: frozenset[str] = frozenset()  # arguments that are no multiples of 16 here
     wide: frozenset[str] = frozenset()  # arguments in float32 here
+    candidate: bool = False  # what tuning tries, not what runs by default
 
 
 def types_of(variant: Variant) -> dict[str, str]:
@@ -113,7 +118,8 @@ def variants(
                 if candidates and name == "bf16":
                     for blocks in walks.candidates:
                         label = f"forward {name} {_named(blocks)}"
-                        yield from _forward(label, dtype, blocks, none | common)
+                        for variant in _forward(label, dtype, blocks, none | common):
+                            yield variant._replace(candidate=True)
                 if not option and precision == "ieee":
                     constants = _walk(walks.unaligned, size) | none | common | {"lse": None}
                     constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
@@ -129,6 +135,12 @@ def variants(
                 if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
+                if not option:
+                    constants = constants | _walk(walks.unaligned, size)
+                    constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
+                    narrow = frozenset(("H", "stride_hn", "stride_wv"))
+                    label = f"exp_gemm {name} unaligned"
+                    yield Variant(label, exp_gemm_kernel, dtype, constants, narrow)
             if group in ("all", "softmax_grad") and precision == "ieee":
                 yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
@@ -153,6 +165,8 @@ def variants(
                 label = f"{dtype}{' terms' if extra else ''}"
                 yield Variant(f"hidden_grad {label}", hidden_grad_kernel, dtype, constants)
             yield from _label_grad(row, dtype)
+        if group in ("all", "divergence"):
+            yield from _divergence(row, dtype)
         if group in ("all", "scale"):
             constants = {"BLOCK": row.scale_block, "num_warps": 8}
             yield Variant(f"scale {dtype}", scale_kernel, dtype, constants)
@@ -238,6 +252,28 @@ def _softmax_rows(
         odd = frozenset(("V",))
         label_ = f"softmax_rows {label} V=50257"
         yield Variant(label_, softmax_rows_kernel, dtype, constants, odd, wide)
+
+
+def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
+    """Each kind plain, and all options of the last one; the biases come in float32."""
+    wide = frozenset(("student", "teacher", "bias", "teacher_bias"))
+    for kind, name in enumerate(("forward", "reverse", "jsd")):
+        for option in (False, True) if name == "jsd" else (False,):
+            constants: dict[str, Any] = {
+                "KIND": kind,
+                "HAS_CE": option,
+                "NORMALISE": dtype == "fp16",
+                "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
+                "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
+                "num_warps": row.divergence_warps,
+            }
+            if not option:
+                none = (*OPTIONS, "teacher_bias", "teacher_scale", "teacher_softcap")
+                constants |= dict.fromkeys(none)
+            if dtype != "fp16":
+                constants["row_factors"] = None
+            label = f"divergence_rows {dtype} {name}{' bias+scale+cap+ce' if option else ''}"
+            yield Variant(label, divergence_rows_kernel, dtype, constants, wide=wide)
 
 
 def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, unpack
+from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, check_whole, unpack
 from fusedce.accumulate.engines import Engine, from_accelerator
 from fusedce.accumulate.mesh import from_mesh
 from fusedce.accumulate.metrics import Metrics
@@ -48,7 +48,7 @@ class LossAccumulator:
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming uses an estimate (the previous window's count; in the first
-    window, the ranks' first micro-batches) to keep gradients in the range of fp16 and bf16, and
+    window 1024 tokens a rank) to keep gradients in the range of fp16 and bf16, and
     ``finish`` corrects ``.grad`` once. After clipping that is too late, and cannot be detected:
     a clipped gradient looks like another. :meth:`guard` catches other mistakes.
 
@@ -61,12 +61,18 @@ class LossAccumulator:
     once; on several ranks at the window's end, before an optimizer steps, and on all of them in the
     same words.
 
-    Collectives, each an all-reduce of 244 float64 on ``process_group`` (under gloo, on a group of
-    the same ranks made for it): one when a window opens, awaited at its first ``scale``; one when
-    it ends; one in ``finish``; one in the first streaming ``scale`` ever or after
-    ``load_state_dict``; one in ``metrics`` for what was ``add``-ed. None in a single process.
-    Beside them each ``scale`` looks into the store of ``torch.distributed``, whether another rank
-    has ended the window: DDP would wait for that one in backward.
+    Collectives, each an all-gather of 218 int64 from each rank on ``process_group`` (under gloo, on
+    a group of the same ranks made for it when the first window opens or ends):
+
+    * streaming: one a window, in ``finish``;
+    * declared counts: one when the window opens, which gives the denominator and is awaited at its
+      first ``scale``, and one when it ends, which carries losses and errors;
+    * ``metrics``: one for what was ``add``-ed, none after training windows.
+
+    None in a single process, and nothing for a micro-batch: a rank that waits for another one that
+    does not come waits as long as the process group's timeout, and then says what to look at. Under
+    ``TORCH_DISTRIBUTED_DEBUG=INFO`` each ``scale`` looks into the store of ``torch.distributed``
+    before it waits, whether another rank has ended the window.
 
     One accumulator belongs to one thread.
 
@@ -86,7 +92,7 @@ class LossAccumulator:
     Raises:
         TypeError, ValueError: an argument is not one of those above.
 
-    Example:
+    Examples:
         >>> acc = LossAccumulator()
         >>> weight = torch.randn(11, 4, requires_grad=True)
         >>> for _ in range(2):
@@ -107,8 +113,8 @@ class LossAccumulator:
         on_empty: OnEmpty = "zero",
     ) -> None:
         check_settings(grad_reduction, on_empty)
-        self._engine = Engine(backward_divisor)
-        self._steps = Steps(Meeting(Ranks(process_group)), grad_reduction == "sum", on_empty)
+        ranks, engine = Ranks(process_group), Engine(backward_divisor)
+        self._steps = Steps(ranks, Meeting(ranks), engine, grad_reduction, on_empty)
         self._metrics = Metrics(self._steps)
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
@@ -163,27 +169,32 @@ class LossAccumulator:
                 in a window of several losses a dict of them.
 
         Returns:
-            ``()`` tensor of ``loss_sum``'s dtype.
+            ``()`` tensor of ``loss_sum``'s dtype. Another factor that arrives in its backward than
+            the engine's own, or a GradScaler's, is an error where the ranks meet next.
 
         Raises:
             RuntimeError: streaming under an engine that steps on its own (DeepSpeed); more
                 micro-batches than declared; a window that was not entered; one in which a backward
                 has raised.
-            TypeError, ValueError: not a loss, or one in a dtype that cannot hold a sum; a label
-                out of range (CPU tensors raise it earlier, in ``fused_ce``).
+            TypeError, ValueError: not a loss, or one in a dtype that cannot hold a sum; a
+                :class:`LossSum` that was multiplied or divided by a number; a label out of range
+                (CPU tensors raise it earlier, in ``fused_ce``).
         """
         steps = self._steps
         steps.check_entered()
         losses = unpack(out, [ONLY] if steps.window is None else steps.window.weights)
-        window = steps.window or steps.start_streaming(losses[ONLY][1], self._engine.no_streaming)
+        check_whole(losses)
+        window = steps.window or steps.start_streaming()
         window.check_usable()
-        steps.check_nobody_has_ended(window)
-        return window.scaled(losses, self._factor(), steps.tokens.ranks.size())
+        steps.meeting.begins(window.seen, window.declared is None, steps.equal())
+        ranks, upstream = steps.tokens.size(), steps.engine.upstreams()
+        return window.scaled(losses, self._factor(), ranks, upstream)
 
     def _factor(self) -> float:
         """What a sum of this rank's tokens is multiplied by, but for the denominator."""
         steps = self._steps
-        return self._engine.divisor() * (1 if steps.adds else steps.tokens.ranks.size())
+        ranks = steps.tokens.size() if steps.grad_reduction == "mean" else 1
+        return steps.engine.divisor() * ranks
 
     def _expected(self) -> Tensor | None:
         """The factor that backward will bring to a loss of the open window, where it has but one.
@@ -194,7 +205,7 @@ class LossAccumulator:
         if window is None or len(window.weights) > 1:
             return None
         try:
-            return window.factors(self._factor())[0] * self._engine.upstream()
+            return window.factors(self._factor())[0] * self._steps.engine.upstreams()[0]
         except (RuntimeError, TypeError, ValueError):
             return None
 
@@ -204,8 +215,24 @@ class LossAccumulator:
         After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
         (out of memory), ``.grad`` holds a part of this micro-batch that nobody can take out again:
         to go on, leave the ``with`` block, or call :meth:`discard_window`.
+
+        Raises:
+            RuntimeError: nothing that the loss depends on requires grad.
+            TypeError, ValueError, RuntimeError: as :meth:`scale`.
         """
-        self._engine.backward(self.scale(out))
+        scaled = self.scale(out)
+        if not scaled.requires_grad:
+            raise RuntimeError(
+                "out must require grad, got a loss without a graph: hidden, weight and bias are "
+                "frozen, or it was computed under torch.no_grad(). Training needs one of them with "
+                "requires_grad=True; evaluation is acc.add(out)"
+            )
+        try:
+            self._steps.engine.backward(scaled)
+        except RuntimeError as error:
+            if self._steps.window is None or self._steps.window.declared is None:
+                self._steps.meeting.note_wait(error)  # else where the block is left
+            raise
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.
@@ -265,7 +292,11 @@ class LossAccumulator:
         self._steps.discard(module)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
-        """Make a step inside an open window an error, and ``finish`` know all parameters.
+        """Make errors of what a loop does to a window's gradients.
+
+        A step inside an open window, or inside the backward of a streaming one; ``zero_grad``
+        between its micro-batches; a gradient that ``finish`` was not given; gradients that DDP has
+        not reduced (``module`` must be DDP, or hold it).
 
         Without it, a step before the window's end is a warning, once: the optimizer may belong to
         another model.
@@ -278,6 +309,7 @@ class LossAccumulator:
 
         Raises:
             TypeError: they are something else.
+            RuntimeError: later, where one of these has happened.
         """
         self._steps.guard.add(optimizer, module)
 
@@ -292,10 +324,11 @@ class LossAccumulator:
         Raises:
             TypeError: ``out`` is something else.
             ValueError: a label was out of range (at once on a CPU, else when metrics are read).
+            RuntimeError: training windows are in the metrics since the last reset.
         """
         one = unpack(out, [ONLY])[ONLY]
         if not one.loss_sum.requires_grad:
-            self._engine.check_evaluated()
+            self._steps.engine.check_evaluated()
         self._metrics.add(one)
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -304,7 +337,7 @@ class LossAccumulator:
         After :meth:`from_accelerator`, whose samplers repeat samples until all ranks have whole
         batches: ``acc.add(model(**acc.without_repeats(batch)))``. Other batches stay as they are.
         """
-        return self._engine.without_repeats(batch)
+        return self._steps.engine.without_repeats(batch)
 
     def metrics(self, *, reset: bool = False) -> dict[str, float]:
         """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
@@ -330,7 +363,7 @@ class LossAccumulator:
                 too); a count differed from the declared one; ranks are at different places.
             ValueError: a label was out of range.
 
-        Example:
+        Examples:
             >>> acc = fusedce.LossAccumulator()
             >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
             >>> acc.metrics()["loss"]
@@ -364,11 +397,11 @@ class LossAccumulator:
     # ---- itself -----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        steps, n = self._steps, self._steps.tokens.ranks.size()
+        steps, n = self._steps, self._steps.tokens.size()
         now = f"{steps.totals.n_windows} windows since the reset"
         return (
             f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction="
-            f"{'sum' if steps.adds else 'mean'!r}, on_empty={steps.on_empty!r}, "
+            f"{steps.grad_reduction!r}, on_empty={steps.on_empty!r}, "
             f"{now if steps.window is None else steps.window.progress()})"
         )
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.message import VALUES
+from fusedce.accumulate.ranks import VALUES
 from fusedce.accumulate.totals import ONLY, names_of
 from fusedce.accumulate.window import Losses
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
 _MOST_LOSSES = VALUES // len(names_of([ONLY]))
@@ -98,7 +98,7 @@ def unpack(out: Any, names: Iterable[str]) -> Losses:
         ValueError: losses that the window does not have.
     """
     names = list(names)
-    if not isinstance(out, Mapping):
+    if not isinstance(out, Mapping) or hasattr(out, "loss"):
         if names != [ONLY]:
             raise TypeError(f"out must be a dict of the window's losses {names}, got one loss")
         return {ONLY: _unpack(out)}
@@ -108,7 +108,28 @@ def unpack(out: Any, names: Iterable[str]) -> Losses:
     return {name: _unpack(out[name]) for name in names}
 
 
+def check_whole(losses: Losses) -> None:
+    """Raise ValueError for a loss that was multiplied or divided by a number."""
+    if not all(out.is_whole for out in losses.values()):
+        raise ValueError(
+            "out was multiplied or divided by a number: a window divides whole sums by all of its "
+            "tokens itself. Leave the number of micro-batches or ranks out; a loss that counts "
+            "less than others has weights={name: number} in acc.window(counts, weights=...)"
+        )
+
+
 def _unpack(out: Any) -> MonitoredLossSum:
+    if hasattr(out, "loss") and hasattr(out, "keys"):
+        raise TypeError(
+            f"out must be (loss_sum, n_valid), got a {type(out).__name__}, whose .loss is a mean: "
+            f"give (out.loss * n, n) with n = count_valid(labels), a tensor, or let a Trainer "
+            f"with fusedce.FusedTrainerMixin do it"
+        )
+    if isinstance(out, Tensor) and out.numel() == 1:
+        raise TypeError(
+            f"out must be (loss_sum, n_valid) as fused_ce returns it, got {describe(out)}, which "
+            f"looks like a mean: pass fused_ce(...) itself, without .mean(); the window divides"
+        )
     if (
         not isinstance(out, tuple)
         or len(out) != 2
@@ -127,8 +148,9 @@ def _unpack(out: Any) -> MonitoredLossSum:
             f"accelerate)? Let it return float32"
         )
     monitors = getattr(out, "monitors", {})
+    kind = LossSum if getattr(out, "is_whole", True) else ScaledLossSum
     return MonitoredLossSum.of(
-        LossSum(out[0].reshape(()), out[1].detach().reshape(()).long()),
+        kind(out[0].reshape(()), out[1].detach().reshape(()).long()),
         {name: monitors[name] for name in MONITORS if name in monitors},
     )
 

@@ -30,9 +30,9 @@ class Engine:
     def divisor(self) -> float:
         return self._divisor
 
-    def upstream(self) -> float:
-        """What the loss is multiplied by on the way to its backward."""
-        return 1.0
+    def upstreams(self) -> tuple[float, ...]:
+        """What the loss may be multiplied by on the way to its backward, the likeliest first."""
+        return (1.0, 1 / self._divisor)  # the engine divides the gradient, or the loss
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -71,8 +71,8 @@ class AccelerateEngine(Engine):
     def divisor(self) -> float:
         return self._accelerator.gradient_accumulation_steps
 
-    def upstream(self) -> float:
-        return 1 / self.divisor()
+    def upstreams(self) -> tuple[float, ...]:
+        return (1 / self.divisor(),)
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
@@ -129,12 +129,12 @@ def from_accelerator(
         TypeError: not an ``Accelerator``.
         ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
 
-    Example:
+    Examples:
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
         >>> acc = LossAccumulator.from_accelerator(accelerator)
     """
     new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
-    new._engine = AccelerateEngine(accelerator)
+    new._steps.engine = AccelerateEngine(accelerator)
     return new
 
 

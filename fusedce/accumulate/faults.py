@@ -7,6 +7,7 @@ tensor, which the next meeting carries to all ranks.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,10 +40,18 @@ def too_many(declared: int) -> Exception:
     )
 
 
-_KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many)
-_NUMBERS = 4  # a kind and at most three numbers
-_SHIFTS = (48, 32, 16, 0)
-ROW = 1 + 2 * 4 * _NUMBERS  # in a message: a flag, quarters of the numbers, and their squares
+def multiplied(bits: int) -> Exception:
+    (factor,) = struct.unpack("d", struct.pack("q", bits))
+    return RuntimeError(
+        f"the loss was multiplied by {factor:g} after scale(): the window has divided it "
+        f"by all of its tokens already, so leave other divisions out (by the number of "
+        f"micro-batches, of ranks), or name a constant that the engine divides by as "
+        f"backward_divisor= (accelerate: LossAccumulator.from_accelerator)"
+    )
+
+
+_KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many, multiplied)
+ROW = 4  # in a message: 1 + index in _KINDS or 0, and its numbers
 
 
 class Faults:
@@ -54,7 +63,7 @@ class Faults:
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
-        self._first: Tensor | None = None  # (4,) int64: 1 + index in _KINDS or 0, its numbers
+        self._first: Tensor | None = None  # (ROW,) int64
 
     def note(
         self, kind: Callable[..., Exception], condition: Tensor, *numbers: Tensor | int
@@ -65,7 +74,7 @@ class Faults:
             if condition:
                 raise kind(*(int(x) for x in numbers))
             return
-        padded = (1 + _KINDS.index(kind), *numbers, *[0] * (_NUMBERS - 1 - len(numbers)))
+        padded = (1 + _KINDS.index(kind), *numbers, *[0] * (ROW - 1 - len(numbers)))
         fault = torch.stack(
             [
                 moved(x, device).long()
@@ -89,12 +98,10 @@ class Faults:
         self._first = fault
 
     def row(self, device: torch.device) -> Tensor:
-        """``(ROW,)`` float64 on ``device``, exact, and so that the rows of ranks can be added."""
+        """``(ROW,)`` int64 on ``device``."""
         if self._first is None:
-            return torch.zeros(ROW, dtype=torch.float64, device=device)
-        first = moved(self._first, device)
-        quarters = torch.stack([(first >> shift) & 0xFFFF for shift in _SHIFTS], dim=1).reshape(-1)
-        return torch.cat([(first[:1] != 0).long(), quarters, quarters * quarters]).double()
+            return torch.zeros(ROW, dtype=torch.int64, device=device)
+        return moved(self._first, device)
 
     def raise_first(self) -> None:
         """Raise what was noted, and forget it. Waits for the device."""
@@ -102,28 +109,16 @@ class Faults:
             return
         numbers = self._first.tolist()
         self._first = None
-        if numbers[0]:
-            raise _error(numbers)
+        if (error := of_row(numbers)) is not None:
+            raise error
 
 
-def of_row(row: Sequence[float]) -> Exception | None:
-    """The error in the sum of the ranks' rows; ``None`` if there is none."""
-    failed, *quarters = (int(x) for x in row)
-    if not failed:
+def of_row(row: Sequence[int]) -> Exception | None:
+    """The error in a row; ``None`` if there is none."""
+    if not row[0]:
         return None
-    sums, squares = quarters[: len(quarters) // 2], quarters[len(quarters) // 2 :]
-    if any(failed * y != x * x for x, y in zip(sums, squares, strict=True)):
-        return RuntimeError(f"{failed} ranks found errors in their losses, different ones")
-    numbers = []
-    for i in range(0, len(sums), len(_SHIFTS)):
-        one = sum(x // failed << shift for x, shift in zip(sums[i:], _SHIFTS, strict=False))
-        numbers.append(one - (1 << 64) if one >> 63 else one)
-    return _error(numbers)
-
-
-def _error(numbers: Sequence[int]) -> Exception:
-    fault = _KINDS[numbers[0] - 1]
-    return fault(*numbers[1 : 1 + fault.__code__.co_argcount])
+    fault = _KINDS[row[0] - 1]
+    return fault(*row[1 : 1 + fault.__code__.co_argcount])
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fusedce.accumulate import faults as _faults
+
+_TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
 
 
 class Guard:
@@ -22,9 +28,15 @@ class Guard:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP's, once looked for
+        self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # once looked for
         self._handle: Any = None
+        self._incomplete: Callable[[], Callable[[], str | None] | None] = lambda: None
         self._warned = False
-        self._shared: dict[int, weakref.ref[Tensor]] = {}  # since our window was opened
+        # Since our window was opened:
+        self._shared: dict[int, weakref.ref[Tensor]] = {}  # other accumulators' gradients
+        self._reduced: dict[int, Any] = {}  # what DDP had noted of its last reduced backward
+        self._kept: weakref.ref[Tensor] | None = None  # a parameter that has a gradient
+        self._lost = False  # its gradient was set to zero
 
     def __reduce__(self) -> Any:
         return Guard, ()  # a copy of an accumulator guards nothing yet
@@ -38,7 +50,9 @@ class Guard:
             )
         if module is not None and not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._watch_zero_grad(optimizer)
         if module is not None:
             self._modules.add(module)
 
@@ -56,8 +70,14 @@ class Guard:
             if ask is not None and guard is not None and (why := ask()) is not None:
                 guard._stepped(optimizer, why)
 
+        self._incomplete = asked
         self._handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, self._handle.remove)
+
+    def opens(self) -> None:
+        """A window does: what has happened before is no part of it."""
+        self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
+        self._kept, self._lost = None, False
 
     def rest(self) -> None:
         if self._handle is not None:
@@ -65,6 +85,64 @@ class Guard:
             self._handle = None
         self._shared = {}
         self.streams(False)
+
+    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
+        """See ``zero_grad`` between the micro-batches of a window."""
+        inner, me = optimizer.zero_grad, weakref.ref(self)
+
+        @functools.wraps(inner)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            guard = me()
+            ask = None if guard is None or guard._handle is None else guard._incomplete()
+            if guard is not None and ask is not None and ask() is not None:
+                guard._lost = guard._kept is not None
+            inner(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def keep(self) -> None:
+        """After a micro-batch's backward: remember a parameter that has a gradient now."""
+        if self._kept is None:
+            found = (p for p in self._parameters() if p.grad is not None)
+            p = next(found, None)
+            self._kept = None if p is None else weakref.ref(p)
+
+    def check_kept(self) -> None:
+        """Raise if gradients of this window's earlier micro-batches are gone."""
+        p = None if self._kept is None else self._kept()
+        if self._lost or (p is not None and p.grad is None):
+            raise RuntimeError(
+                "zero_grad() was called between the micro-batches of a window: the gradients of "
+                "the earlier ones are gone, though their tokens count. Call it once a window, "
+                "after optimizer.step() (to drop the window, call discard_window() as well, or "
+                "leave the `with` block by raising)"
+            )
+
+    def check_reduced(self) -> None:
+        """Raise if DDP has reduced nothing since the window was opened."""
+        for ddp in self._ddp():
+            before = self._reduced.get(id(ddp))
+            grads = any(p.grad is not None for p in ddp.parameters())
+            if grads and before is not None and before == _backward_stats(ddp):
+                raise RuntimeError(
+                    f"DDP has not reduced the gradients of this window over its ranks, each has "
+                    f"its own: call the {type(ddp).__name__} module itself in the last "
+                    f"micro-batch, not its .module or a method of it, and not inside no_sync()"
+                )
+
+    def reduces(self) -> bool:
+        """Whether a guarded DDP adds gradients of other ranks at the end of a backward."""
+        return bool(self._ddp())
+
+    def _ddp(self) -> list[DistributedDataParallel]:
+        found = (x for module in self._modules for x in module.modules())
+        several = (x for x in found if isinstance(x, DistributedDataParallel))
+        return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Of guarded optimizers and modules, some of them twice."""
+        yield from (p for x in self._optimizers for g in x.param_groups for p in g["params"])
+        yield from (p for module in self._modules for p in module.parameters())
 
     def _stepped(self, optimizer: Optimizer, why: str) -> None:
         text = (
@@ -88,9 +166,7 @@ class Guard:
         Nobody tells a loss which DDP it came through: the process is searched for them, once.
         """
         if self._replicas is None:
-            kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
-            found = [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]
-            self._replicas = weakref.WeakSet(found)
+            self._replicas = weakref.WeakSet(_instances(DistributedDataParallel))
         for module in (*self._modules, *self._replicas):
             if getattr(getattr(module, "_join_config", None), "enable", False):
                 raise RuntimeError(
@@ -101,17 +177,39 @@ class Guard:
                     "Join([model], enable=False))"
                 )
 
+    # ---- factors ----------------------------------------------------------------------------
+
+    def is_expected(self, grad: Tensor, upstream: Sequence[float]) -> Tensor:
+        """``()`` bool: whether a loss's gradient ``()`` is one of ``upstream``, times a loss scale.
+
+        Loss scales are those of ``GradScaler`` objects in this process. On a device that cannot be
+        looked at, and with DeepSpeed, a power of two passes as well where there are none: others'
+        are.
+        """
+        factors = torch.stack([grad.detach().double() / x for x in upstream])
+        readable = _faults.readable(grad.device)
+        if readable and ((factors - 1).abs() <= _TOLERANCE).any():
+            return torch.tensor(True)
+        if readable or self._scalers is None:
+            self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
+        scales = (x._scale for x in self._scalers if x._scale is not None)
+        known = [_faults.moved(x, grad.device).double() for x in scales]
+        loss_scales = torch.stack([torch.ones_like(factors[0]), *known])
+        fits = ((factors / loss_scales[:, None] - 1).abs() <= _TOLERANCE) | factors.isnan()
+        if not known and (not readable or "deepspeed" in sys.modules):
+            mantissa, exponent = torch.frexp(factors)
+            fits = fits | ((mantissa == 0.5) & (exponent > 1))
+        return fits.any()
+
     # ---- gradients --------------------------------------------------------------------------
 
     def check_all_given(self, given: Iterable[Tensor]) -> None:
         """Raise if a guarded optimizer or module has a gradient that ``finish`` was not given."""
         known = {id(p) for p in given}
         names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
-        of_optimizers = (p for x in self._optimizers for g in x.param_groups for p in g["params"])
-        of_modules = (p for m in self._modules for p in m.parameters())
         missing = {
             id(p): names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
-            for p in (*of_optimizers, *of_modules)
+            for p in self._parameters()
             if p.grad is not None and id(p) not in known
         }
         if missing:
@@ -124,9 +222,6 @@ class Guard:
     def streams(self, now: bool) -> None:
         """Whether this accumulator's window will correct the gradients at its end."""
         (_STREAMING.add if now else _STREAMING.discard)(self)
-
-    def others_stream(self) -> bool:
-        return any(guard is not self for guard in _STREAMING)
 
     def touch_others(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
         """Tell other accumulators that stream whose gradients are not theirs alone."""
@@ -144,6 +239,20 @@ class Guard:
                 "multiply those of the other one too. Use one accumulator, whose window has "
                 'several losses: `with acc.window({"next": [...], "second": [...]}):`'
             )
+
+
+def _instances(kind: type) -> list[Any]:
+    """Objects of a class and those derived from it, found by a walk over all of this process."""
+    kinds = [kind]
+    for one in kinds:
+        kinds += one.__subclasses__()
+    return [x for x in gc.get_referrers(*kinds) if isinstance(x, kind)]
+
+
+def _backward_stats(ddp: DistributedDataParallel) -> Any:
+    """Times of its last backward that was reduced, by parameter; None where torch keeps none."""
+    stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
+    return None if stats is None else stats()
 
 
 _STREAMING: weakref.WeakSet[Guard] = weakref.WeakSet()

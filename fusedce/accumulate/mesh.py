@@ -41,7 +41,7 @@ def from_mesh(
     Raises:
         TypeError, ValueError: ``mesh`` is not a ``DeviceMesh`` or has no such dimensions.
 
-    Example:
+    Examples:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         >>> acc = LossAccumulator.from_mesh(mesh, "dp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.message import METRICS
+from fusedce.accumulate.ranks import METRICS
 from fusedce.accumulate.steps import Steps
 from fusedce.accumulate.totals import ONLY, Sums, add, names_of, stacked, sums_of
 from fusedce.contract.monitors import MonitoredLossSum
@@ -20,6 +20,13 @@ class Metrics:
         self._faults = steps.new_faults()
 
     def add(self, out: MonitoredLossSum) -> None:
+        if self._steps.totals.n_windows:
+            raise RuntimeError(
+                f"add: the metrics hold {self._steps.totals.n_windows} training windows since the "
+                f"last reset, and would mix training with evaluation. Call metrics(reset=True) "
+                f"first, or evaluate with a LossAccumulator of its own"
+            )
+        self._steps.evaluated = True
         self._faults.note(_faults.bad_label, out.n_valid < 0, out.n_valid)
         self._evaluated = add(self._evaluated, sums_of(ONLY, out))
 
@@ -33,6 +40,7 @@ class Metrics:
         found = steps.totals.metrics()
         if reset:
             steps.totals.reset()
+            steps.evaluated = False
         return found
 
     def state(self) -> dict[str, Any]:
@@ -60,6 +68,7 @@ class Metrics:
             steps.refuse_open_window("read metrics")
         names = names_of([ONLY])
         sums = stacked(self._evaluated, names)
-        steps.totals.add(names, steps.meeting.send(METRICS, sums, steps.terms(), faults).wait())
+        sent = steps.meeting.send(METRICS, sums, steps.equal(), faults=faults)
+        steps.totals.add(names, sent.wait())
         steps.keep(faults)
         self._evaluated = {}

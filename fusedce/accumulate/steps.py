@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -12,14 +14,15 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window
+from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.graph import leaves_of
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.leftovers import drop, leftovers
-from fusedce.accumulate.message import CLOSE, ESTIMATE, FINISH, WINDOW, Terms, hash_of
-from fusedce.accumulate.ranks import Meeting
+from fusedce.accumulate.ranks import CLOSE, FINISH, WINDOW, Meeting
 from fusedce.accumulate.streaming import UNKNOWN, scale_gradients, trained_of
-from fusedce.accumulate.totals import ONLY, Sums, Totals, names_of, stacked
+from fusedce.accumulate.totals import ONLY, Totals, names_of, stacked
 from fusedce.accumulate.window import Window
+from fusedce.contract.groups import Ranks
 
 
 @dataclass
@@ -29,34 +32,45 @@ class Steps:
     Attributes:
         meeting: all ranks that share the windows; ``tokens``: those of them whose losses are added
             (in a pipeline, the last stages).
+        engine: who runs backward.
+        grad_reduction, on_empty: settings, which all ranks must share.
         has_loss: whether this rank computes losses.
-        adds, on_empty: settings, which all ranks must share.
     """
 
-    tokens: Meeting
-    adds: bool  # gradients over ranks, instead of averaging them
+    tokens: Ranks
+    meeting: Meeting
+    engine: Engine
+    grad_reduction: str
     on_empty: str
-    meeting: Meeting = field(init=False)
     has_loss: bool = True
     guard: Guard = field(default_factory=Guard)
     totals: Totals = field(default_factory=Totals)
     window: Window | None = None
     announced: object = None  # what window(...) returned, until it is entered
     should_step: bool = True
+    evaluated: bool = False  # the metrics hold batches that were added since the last reset
     has_trained: bool = False  # what was trained needs no collective to be read
 
     def __post_init__(self) -> None:
-        self.meeting = self.tokens
-        self._agreed_estimate = False  # not yet, or not since a state was loaded
+        self._loaded: int | None = None  # the estimate of a state, until all ranks have compared it
         self._dropped = False  # a window was, whose gradients FSDP2 may hold
+        self._held: set[int] = set()  # FSDP2's parameters with gradients of other windows
         self._noted = self.new_faults()  # on a device, of windows that have ended
 
     def settings(self) -> Steps:
         """New ones of the same ranks, before any window."""
-        new = Steps(Meeting(self.tokens.ranks), self.adds, self.on_empty, self.has_loss)
-        if self.meeting is not self.tokens:
-            new.meeting = Meeting(self.meeting.ranks)
-        return new
+        meeting = Meeting(self.meeting.ranks)
+        return replace(
+            self,
+            meeting=meeting,
+            guard=Guard(),
+            totals=Totals(),
+            window=None,
+            announced=None,
+            should_step=True,
+            evaluated=False,
+            has_trained=False,
+        )
 
     def new_faults(self) -> _faults.Faults:
         return _faults.Faults(at_once=self.meeting.ranks.group() is None)
@@ -72,10 +86,8 @@ class Steps:
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
         local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
-        terms = self.terms(
-            micro_batches=len(declared), losses=0 if ONLY in losses else hash_of(losses)
-        )
-        sent = self.meeting.send(WINDOW, local, terms)
+        told = self._of_losses(len(declared), losses)
+        sent = self.meeting.send(WINDOW, local, self.equal(), told)
         if self.on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
         else:
@@ -90,63 +102,50 @@ class Steps:
             return
         if error is not None:
             self.ends(dropped=True)
+            self.meeting.note_wait(error)
             # Others that are told as well will not come to the window's end.
-            known = error is self.meeting.told or window.was_refused()
-            if isinstance(error, Exception) and not known:
+            if error is not self.meeting.told and not window.was_refused():
                 self.meeting.fail(CLOSE, error)
+            self.meeting.told = None  # its traceback holds what has run out of memory
             return
         try:
             window.denominators()
             with self.meeting.on_the_way(CLOSE):
                 if self.has_loss:
                     window.check_complete()
+                self.guard.check_kept()
+                self.guard.check_reduced()
+                self._check_synchronised()
             sums = stacked(window.sums, names_of(window.weights))
-            sums = self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()
+            sent = self.meeting.send(CLOSE, sums, self.equal(), faults=window.faults)
+            sums = sent.wait()
         finally:
             self.ends()
+            self.meeting.told = None
         self._count_window(window, sums)
 
     # ---- streaming --------------------------------------------------------------------------
 
-    def start_streaming(self, n_valid: Tensor, refusal: str | None) -> Window:
-        if refusal is not None:
-            raise RuntimeError(f"streaming is not possible here: {refusal}")
+    def start_streaming(self) -> Window:
+        if self.engine.no_streaming is not None:
+            raise RuntimeError(f"streaming is not possible here: {self.engine.no_streaming}")
         if not self.has_loss:
             raise RuntimeError(
                 "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
                 "from_mesh(..., has_loss=True) says so"
             )
-        with self.tokens.on_the_way(ESTIMATE, not self._agreed_estimate):
-            self._check_ready()
-        estimate = self._estimate(n_valid)
-        self._opens(Window({ONLY: 1.0}, None, estimate[None], self.new_faults()))
+        self._check_ready()
+        self._opens(Window({ONLY: 1.0}, None, self._estimate()[None], self.new_faults()))
         self.guard.streams(True)
         assert self.window is not None
         return self.window
 
-    def _estimate(self, n_valid: Tensor) -> Tensor:
-        """A streaming denominator all ranks agree on; ``() `` float64.
-
-        It costs a collective in the first window, and after a state was loaded: ranks that have
-        loaded different ones would not even meet.
-        """
+    def _estimate(self) -> Tensor:
+        """A streaming denominator, equal on all ranks without asking them; ``()`` float64."""
         previous = self.totals.previous_count
-        if previous is None or not self._agreed_estimate:
-            loaded = 0 if previous is None else hash_of(int(previous))
-            terms = self.terms(estimate=loaded)
-            n = n_valid.clamp(min=0)[None]
-            met = self.tokens.send(ESTIMATE, n, terms).wait()[0]
-            self._agreed_estimate = previous is not None
-            if previous is None:
-                return torch.where(met > 0, met, float(UNKNOWN))
+        if previous is None:
+            previous = torch.tensor(float(UNKNOWN * self.tokens.size()), dtype=torch.float64)
         return previous
-
-    def check_nobody_has_ended(self, window: Window) -> None:
-        """Before a micro-batch: raise what ranks that have ended this window would wait with."""
-        streams = window.declared is None
-        if not streams or not self.guard.others_stream():
-            terms = self.terms(micro_batches=streams * (window.seen + 1))
-            self.meeting.join_who_has_ended(window.seen, streams, terms)
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         window = self.window
@@ -159,35 +158,32 @@ class Steps:
             if window is not None:
                 window.check_complete()
             expects = not self.has_loss or (window is not None and window.seen > 0)
+            self.guard.check_kept()
             trained = trained_of(parameters, expects)
             self.guard.check_all_given(trained)
             self.guard.check_own(trained)
+            self.guard.check_reduced()
         seen = 0 if window is None else window.seen
-        sums: Sums = {} if window is None else window.sums
-        told = stacked(sums, names_of([ONLY]))
-        estimate = torch.ones(1) if window is None else window.denominators()
-        speaks = torch.full_like(estimate, float(seen > 0))
-        told = torch.cat([told, _faults.moved(torch.cat([estimate * speaks, speaks]), told.device)])
-        terms = self.terms(micro_batches=seen)
+        sums = stacked({} if window is None else window.sums, names_of([ONLY]))
         faults = None if window is None else window.faults
-        told = self.meeting.send(FINISH, told, terms, faults).wait()
-        total, (estimate, n) = told[1], told[-2:]
+        settings = self.equal() | {"estimate": self._loaded}
+        told = self._of_losses(seen, {ONLY: 1.0})
+        sums = self.meeting.send(FINISH, sums, settings, told, faults).wait()
+        self._loaded = None
+        total = sums[1]
         if seen == 0 and self.has_loss:
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
         self.ends()
         self.guard.touch_others(lambda: trained)
         self._decide_step(total)
+        estimate = _faults.moved(self._estimate(), total.device)
         if self.should_step:
-            scale_gradients(trained, estimate / n / total.clamp(min=1))
+            scale_gradients(trained, estimate / total.clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
-        previous = self.totals.previous_count
-        previous = torch.tensor(float(UNKNOWN)) if previous is None else previous
-        previous = _faults.moved(previous.double(), total.device)
-        self.totals.previous_count = torch.where(total > 0, total, previous)
-        self._agreed_estimate = True
-        self._count_window(window, told[:-2])
+        self.totals.previous_count = torch.where(total > 0, total, estimate)
+        self._count_window(window, sums)
         return self.should_step
 
     def discard(self, module: torch.nn.Module | None) -> None:
@@ -203,15 +199,15 @@ class Steps:
 
     def raise_noted(self) -> None:
         """Raise what devices have reported since somebody looked. Waits for them."""
-        self.tokens.raise_unread()
         self.meeting.raise_unread()
         self._noted.raise_first()
 
     def load(self, state: Any) -> None:
         self.refuse_open_window("load a state")
         self.totals.load(state)
-        self.has_trained = self.totals.n_windows > 0
-        self._agreed_estimate = False
+        self.has_trained, self.evaluated = self.totals.n_windows > 0, False
+        previous = self.totals.previous_count
+        self._loaded = None if previous is None else int(previous)
 
     def refuse_open_window(self, action: str) -> None:
         self.check_entered()
@@ -234,22 +230,38 @@ class Steps:
 
     def _opens(self, window: Window) -> None:
         self.window = window
-        window.on_begin = self._begins
+        self._held = {id(p) for p in leftovers()}
+        window.on_begin, window.on_end = self._begins, self.guard.keep
+        self.guard.opens()
         self.guard.watch(self._unfinished)
 
-    def _begins(self, roots: list[Any]) -> None:
-        """A micro-batch is differentiated: are these gradients another one's as well?"""
+    def _begins(self, roots: list[Any], grad: Tensor, upstream: Sequence[float]) -> None:
+        """A micro-batch is differentiated: is its factor ours, are earlier gradients there?"""
+        if self.window is not None:
+            factor = (grad.double() / upstream[0]).reshape(1).view(torch.int64)[0]
+            wrong = ~self.guard.is_expected(grad, upstream)
+            self.window.faults.note(_faults.multiplied, wrong, factor)
+        self.guard.check_kept()
         if self.window is not None and self.window.declared is not None:
             self.guard.touch_others(lambda: leaves_of(roots))
 
     def _unfinished(self) -> str | None:
         """Why no optimizer may step now."""
         window = self.window
-        if window is None or window.seen == 0 or window.is_complete():
+        if window is None or window.is_complete():
             return None
-        return window.progress()
+        if window.is_in_backward():  # an optimizer that steps inside it
+            ready = window.is_last() and not self.guard.reduces()
+            return None if ready else f"a backward is still running, {window.progress()}"
+        return window.progress() if window.seen else None
 
     def _check_ready(self) -> None:
+        if self.evaluated:
+            raise RuntimeError(
+                "the metrics hold batches that were added for evaluation since the last reset, and "
+                "would mix them with training: call metrics(reset=True) first, or evaluate with a "
+                "LossAccumulator of its own"
+            )
         if self.meeting.ranks.size() > 1:
             self.guard.check_join()
         if self._dropped and leftovers():
@@ -259,9 +271,28 @@ class Steps:
                 "would add them to this window: call acc.discard_window(model) first"
             )
 
-    def terms(self, micro_batches: int = 0, losses: int = 0, estimate: int = 0) -> Terms:
-        settings = (int(self.adds), int(self.on_empty == "skip"), int(self.on_empty == "raise"))
-        return Terms(self.has_loss, micro_batches, losses, estimate, settings)
+    def _check_synchronised(self) -> None:
+        """Raise if FSDP2 still holds this window's gradients inside."""
+        held = [p for p in leftovers() if id(p) not in self._held]
+        if held:
+            raise RuntimeError(
+                f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
+                f"optimizer would step without them: call set_requires_gradient_sync(True) before "
+                f"the last micro-batch of a window (and discard_window(model) to drop these)"
+            )
+
+    def equal(self) -> dict[str, object]:
+        """What must be equal on all ranks, whatever they meet for."""
+        return {
+            "grad_reduction": self.grad_reduction,
+            "on_empty": self.on_empty,
+            "backward_divisor": self.engine.divisor(),
+        }
+
+    def _of_losses(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
+        """What must be equal on all ranks that compute losses."""
+        names = zlib.crc32(json.dumps(losses).encode())
+        return (1 + micro_batches, names) if self.has_loss else (0, 0)
 
     def _decide_step(self, total: Tensor) -> None:
         self.should_step = True

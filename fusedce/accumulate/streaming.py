@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 
-UNKNOWN = 1024  # tokens: the estimate where the first micro-batches hold none
+UNKNOWN = 1024  # tokens a rank: the estimate in the first window
 _PART = 2**24  # elements whose float32 copies are held at a time
 
 
@@ -67,7 +67,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         told(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
-        grad = _local(p.grad)
+        grad = local_of(p.grad)
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), grads in groups.items():
         if _faults.readable(device) and _faults.readable(factor.device):
@@ -101,6 +101,6 @@ def _parts(grads: list[Tensor]) -> Iterable[list[Tensor]]:
         yield part
 
 
-def _local(grad: Any) -> Tensor:
+def local_of(grad: Any) -> Tensor:
     """The shard of a DTensor that lies here; other gradients as they are."""
     return grad.to_local() if hasattr(grad, "to_local") else grad

@@ -9,7 +9,7 @@ window, since ``.grad`` holds a part of it that nobody can take out again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.graph import trains
-from fusedce.accumulate.ranks import Sent
+from fusedce.accumulate.ranks import Sent, explain
 from fusedce.accumulate.totals import Sums, add, sums_of
 from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
@@ -56,7 +56,8 @@ class Window:
         self._scaled = 0
         self._begun: list[tuple[int, int, Losses]] = []  # backward, number; not ended
         self._thread = threading.get_ident()
-        self.on_begin: Callable[[list[Any]], None] | None = None
+        self.on_begin: Callable[[list[Any], Tensor, Sequence[float]], None] | None = None
+        self.on_end: Callable[[], None] | None = None
 
     def denominators(self) -> Tensor:
         """``(losses,)`` float64, at least 1; waits for the other ranks when first asked for.
@@ -71,7 +72,7 @@ class Window:
     def was_refused(self) -> bool:
         """For a rank that leaves the window early: whether all ranks will hear of another error."""
         sent = self._denominators
-        return isinstance(sent, Sent) and sent.error() is not None
+        return isinstance(sent, Sent) and explain(sent.told()) is not None
 
     # ---- micro-batches ----------------------------------------------------------------------
 
@@ -98,13 +99,16 @@ class Window:
         shares = factor / self.denominators()
         return [x * weight for x, weight in zip(shares, self.weights.values(), strict=True)]
 
-    def scaled(self, losses: Losses, factor: float, ranks: int) -> Tensor:
+    def scaled(
+        self, losses: Losses, factor: float, ranks: int, upstream: Sequence[float]
+    ) -> Tensor:
         """The loss to differentiate: counted once it has been.
 
         Args:
             losses: of one micro-batch.
             factor: what a sum of this rank's tokens is multiplied by, but for the denominator.
             ranks: that the window's tokens come from.
+            upstream: what the engine may multiply the loss by before its backward.
         """
         for _, n_valid in losses.values():
             self.faults.note(_faults.bad_label, n_valid < 0, n_valid)
@@ -115,10 +119,10 @@ class Window:
         if auxiliary is not None:
             terms.append(auxiliary.to(terms[0]) * (factor / ranks))
         scaled = reduce(torch.add, terms)
-        self._follow(scaled, losses)
+        self._follow(scaled, losses, upstream)
         return scaled
 
-    def _follow(self, scaled: Tensor, losses: Losses) -> None:
+    def _follow(self, scaled: Tensor, losses: Losses, upstream: Sequence[float]) -> None:
         """Count the micro-batch when ``scaled`` has been differentiated.
 
         One without a graph counts at once, since no gradient will ever lack it; but not where
@@ -131,7 +135,7 @@ class Window:
         number, self._scaled = self._scaled, self._scaled + 1
         roots = [] if scaled.grad_fn is None else [x for x, _ in scaled.grad_fn.next_functions]
 
-        def begins(_: Tensor) -> None:
+        def begins(grad: Tensor) -> None:
             if not trains(roots):
                 return
             if not self.is_open:
@@ -140,7 +144,7 @@ class Window:
                     "gradient would be divided by another window's tokens"
                 )
             if self.on_begin is not None:
-                self.on_begin(roots)
+                self.on_begin(roots, grad.detach(), upstream)
             backward = torch._C._current_graph_task_id()
             self._begun.append((backward, number, losses))
             Variable._execution_engine.queue_callback(partial(self._ended, backward))
@@ -153,6 +157,8 @@ class Window:
         for _, _, losses in sorted(mine, key=lambda begun: begun[1]):
             self._count(losses)
         self._begun = [begun for begun in self._begun if begun[0] != backward]
+        if self.on_end is not None:
+            self.on_end()
 
     def _count(self, losses: Losses) -> None:
         counts = torch.stack([n for _, n in losses.values()])
@@ -167,6 +173,13 @@ class Window:
         self.seen += 1
         for name, out in losses.items():
             self.sums = add(self.sums, sums_of(name, out))
+
+    def is_in_backward(self) -> bool:
+        return bool(self._begun)
+
+    def is_last(self) -> bool:
+        """Whether the backward that runs now is that of the window's last micro-batch."""
+        return self.declared is not None and self.seen + len(self._begun) == len(self.declared)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """It waits for the next loss."""
@@ -225,7 +238,7 @@ class Window:
 
 def no_auxiliary() -> RuntimeError:
     return RuntimeError(
-        "add_auxiliary needs a window with declared counts: use "
+        "add_auxiliary was called outside of a window with declared counts, and needs one: use "
         "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
         "all gradients by one factor in finish(), which would rescale the auxiliary loss."
     )
@@ -246,8 +259,15 @@ class Opening:
     ) -> None:
         self._owner, self._enter, self._leave = owner, enter, leave
         self._expecting = expecting(expected)
+        self._was_entered = False
 
     def __enter__(self) -> Any:
+        if self._was_entered:
+            raise RuntimeError(
+                "this window was entered before: each optimizer step has counts of its own, so "
+                "write `with acc.window(counts):` in the loop"
+            )
+        self._was_entered = True
         self._enter()
         self._expecting.__enter__()
         return self._owner

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from fusedce.autograd import sharded_tokens
 from fusedce.autograd.derivatives import detached, wanted_gradients
 from fusedce.autograd.summed import with_gradients
-from fusedce.backends.sharded.tiles import Shard, loss_and_grads
+from fusedce.backends.plan import TILES, way_of
+from fusedce.backends.sharded.tiles import Shard, loss_and_grads, sharded_call
+from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 
@@ -14,9 +17,23 @@ from fusedce.contract.results import LossSum
 def loss_sum(problem: Problem, shard: Shard) -> LossSum:
     """Equal on all ranks; every rank receives the gradients of what it holds."""
     wanted = wanted_gradients(problem)
+    budget = problem.memory_budget
+    if budget is not None:
+        N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
+        if way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES:
+            return _by_tiles(problem, shard)
     device = problem.hidden.device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         total, n_valid, factor, *grads = loss_and_grads(detached(problem), shard, wanted)
     if not any(wanted.gradients()):
         return LossSum(total, n_valid)
     return LossSum(with_gradients(total, factor, problem, grads), n_valid)
+
+
+def _by_tiles(problem: Problem, shard: Shard) -> LossSum:
+    """From the losses of the tokens, whose gradients are made in backward."""
+    losses = sharded_tokens.losses(problem, shard)
+    count = weights_and_count(problem.but(class_weight=None))[1]
+    mine = torch.stack([losses.sum(dtype=torch.float64), count])
+    total, n_valid = sharded_tokens.total(mine, shard).unbind()
+    return LossSum(total.to(losses.dtype), n_valid.detach().long())

@@ -22,9 +22,10 @@ from fusedce.autograd.derivatives import (
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes
+from fusedce.backends.plan import tiles_of
 from fusedce.backends.sharded import per_token
 from fusedce.backends.sharded.per_token import Local
-from fusedce.backends.sharded.tiles import Shard, all_tokens, sum_over_ranks
+from fusedce.backends.sharded.tiles import Shard, all_tokens, sharded_call, sum_over_ranks
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted
@@ -90,6 +91,11 @@ def _counted(problem: Problem, shard: Shard) -> Counted:
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
     rows, _ = valid_rows(problem, shard.V)
+    budget = problem.memory_budget
+    if budget is not None:  # what is left to the backend, which knows nothing of other ranks
+        call = sharded_call(problem, shard, len(problem.labels))
+        tiles_of(call, memory_budget=budget)  # raises on all ranks where it is too small
+        problem = problem.but(memory_budget=budget - call.fixed)
     return Counted(problem, shard, rows, n_here)
 
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.plan import SMALL_HEAD, Call, is_small_head
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
-
-SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
 
 
 class Dtypes(NamedTuple):
@@ -31,13 +30,43 @@ def waiting(problem: Problem) -> Dtypes:
 
     In float32 they are rounded once, whatever comes from upstream. A large weight's waits in its
     own dtype, for twice its memory would be felt: there a factor that was not expected costs a
-    second rounding. Not in float16, whose range the gradient of a sum can leave although that of a
-    mean fits it.
+    second rounding. So does every weight's under a memory budget. Not in float16, whose range the
+    gradient of a sum can leave although that of a mean fits it.
     """
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
-    large = dtype != torch.float16 and problem.weight.numel() > SMALL_HEAD
+    small = is_small_head(problem.weight.numel(), problem.memory_budget, SMALL_HEAD)
+    large = dtype != torch.float16 and not small
     return Dtypes(acc, dtype if large else acc, acc)
+
+
+def call_of(
+    problem: Problem,
+    wanted: Wanted,
+    n: int,  # tokens that are computed
+    dtypes: Dtypes | None = None,  # of the gradients; by default those of the inputs
+    *,
+    logit: int | None = None,  # bytes a chunk holds of each; by default those of the inputs
+    triton: bool = False,
+) -> Call:
+    """What a plan asks of a problem."""
+    (N, H), V = problem.hidden.shape, problem.weight.shape[0]
+    element = problem.hidden.element_size()
+    return Call(
+        n,
+        N,
+        V,
+        H,
+        element,
+        element if logit is None else logit,
+        wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
+        hidden=wanted.hidden,
+        weight=wanted.weight,
+        on_cpu=problem.hidden.device.type == "cpu" and not triton,
+        triton=triton,
+        copies=2 if problem.softcap is None else 4,
+        fp16=problem.hidden.dtype == torch.float16,
+    )
 
 
 class Gradients:
@@ -55,18 +84,20 @@ class Gradients:
         dtypes: Dtypes,
         chunks: int,  # 0: all gradients are 0
         every_row: bool = False,  # every row of hidden will be written
-        accumulate: bool = False,  # also over a single chunk
+        accumulate: bool = False,  # the weight's, also over a single chunk
+        by_tiles: bool = False,  # the weight's rows are written once, and hidden's added up
     ) -> None:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
-        device = hidden.device
+        device = self.device = hidden.device
         acc = acc_dtype(hidden.dtype)
         self.dtypes = dtypes
         self.hidden = self.weight = self.bias = None
         if wanted.hidden:
             fill = torch.empty if every_row and chunks else torch.zeros
-            self.hidden = fill(hidden.shape, dtype=dtypes.hidden, device=device)
+            dtype = acc if by_tiles else dtypes.hidden
+            self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
-            narrow = chunks == 1 and not accumulate
+            narrow = by_tiles or (chunks == 1 and not accumulate)
             fill = torch.empty if chunks else torch.zeros
             self.weight = fill(weight.shape, dtype=dtypes.weight if narrow else acc, device=device)
         if wanted.bias and bias is not None:
@@ -88,16 +119,15 @@ class Gradients:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
         of_hidden, of_weight, of_bias = self.dtypes
         return (
-            _written(self.hidden, of_hidden),
-            _written(self.weight, of_weight),
-            _written(self.bias, of_bias),
+            self._written(self.hidden, of_hidden),
+            self._written(self.weight, of_weight),
+            self._written(self.bias, of_bias),
         )
 
-
-def _written(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if grad is None:
-        return torch.empty(0, dtype=dtype)
-    return grad if grad.dtype == dtype else grad.to(dtype)
+    def _written(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if grad is None:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        return grad if grad.dtype == dtype else grad.to(dtype)
 
 
 def _add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:

@@ -1,41 +1,420 @@
-"""How many tokens' logits to hold at a time."""
+"""Which way a loss goes within a memory budget, and what each way holds: decided here alone.
+
+Three ways, each slower than the one before it where both fit:
+
+=============  =================  ==============================================================
+way            products of V*H    what grows
+=============  =================  ==============================================================
+one chunk      3                  the logits of all tokens
+chunks         3                  the logits of a chunk, and float32 sums of the weight gradient
+tiles          4                  the logits of a block of tokens for a tile of the vocabulary
+=============  =================  ==============================================================
+
+With tiles the log-sum-exp is known from a pass of its own, so a tile's rows of the weight gradient
+are complete at once and are rounded once. Both backends ask here, and so do all predictions; no
+torch is needed. "Bytes" are those beside the inputs and the gradients in the inputs' dtype.
+"""
 
 from __future__ import annotations
 
-_MiB = 2**20
-CPU_BUDGET = 56 * _MiB  # 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * _MiB
-# Beside a chunk the Triton backend holds a tile of float32 products of all its tokens, at least
-# 2048 classes wide: 64 MiB for so many. More tokens do not make the GEMMs any faster.
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MiB = 2**20
+CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
+DEVICE_BUDGET = 1024 * MiB
+# Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
+# do not make the GEMMs any faster.
 _DEVICE_TOKENS = 8192
+# Chunks of fewer tokens lose more by adding to the weight gradient than a fourth product costs.
+_LEAST_TOKENS_CPU, _LEAST_TOKENS_DEVICE = 64, 768
+
+# Triton backend: float32 products that are held at a time. At least: what stays in L2 until they
+# are read. At most: memory. Between them: so many FLOPs that the host has the next launches ready.
+TILE_ELEMENTS = (2**23, 2**25)
+TILE_FLOPS = 2**36
+EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
+MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
+_PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
+
+# Torch backend: elements of a tile of logits that stay in the cache; tokens of a block.
+_TILE_ELEMENTS_CPU, _TILE_ELEMENTS_DEVICE = 2**20, 2**26
+ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
+_BLOCK_TOKENS_CPU, _BLOCK_TOKENS_DEVICE = 1024, 8192
+_TILE_CLASSES_CPU, _TILE_CLASSES_DEVICE = 1024, 8192
+_LEAST_CLASSES = 64
+SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
+
+SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
+
+ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
-def chunk_size(
-    n: int,  # valid tokens
-    V: int,
-    H: int,
-    *,
-    logit_bytes: int,
-    accumulator: bool,
-    on_cpu: bool,
-    chunk_tokens: int | None,
-) -> int:
-    """Tokens per chunk, at least 1; ``chunk_tokens`` is obeyed as it is.
+class Call(NamedTuple):
+    """What the memory of one forward and backward pass depends on."""
 
-    The extra memory is ``C * V * logit_bytes`` for a chunk of ``C`` tokens and, with more than
-    one chunk, ``4 * V * H`` for a float32 accumulator of the weight gradient wherever that is not
-    the gradient itself (``accumulator``). A single chunk saves the accumulator and its traffic,
-    so it is both smaller and faster while ``n <= C + 4 * H / logit_bytes``. Beyond that, chunks
-    of equal size, rounded up to what suits the GEMMs.
+    n: int  # tokens that are computed
+    N: int  # positions, with those that are ignored
+    V: int
+    H: int
+    element: int  # bytes of an element of hidden and weight
+    logit: int  # bytes a chunk holds of each logit
+    wide_weight: bool = False  # the weight gradient waits for backward in float32
+    hidden: bool = True  # gradients that are wanted
+    weight: bool = True
+    on_cpu: bool = False
+    triton: bool = True
+    copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
+    fp16: bool = False  # whose range the factors of rows do not fit
+    fixed: int = 0  # bytes that whoever asks holds besides
+
+    @property
+    def acc(self) -> int:
+        """Bytes of an element of logits and sums."""
+        return max(self.element, 4)
+
+    @property
+    def accumulator(self) -> bool:
+        """Whether chunks need a sum of the weight gradient that is not the gradient itself."""
+        return self.weight and self.element < self.acc and not self.wide_weight
+
+
+class Way(NamedTuple):
+    """How a call is computed."""
+
+    name: str  # one of WAYS
+    tokens: int  # of a chunk, or of a block of a tile; at least 1
+    classes: int  # of a tile
+    held: dict[str, int]  # bytes by purpose
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.held.values())
+
+
+def is_small_head(elements: int, memory_budget: int | None, small: int = SMALL_HEAD) -> bool:
+    """Whether a weight's gradient may wait for backward in float32: never under a budget."""
+    return memory_budget is None and elements <= small
+
+
+def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None) -> Way:
+    """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
+
+    ``chunk_tokens`` is obeyed as it is.
+
+    Raises:
+        ValueError: the budget is less than the least possible, which the message says.
+    """
+    if memory_budget is None:
+        return chunked(call, chunk_size(call, chunk_tokens))
+    for way in _ways(call, tile_classes(call, memory_budget)):
+        if way.bytes <= memory_budget:
+            return _with_larger_chunks(call, way, memory_budget) if way.name == CHUNKS else way
+    raise _too_small(call, memory_budget, _ways(call, _LEAST_CLASSES))
+
+
+def least_bytes(call: Call) -> int:
+    """The least budget of :func:`way_of`."""
+    return min(way.bytes for way in _ways(call, _LEAST_CLASSES))
+
+
+def _ways(call: Call, classes: int) -> Iterator[Way]:
+    """What may be tried with tiles of at most so many classes, the fastest first."""
+    least = _LEAST_TOKENS_CPU if call.on_cpu else _LEAST_TOKENS_DEVICE
+    n = max(call.n, 1)
+    for tokens in (n, least):
+        for T in _halved(classes, _LEAST_CLASSES):
+            if tokens == n or tokens < min(n, _most_tokens(call)):
+                yield chunked(call, tokens, T)
+    yield from _tilings(call, classes)
+
+
+def _too_small(call: Call, budget: int, ways: Iterator[Way]) -> ValueError:
+    least = min(ways, key=lambda way: way.bytes)
+    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least.held.items())
+    return ValueError(
+        f"memory_budget must be at least {least.bytes} bytes for {call.N} tokens, V={call.V}, "
+        f"H={call.H}, got {budget}: {held}"
+    )
+
+
+def _halved(most: int, least: int) -> Iterator[int]:
+    while most > least:
+        yield most
+        most //= 2
+    yield least
+
+
+def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
+    """Tokens per chunk where no budget is given, at least 1.
+
+    The extra memory is ``C * V * logit`` for a chunk of ``C`` tokens and, with more than one chunk,
+    ``4 * V * H`` for a float32 accumulator of the weight gradient wherever that is not the gradient
+    itself. A single chunk saves the accumulator and its traffic, so it is both smaller and faster
+    while ``n <= C + 4 * H / logit``. Beyond that, chunks of equal size, rounded up to what suits
+    the GEMMs.
     """
     if chunk_tokens is not None:
         return chunk_tokens
-    budget, multiple = (CPU_BUDGET, 16) if on_cpu else (DEVICE_BUDGET, 128)
-    most = max(budget // (V * logit_bytes), multiple)
-    if not on_cpu:
-        most = min(most, _DEVICE_TOKENS)
-    if n <= most + (4 * H // logit_bytes if accumulator else 0):
+    n, most = call.n, _most_tokens(call)
+    if n <= most + (4 * call.H // call.logit if call.accumulator else 0):
         return max(n, 1)
-    chunks = -(-n // most)
-    equal = -(-n // chunks)
-    return min(-(-equal // multiple) * multiple, most)
+    return min(_equal(n, most, _multiple(call)), most)
+
+
+def _most_tokens(call: Call) -> int:
+    budget = CPU_BUDGET if call.on_cpu else DEVICE_BUDGET
+    most = max(budget // (call.V * call.logit), _multiple(call))
+    return most if call.on_cpu else min(most, _DEVICE_TOKENS)
+
+
+def _multiple(call: Call) -> int:
+    return 16 if call.on_cpu else 128
+
+
+def _equal(n: int, most: int, multiple: int) -> int:
+    """The size of the fewest parts of equal size, none larger than ``most``."""
+    equal = -(-n // -(-n // most))
+    return -(-equal // multiple) * multiple
+
+
+def _with_larger_chunks(call: Call, way: Way, budget: int) -> Way:
+    """The same with as many tokens a chunk as fit, in chunks of equal size."""
+    multiple = _multiple(call)
+    low, high = way.tokens // multiple, _most_tokens(call) // multiple
+    while low < high:  # the bytes grow with the tokens
+        middle = (low + high + 1) // 2
+        fits = chunked(call, middle * multiple, way.classes).bytes <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    most = low * multiple
+    return chunked(call, min(_equal(call.n, most, multiple), most), way.classes)
+
+
+# ---- what each way holds ----------------------------------------------------------------------
+
+
+def chunked(call: Call, C: int, classes: int | None = None) -> Way:
+    """The way by chunks of ``C`` tokens."""
+    n, V, H, acc = call.n, call.V, call.H, call.acc
+    name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
+    held = {"logits of a chunk": C * (_multiple_of_16(V) if call.triton else V) * call.logit}
+    if call.triton:
+        T, products = _products(call, C)
+        held["tile of products"] = products
+        held["statistics of a chunk"] = C * (8 * -(-V // EXP_BLOCK_V) + 4)
+        held["single entries"] = 2 * C * 40 if call.weight else 24 * C  # sorted, too
+        if call.weight and call.element < acc:
+            held["scaled hidden states"] = C * H * call.element
+        if call.fp16 and call.weight:
+            held["part of d_weight"] = min(_PART, V) * H * acc
+    else:
+        T = classes or tile_classes(call, None, C)
+        held["tiles"] = call.copies * C * T * acc
+        held["rows of hidden states"] = 7 * C * H * acc
+        held |= _rows_of_weight(call, T)
+    if name == CHUNKS and call.accumulator:
+        held["d_weight in float32"] = acc * V * H
+    return Way(name, C, min(T, V), _without_zeros(held | _always(call)))
+
+
+def tiles_of(
+    call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+) -> Way:
+    """The way by tiles of the vocabulary: of all functions that have a gradient of each token.
+
+    ``chunk_tokens``: of a block.
+
+    Raises:
+        ValueError: the budget is less than the least possible.
+    """
+    n = max(call.n, 1)
+    if memory_budget is not None:
+        T = tile_classes(call, memory_budget)
+        for way in _tilings(call, T):
+            if way.bytes <= memory_budget:
+                return way
+        raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))
+    if call.triton:
+        T = tile_classes(call, None)
+        most = DEVICE_BUDGET // (T * (4 + call.element))
+    else:
+        most = _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE
+        T = tile_classes(call, None, most)
+    R = _equal(n, most, _rows(call)) if chunk_tokens is None else min(chunk_tokens, n)
+    return _by_tiles(call, R, T)
+
+
+def way_of_divergence(
+    call: Call,  # whose `logit` counts those of both heads
+    teacher_H: int,
+    *,
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,
+) -> Way:
+    """How a divergence from a teacher is computed: by one chunk or by chunks, never by tiles.
+
+    Tiles would need eight products for some of them. So a small budget makes small chunks.
+
+    Raises:
+        ValueError: the budget is less than chunks of the fewest tokens need.
+    """
+
+    # As many tokens as of a loss with one head: fewer make the products slower.
+    of_one_head = call._replace(logit=call.logit // 2)
+
+    def way(C: int, classes: int | None = None) -> Way:
+        C = min(C, max(call.n, 1))
+        found = chunked(call, C, classes)
+        rows, element = found.tokens, call.acc
+        held = {"hidden states of the teacher": rows * teacher_H * element}
+        if call.triton:
+            held["d_hidden of a chunk"] = rows * call.H * element
+        else:
+            held["tiles of divergences"] = 6 * rows * found.classes * element
+            held["rows of the teacher's weight"] = (
+                found.classes * teacher_H * element if call.element < call.acc else 0
+            )
+        return found._replace(held=_without_zeros(found.held | held))
+
+    if memory_budget is None:
+        return way(chunk_size(of_one_head, chunk_tokens))
+    classes = tile_classes(call, memory_budget)
+    multiple = _multiple(call)
+    most = max(_most_tokens(of_one_head) // multiple, 1)
+    if way(max(call.n, 1), classes).bytes <= memory_budget:
+        return way(max(call.n, 1), classes)
+    least = way(multiple, classes)
+    if least.bytes > memory_budget:
+        raise _too_small(call, memory_budget, iter((least,)))
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = way(middle * multiple, classes).bytes <= memory_budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return way(min(_equal(call.n, low * multiple, multiple), low * multiple), classes)
+
+
+def _tilings(call: Call, classes: int) -> Iterator[Way]:
+    """Ways by tiles of at most so many classes, the fastest first."""
+    n, multiple = max(call.n, 1), _rows(call)
+    most = n if call.triton else min(n, _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE)
+    for balanced in (True, False):  # rather narrower tiles than blocks of very few tokens
+        for T in _halved(classes, _LEAST_CLASSES):
+            least = max(multiple, min(4 * multiple, T // 4)) if balanced else multiple
+            for R in _halved(most, least):
+                yield _by_tiles(call, _equal(n, R, multiple), T)
+
+
+def _rows(call: Call) -> int:
+    """What the tokens of a block are a multiple of."""
+    return 128 if call.triton else ROW_MULTIPLE
+
+
+def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
+    """Classes of a tile. Under a budget it is of V, H and the budget alone.
+
+    So a token has the same bits in every batch that is computed the same way.
+    """
+    small = call.on_cpu and not call.triton
+    most = _TILE_CLASSES_CPU if small else _TILE_CLASSES_DEVICE
+    if memory_budget is None:
+        if call.triton:
+            return most
+        elements = _TILE_ELEMENTS_CPU if small else _TILE_ELEMENTS_DEVICE
+        return min(max(elements // max(C, 1), 256), 8192)
+    tokens = 2048 if call.triton else 128
+    each = tokens * (4 + call.element) + (1 if call.triton else 3) * call.H * call.acc
+    while most > _LEAST_CLASSES and most * each > memory_budget // 3:
+        most //= 2
+    return most
+
+
+def _by_tiles(call: Call, R: int, T: int) -> Way:
+    n, V, H, acc = call.n, call.V, call.H, call.acc
+    T = min(T, V)
+    if call.triton:
+        held = {
+            "tile of products": R * _multiple_of_16(T) * 4,
+            "gradient of a tile": R * _multiple_of_16(T) * call.element,
+        }
+        if call.hidden and n < call.N:
+            held["d_hidden of the rows used"] = n * H * acc
+        if call.fp16 and call.weight:
+            held["scaled hidden states"] = n * H * (acc + call.element)
+        if call.weight and call.element < acc and n > R:
+            held["d_weight of a tile"] = T * H * acc
+        if call.fp16 and call.weight:
+            held["part of d_weight"] = T * H * acc
+        # Up to five numbers a row and split, before the tiles are made.
+        before = 20 * call.N * min(-(-V // 64), MAX_SPLITS)
+        held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
+    else:
+        held = {
+            "tiles": call.copies * R * T * acc,
+            "rows of hidden states": 3 * R * H * acc,
+            "statistics": 8 * 16 * n,
+        } | _rows_of_weight(call, T)
+        if call.weight and call.element < acc:
+            held["d_weight of a tile"] = T * H * acc
+    return Way(TILES, R, T, _without_zeros(held | _always(call)))
+
+
+def _always(call: Call) -> dict[str, int]:
+    """What every way holds."""
+    narrow = call.element < call.acc
+    return {
+        "d_hidden in float32": call.N * call.H * call.acc if narrow and call.hidden else 0,
+        "d_weight waiting in float32": (
+            call.V * call.H * call.acc if narrow and call.weight and call.wide_weight else 0
+        ),
+        "hidden states gathered": (
+            call.n * call.H * call.element if call.triton and call.n < call.N else 0
+        ),
+        "positions": 24 * call.N,
+        "sums over ranks": call.fixed,
+        "products of the library": SCRATCH_CPU if call.on_cpu and not call.triton else 0,
+    }
+
+
+def _rows_of_weight(call: Call, T: int) -> dict[str, int]:
+    """Of the torch backend, which widens them."""
+    return {"rows of weight": min(T, call.V) * call.H * call.acc if call.element < call.acc else 0}
+
+
+def _products(call: Call, C: int) -> tuple[int, int]:
+    """Columns of a tile of the Triton backend's products; bytes of the buffer they share.
+
+    The products of d_hidden are in the same buffer.
+    """
+    block = min(1 << (call.V - 1).bit_length(), EXP_BLOCK_V)
+    rows, T = tile_shape(C, call.V, call.H, block)
+    of_hidden = min(rows_of_hidden(call.H), C) * call.H
+    return T, 4 * max(rows * _multiple_of_16(T), of_hidden)
+
+
+def tile_shape(
+    C: int,
+    V: int,
+    H: int,
+    block: int,
+    elements: tuple[int, int] = TILE_ELEMENTS,
+    flops: int = TILE_FLOPS,
+) -> tuple[int, int]:
+    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time."""
+    least, most = elements
+    count = min(max(flops // (2 * H), least), most)
+    rows = min(C, max(count // block, 128))
+    return rows, min(max(count // rows // block, 1) * block, V)
+
+
+def rows_of_hidden(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
+    """Rows of the products of d_hidden that the Triton backend holds at a time."""
+    return max(elements[0] // H // 128 * 128, 128)
+
+
+def _multiple_of_16(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def _without_zeros(held: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in held.items() if count}

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes
+from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 
@@ -17,6 +18,17 @@ class Summed(NamedTuple):
     loss_sum: Tensor  # () fp32 or fp64
     n_valid: Tensor  # () int64
     factor: Tensor  # () dtype of loss_sum: what the gradients are multiplied by
+    d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
+    d_weight: Tensor
+    d_bias: Tensor
+
+
+class Diverged(NamedTuple):
+    """Losses of tokens, and gradients of their sum."""
+
+    losses: Tensor  # (N,) fp32 or fp64, 0 at positions left out
+    n_valid: Tensor  # () int64
+    factor: Tensor  # () dtype of losses: what the gradients are multiplied by
     d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
     d_weight: Tensor
     d_bias: Tensor
@@ -43,6 +55,11 @@ class Backend(Protocol):
         dtypes: Dtypes,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with factors of each token's own, from logits computed anew."""
+
+    def divergence_and_grads(
+        self, problem: Problem, divergence: Divergence, wanted: Wanted
+    ) -> Diverged:
+        """Divergences from a teacher, with the student's gradients that are wanted."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` in place, ``factor`` a 0-d tensor; nothing is written where it is 1."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from fusedce.contract.explain import misplaced, not_a_tensor
+from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
 from fusedce.contract.labels import check_labels
 from fusedce.contract.problem import NUMBERS, RANGES, Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -31,6 +34,7 @@ def check_options(problem: Problem) -> None:
     check_softcap(problem.softcap)
     check_ignore_index(problem.ignore_index, problem.labels)
     check_chunk_tokens(problem.chunk_tokens)
+    check_memory_budget(problem.memory_budget, problem.chunk_tokens)
     for name in NUMBERS:
         if name != "softcap":
             check_number(name, getattr(problem, name))
@@ -52,6 +56,7 @@ def flattened(problem: Problem) -> Problem:
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         labels=labels,
         ignore_index=ignore_index,
+        memory_budget=memory_budget_of(problem.memory_budget, problem.chunk_tokens),
         token_weight=None if token_weight is None else token_weight.reshape(-1),
         class_weight=class_weight,
         **{name: x if x is None else float(x) for name, x in given.items()},
@@ -68,6 +73,8 @@ def check_tensor_types(problem: Problem) -> None:
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise not_a_tensor(name, tensor)
+        if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
+            raise not_dense(name, tensor)
 
 
 def autocast(problem: Problem) -> Problem:
@@ -138,7 +145,8 @@ def check_tensors(problem: Problem) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise TypeError(
-                f"{name} must have the dtype of hidden {hidden.dtype}, got {tensor.dtype}"
+                f"{name} must have the dtype of hidden {hidden.dtype}, got {tensor.dtype}: pass "
+                f"{name}.to(hidden.dtype), or call it under torch.autocast"
             )
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
@@ -248,3 +256,33 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
         raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
+
+
+def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
+    if memory_budget is None:
+        return
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
+        raise TypeError(
+            f"memory_budget must be an int, in bytes, or None, got {type(memory_budget).__name__}"
+        )
+    if memory_budget < 1:
+        raise ValueError(f"memory_budget must be >= 1 byte, got {memory_budget}")
+    if chunk_tokens is not None:
+        raise ValueError(
+            f"give memory_budget or chunk_tokens, not both: the budget decides how many tokens a "
+            f"chunk takes; got memory_budget={memory_budget} and chunk_tokens={chunk_tokens}"
+        )
+
+
+def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
+    """The budget that was given; else that of the environment, where no chunk is asked for."""
+    if memory_budget is not None or chunk_tokens is not None:
+        return memory_budget
+    given = os.environ.get(BUDGET_VARIABLE, "").strip()
+    if not given:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(
+            f"{BUDGET_VARIABLE} in the environment must be a whole number of bytes, got {given!r}"
+        )
+    return int(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -22,6 +23,7 @@ _OURS = {
     "c": "weight",
     "ce_weight": "class_weight, of fused_cross_entropy",
     "chunk_size": "chunk_tokens",
+    "class_weight": "fused_cross_entropy(..., class_weight=class_weight)",
     "dim": "nothing (classes are the rows of weight)",
     "e": "hidden",
     "filter_eps": "nothing (no gradient is filtered)",
@@ -33,6 +35,7 @@ _OURS = {
     "logit_softcapping": "softcap",
     "lse_square_scale": "z_loss",
     "num_items_in_batch": "fused_ce(...).mean(num_items_in_batch)",
+    "reduction": "fused_ce(...).mean(), or fused_cross_entropy(..., reduction=reduction)",
     "return_entropy": "fused_logprobs(...).entropy",
     "return_lse": "fused_logprobs(...).lse",
     "return_predicted_tokens": "argmax_out, or fused_argmax",
@@ -49,11 +52,18 @@ _OURS = {
     "x": "hidden",
     "z_loss_weight": "z_loss",
 }
+_TWICE = (
+    ": it is the head's (V, H). Weights of classes are class_weight of fused_cross_entropy, those "
+    "of tokens are token_weight"
+)
 
 
 def explains_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose ``TypeError`` for a keyword it does not have says what ours is called."""
-    known = frozenset(inspect.signature(function).parameters)
+    """The function, whose ``TypeError`` for a wrong argument says what was probably meant."""
+    parameters = inspect.signature(function).parameters
+    known = frozenset(parameters)
+    ordered = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    by_position = [name for name in ordered if name != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,6 +74,18 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
                     f"{function.__name__}() has no argument {name!r}: "
                     + (f"use {ours}" if ours else f"it has {', '.join(sorted(known))}")
                 )
+        if len(args) > len(ordered):
+            raise TypeError(
+                f"{function.__name__}() takes {', '.join(by_position)} by position, got "
+                f"{len(args) - len(ordered) + len(by_position)}: give the others by name, such as "
+                f"bias=..."
+            )
+        for name in ordered[: len(args)]:
+            if name in kwargs:
+                raise TypeError(
+                    f"{function.__name__}() got {name} twice, by position and by name"
+                    + (_TWICE if name == "weight" else "")
+                )
         return function(*args, **kwargs)
 
     return call
@@ -72,7 +94,9 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
 def not_a_tensor(name: str, given: object) -> TypeError:
     """The error for something else than a tensor under ``name``."""
     hint = ""
-    if isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):
+    if isinstance(given, (list, tuple)) or hasattr(given, "__array__"):
+        hint = f": pass torch.as_tensor({name})"
+    elif isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):
         hint = ": pass head.weight, and bias=head.bias where it has one"
     elif hasattr(given, "last_hidden_state"):
         hint = ": pass output.last_hidden_state"
@@ -82,6 +106,16 @@ def not_a_tensor(name: str, given: object) -> TypeError:
             "output_hidden_states=True, or the output of the model without its head"
         )
     return TypeError(f"{name} must be a tensor, got {type(given).__name__}{hint}")
+
+
+def not_dense(name: str, given: Tensor) -> TypeError:
+    """The error for a sparse, quantised-layout or nested tensor under ``name``."""
+    if given.is_nested:
+        return TypeError(
+            f"{name} must be a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0) "
+            f"with labels of -100 at the padding, or {name}.values() of a jagged one"
+        )
+    return TypeError(f"{name} must be a dense tensor, got {given.layout}: pass {name}.to_dense()")
 
 
 def misplaced(problem: Problem) -> str | None:
@@ -94,4 +128,20 @@ def misplaced(problem: Problem) -> str | None:
             "hidden looks like logits (pass the states that go into the head), or weight like its "
             "own transpose (pass weight.T)"
         )
+    tokens = hidden[:-1]
+    if hidden[-1:] != weight[1:] or len(tokens) == 0:
+        return None
+    if len(labels) == len(tokens) and labels[:-1] == tokens[:-1]:
+        if labels[-1] == tokens[-1] - 1:
+            return (
+                "labels look cut, so that they are aligned with the next token: pass "
+                "fusedce.shift_labels(labels) of the uncut labels, or hidden[..., :-1, :]"
+            )
+        if labels[-1] == tokens[-1] + 1:
+            return (
+                "hidden looks cut: pass labels[..., 1:], or the uncut hidden with "
+                "fusedce.shift_labels(labels)"
+            )
+    if math.prod(labels) == math.prod(tokens):
+        return "They have equally many positions: pass labels.reshape(hidden.shape[:-1])"
     return None

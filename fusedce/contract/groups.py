@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusedce.agreement import timeout_of
+
 ALONE = object()  # every other rank holds the same tokens
 
 
@@ -41,6 +43,13 @@ class Ranks:
         if self._given is ALONE or not (dist.is_available() and dist.is_initialized()):
             return None
         return dist.group.WORLD if self._given is None else self._given
+
+    def name(self) -> str:
+        """The same for objects that mean the same ranks, before and after they meet."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._given is None or self._given is world:
+            return "world"
+        return "alone" if self._given is ALONE else str(self._given.group_name)
 
     def size(self) -> int:
         group = self.group()
@@ -88,7 +97,12 @@ def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
     if not set(dims) <= set(names) or len(set(dims)) != len(dims):
         raise ValueError(f"token_dims must name dimensions of the mesh {names}, once, got {dims}")
     ordered = tuple(name for name in names if name in dims)
-    return mesh[ordered]._flatten("_".join(("tokens", *ordered)))
+    flat = mesh[ordered]._flatten("_".join(("tokens", *ordered)))
+    group = flat.get_group()
+    timeout = timeout_of(dist.group.WORLD)
+    if timeout is not None and group is not dist.group.WORLD:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch gives it a default
+    return flat
 
 
 def _is_mesh(x: Any) -> bool:

@@ -48,7 +48,7 @@ def shift_labels(
             sequence from 0 to at most ``T`` (values are checked for CPU tensors only: reading them
             from a GPU would synchronise).
 
-    Example:
+    Examples:
         >>> shift_labels(torch.tensor([[5, 6, 7]]))
         tensor([[   6,    7, -100]])
     """
@@ -102,7 +102,7 @@ def count_valid(
         TypeError, ValueError: as :func:`shift_labels`; ``ValueError`` also for a mapping without
             ``"labels"``.
 
-    Example:
+    Examples:
         >>> count_valid(torch.tensor([[5, 6, 7], [8, -100, 9]]))
         tensor(3)
     """

@@ -26,12 +26,17 @@ class MonitoredLossSum(LossSum):
     """
 
     monitors: Mapping[str, Tensor] = MappingProxyType({})
+    _whole = True
 
     @classmethod
     def of(cls, out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
         made = cls(*out)
-        made.monitors = monitors
+        made.monitors, made._whole = monitors, out.is_whole
         return made
+
+    @property
+    def is_whole(self) -> bool:
+        return self._whole
 
     def __add__(self, other: object) -> LossSum:
         """Losses, counts and monitors of both; those that one of them lacks are left out."""

@@ -34,6 +34,7 @@ class Problem(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk_tokens: int | None = None
+    memory_budget: int | None = None  # bytes beside inputs and gradients
     backend: str | None = None
 
     def but(self, **changes: Any) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,19 @@ class LossSum(NamedTuple):
             raise ValueError(f"denominator must be at least 0, got {number}")
         return self.loss_sum / (max(number, 1) if number else own)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the sum itself, never multiplied or divided by a number."""
+        return True
+
     # ---- a sum behaves as a sum -------------------------------------------------------------
 
     def __add__(self, other: object) -> LossSum:
         """Losses and counts of both: the sum over all their tokens."""
         if isinstance(other, LossSum):
-            return LossSum(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
+            whole = self.is_whole and other.is_whole
+            kind = LossSum if whole else ScaledLossSum
+            return kind(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
         if isinstance(other, int) and not isinstance(other, bool) and other == 0:
             return self  # where sum([...]) starts
         if isinstance(other, (int, float, Tensor)):
@@ -73,7 +80,7 @@ class LossSum(NamedTuple):
         """The loss times a number, over the same tokens."""
         if not _is_factor(factor):
             return NotImplemented
-        return LossSum(self.loss_sum * factor, self.n_valid)  # type: ignore[operator]
+        return ScaledLossSum(self.loss_sum * factor, self.n_valid)  # type: ignore[operator]
 
     def __rmul__(self, factor: object) -> LossSum:
         return self * factor
@@ -81,10 +88,10 @@ class LossSum(NamedTuple):
     def __truediv__(self, divisor: object) -> LossSum:
         if not _is_factor(divisor):
             return NotImplemented
-        return LossSum(self.loss_sum / divisor, self.n_valid)  # type: ignore[operator]
+        return ScaledLossSum(self.loss_sum / divisor, self.n_valid)  # type: ignore[operator]
 
     def __neg__(self) -> LossSum:
-        return LossSum(-self.loss_sum, self.n_valid)
+        return ScaledLossSum(-self.loss_sum, self.n_valid)
 
     # ---- what asks for a loss, which this is not yet ----------------------------------------
 
@@ -98,6 +105,11 @@ class LossSum(NamedTuple):
 
     def __float__(self) -> float:
         raise _no_loss("float()")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_LOSS:
+            raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (int, float, Tensor)):
@@ -123,12 +135,24 @@ class LossSum(NamedTuple):
         raise _no_loss("a comparison")
 
 
+class ScaledLossSum(LossSum):
+    """A sum that was multiplied or divided by a number: its loss is another one's share."""
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+
+_OF_A_LOSS = frozenset(("loss", "detach", "cpu", "requires_grad", "grad_fn", "isnan", "to"))
+_REMEDY = (
+    "It is a sum over n_valid tokens, which nothing has divided yet. Use .mean(), nats per token; "
+    "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
+    "of all of them"
+)
+
+
 def _no_loss(asked: str) -> TypeError:
-    return TypeError(
-        f"{asked} of a LossSum: it is a sum over n_valid tokens, no loss yet. Use .mean(), nats "
-        f"per token; with gradient accumulation or several ranks, a fusedce.LossAccumulator "
-        f"divides by the tokens of all of them"
-    )
+    return TypeError(f"{asked} is not defined for a LossSum. {_REMEDY}")
 
 
 def _is_factor(x: object) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedce.head.clock import Tick
+from fusedce.head.clock import Tick, version_of
 from fusedce.head.recipe import Operands, Recipe, as_they_are, merged_into, recipe_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,14 @@ _CHANGED = (
     "not yet, but numpy(), + 0 or argmax do"
 )
 
+_SHARDED = (
+    "the logits of the head that fusedce has replaced are asked for only now, when FSDP2 has "
+    "sharded its weight again: all ranks would have to gather it, and one that looks alone would "
+    "wait for the others. Look before backward; where the head is a unit of its own, keep its "
+    "weight with model.lm_head.set_reshard_after_forward(False); or call unshard() of the module "
+    "that fully_shard was given, on all ranks, before one of them looks"
+)
+
 
 class HeadCall:
     """Holds no graph: of what is no parameter, the values alone."""
@@ -33,6 +41,8 @@ class HeadCall:
         self.module, self.report, self.tick = module, report, tick
         self.V, self.device = recipe.weight.shape[0], hidden.device
         self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
+        if hidden.is_inference():  # writes into it could not be seen
+            self.hidden = self.hidden.clone()
         given = recipe.tensors()
         self.wanted = [x.requires_grad for x in given]
         self.made = [not x.is_leaf and x._base is None for x in given]  # no parameters
@@ -43,16 +53,19 @@ class HeadCall:
 
     # ---- what it computed with ---------------------------------------------------------------
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self, *, by_all_ranks: bool) -> list[Tensor]:
         """The parameters' values, without a graph.
 
+        ``by_all_ranks`` says that all ranks are here, as for the loss: those that FSDP2 has
+        sharded again are gathered. DeepSpeed's are in any case.
+
         Raises:
-            RuntimeError: they are no longer those that the head ran with.
+            RuntimeError: they are no longer those that the head ran with, or sharded.
         """
         if self.has_changed():
             raise RuntimeError(_CHANGED)
-        if self._is_gone():
-            return self._gathered(self.held)
+        if self.is_gone():
+            return self._gathered(self.held, by_all_ranks)
         return [x.detach() for x in self.held]
 
     def has_changed(self) -> bool:
@@ -60,22 +73,25 @@ class HeadCall:
         if self.recipe.merged != merged_into(self.module):
             return True
         if self._fingerprints() != self.seen:
-            return self.tick.next is not None or not self._is_gone()
+            return self.tick.next is not None or not self.is_gone()
         return self.tick.next is not None and any(
             o is None or self.changes_with(o) for o in self.tick.steps()
         )
 
-    def _is_gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether a parameter is held in parts by now."""
         return any(x.untyped_storage().size() == 0 for x in self.held)
+
+    def needs_all_ranks(self) -> bool:
+        """Whether a look is refused, for the parameters are sharded by FSDP2."""
+        return self.is_gone() and not all(hasattr(x, "ds_id") for x in self.held)
 
     def _fingerprints(self) -> list[Any]:
         """What tells that tensors were written into, given other data, or freed."""
         found = []
         for x in (self.hidden, *self.held):
             storage = x.untyped_storage()
-            version = 0 if x.is_inference() else x._version
-            found.append((version, x.dtype, storage._cdata, storage.size()))
+            found.append((version_of(x), x.dtype, storage._cdata, storage.size()))
         return found
 
     def changes_with(self, optimizer: Optimizer) -> bool:
@@ -93,7 +109,7 @@ class HeadCall:
         ours = {_memory(x) for x in (self.hidden, *tensors)}
         return any(_memory(p) in ours for group in optimizer.param_groups for p in group["params"])
 
-    def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _gathered(self, tensors: list[Tensor], by_all_ranks: bool) -> list[Tensor]:
         """Whole parameters of a head that has been sharded again since it ran.
 
         Collectives: an all-gather for each parameter, on all ranks of its group.
@@ -105,6 +121,8 @@ class HeadCall:
                 return [x.detach() for x in tensors]
         now = recipe_of(self.module).tensors()
         if len(now) == len(tensors) and all(hasattr(x, "full_tensor") for x in now):
+            if not by_all_ranks:
+                raise RuntimeError(_SHARDED)
             pairs = zip(now, tensors, strict=True)
             return [x.full_tensor().detach().to(before.dtype) for x, before in pairs]  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -116,8 +134,11 @@ class HeadCall:
     # ---- what comes of it --------------------------------------------------------------------
 
     def leaves(self) -> tuple[Tensor, list[Tensor]]:
-        """The hidden state and the parameters as the beginning of a graph of their own."""
-        pairs = zip(self.tensors(), self.wanted, strict=True)
+        """The hidden state and the parameters as the beginning of a graph of their own.
+
+        Collectives: an all-gather for each parameter that has been sharded since the head ran.
+        """
+        pairs = zip(self.tensors(by_all_ranks=True), self.wanted, strict=True)
         return self.hidden.detach(), [x.requires_grad_(want) for x, want in pairs]
 
     def operands(self, hidden: Tensor, tensors: Sequence[Tensor]) -> Operands:
@@ -126,7 +147,7 @@ class HeadCall:
 
     def logits(self) -> Tensor:
         """Real logits ``(..., V)``, as the original head makes them; without a graph."""
-        hidden, weight, bias = self.operands(self.hidden, self.tensors())
+        hidden, weight, bias = self.operands(self.hidden, self.tensors(by_all_ranks=False))
         with as_they_are(hidden.device):
             return F.linear(hidden, weight, bias)
 

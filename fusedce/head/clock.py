@@ -1,4 +1,7 @@
-"""Which optimizers have stepped since: fused ones change parameters and no version counter."""
+"""What has changed since: version counters, and the steps of optimizers.
+
+Fused optimizers change parameters and no version counter.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was written into; inference tensors do not count that."""
+    return 0 if x.is_inference() else x._version
 
 
 class Tick:

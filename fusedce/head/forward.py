@@ -1,77 +1,164 @@
-"""The forward of a replaced head, and the class that has it.
+"""The forward of a replaced head: an attribute of the module, whose class stays what it was.
 
-A head is replaced by giving the module a class derived from its own, of the same name, as FSDP2
-does: parameters, state dict, hooks and ``isinstance`` stay as they are, and what is copied, pickled
-or replicated computes with its own parameters.
+Parameters, state dict, hooks and ``type`` stay as they are, and what is copied, pickled or
+replicated computes with its own parameters.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.make import make_logits
 from fusedce.head.lazy.traced import TracedLogits
-from fusedce.head.probe import Mode, can_probe, is_plain, mode_of, probe
-from fusedce.head.recipe import OWN, Recipe, is_sum_of_products, own_class, recipe_of
+from fusedce.head.probe import Mode, Products, can_probe, cast_of, is_plain, mode_of, probe
+from fusedce.head.recipe import ATTACHED, Recipe, is_sum_of_products, recipe_of
 from fusedce.head.report import Report
-
-ATTACHED = "_fusedce_head"
 
 
 class Attached:
     """What a replaced head knows of itself."""
 
     def __init__(self, module: nn.Module, since: str) -> None:
-        self.previous = module.__dict__.pop("forward", None)  # an instance attribute
+        self.module = weakref.ref(module)
+        self.memory_budget: int | None = None  # bytes, of the loss
+        self.previous = module.__dict__.get("forward")  # an instance attribute
         self.report = Report(since)
-        self.dtypes: dict[Mode, torch.dtype | None] = {}  # of the logits; None: not linear there
+        self.products: dict[Mode, Products | None] = {}  # None: it is not linear there
+
+    def install(self) -> None:
+        module = self.module()
+        assert module is not None, "replaced while it is being freed"
+        module.__dict__ |= {
+            ATTACHED: self,
+            "forward": HeadForward(module),
+            # Asked of the module itself by `copy` and `pickle`, and by `nn.DataParallel`.
+            "__getstate__": functools.partial(_state_of, self.module),
+            "_replicate_for_data_parallel": functools.partial(_replica_of, self.module),
+        }
+
+    def remove(self) -> None:
+        module = self.module()
+        assert module is not None, "restored while it is being freed"
+        for name in _STATE:
+            module.__dict__.pop(name, None)
+        for name in ("forward", "_old_forward"):  # where accelerate has put it
+            if isinstance(module.__dict__.get(name), HeadForward):
+                del module.__dict__[name]
+                if self.previous is not None:
+                    module.__dict__[name] = self.previous
+                elif name == "_old_forward":
+                    module.__dict__[name] = original(module, self)
+
+    def of(self, module: nn.Module) -> Attached:
+        """That of a copy."""
+        new = Attached.__new__(Attached)
+        new.__dict__ |= self.__dict__
+        new.module = weakref.ref(module)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        module = memo.get(id(self.module()))
+        if module is None:  # of a shallow copy, which has an original head
+            return self
+        new = self.of(module)
+        new.report, new.products = copy.deepcopy(self.report), dict(self.products)
+        new.previous = copy.deepcopy(self.previous, memo)
+        new.install()
+        return new
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (
+            self.module(), self.previous, self.report, self.products, self.memory_budget
+        )  # fmt: skip
+
+    def probe(self, module: nn.Module, mode: Mode, weight: Tensor) -> None:
+        """Ask the original head, see :func:`fusedce.head.probe.probe`."""
+        self.products[mode] = found = probe(module, original(module, self), mode, weight)
+        if found.dtype != (mode.autocast or mode.hidden):
+            self.report.note(
+                f"the head multiplies {mode.hidden} hidden states in {found.dtype}"
+                + (f" under autocast to {mode.autocast}" if mode.autocast else "")
+                + ": the loss is computed in that"
+            )
 
 
-class FusedHead:
-    """The part of the class of a replaced head that is not the head's own."""
+def attached_to(module: nn.Module) -> Attached | None:
+    """What a module knows of itself that is a replaced head; ``None`` for others."""
+    attached: Attached | None = module.__dict__.get(ATTACHED)
+    return attached if attached is not None and attached.module() is module else None
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attached: Attached | None = self.__dict__.get(ATTACHED)
+
+_STATE = (ATTACHED, "__getstate__", "_replicate_for_data_parallel")
+
+
+class HeadForward:
+    """``(..., H)`` to lazy logits ``(..., V)``, or to what the original head makes of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)  # which holds this
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module()
+        attached: Attached | None = module.__dict__.get(ATTACHED)
         if attached is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return type(module).forward(module, *args, **kwargs)
         hidden: Any = args[0] if len(args) == 1 and not kwargs else None
-        reason = _why_not(self, hidden)
+        reason = _why_not(module, hidden)
         if reason is None:
-            recipe = recipe_of(self)
+            recipe = recipe_of(module)
             reason = _misfit(recipe.weight, hidden)
         if reason is None:
-            cast = autocast_dtype(hidden.device)
-            if cast is None or hidden.dtype == torch.float64:
-                cast = hidden.dtype
-            dtype = _dtype_of_logits(self, attached, hidden, recipe.weight, cast)
-            if dtype is not None:
-                hidden = hidden if hidden.dtype == cast else hidden.to(cast)
-                return _lazy_logits(self, attached, hidden, recipe, dtype)
+            products = _products_of(module, attached, hidden, recipe.weight)
+            if products is not None:
+                dtype = products.dtype
+                hidden = hidden if hidden.dtype == dtype else hidden.to(dtype)
+                return _lazy_logits(module, attached, hidden, recipe, products.logits)
             reason = "in this mode it is not hidden @ weight.T + bias"
         if not torch.compiler.is_compiling():
             attached.report.note(f"the original head runs: {reason}")
-        return original(self, attached)(*args, **kwargs)
+        return original(module, attached)(*args, **kwargs)
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return _unpickled, (own_class(type(self)),), self.__dict__
+
+def _state_of(module: Any) -> dict[str, Any]:
+    """What is copied and pickled. A shallow copy is an original head with the same parameters."""
+    own = getattr(type(module()), "__getstate__", None)
+    usual = own in (None, getattr(object, "__getstate__", None))
+    state = module().__dict__ if usual or own is None else own(module())
+    return {k: v for k, v in state.items() if k not in ("forward", *_STATE[1:])}
+
+
+def _replica_of(module: Any) -> nn.Module:
+    replica: nn.Module = type(module())._replicate_for_data_parallel(module())
+    replica.__dict__[ATTACHED].of(replica).install()
+    return replica
+
+
+def _unpickled(
+    module: nn.Module, previous: Any, report: Report, products: Any, memory_budget: int | None
+) -> Attached:
+    new = Attached.__new__(Attached)
+    new.module, new.previous = weakref.ref(module), previous
+    new.report, new.products, new.memory_budget = report, products, memory_budget
+    new.install()
+    return new
 
 
 def original(module: nn.Module, attached: Attached) -> Any:
     """The forward that the head had."""
     if attached.previous is not None:
         return attached.previous
-    kind = type(module)
-    if issubclass(kind, FusedHead):
-        return super(FusedHead, module).forward  # type: ignore[misc]
-    return module.forward
+    return functools.partial(type(module).forward, module)
 
 
 def _why_not(module: nn.Module, hidden: Any) -> str | None:
@@ -80,6 +167,8 @@ def _why_not(module: nn.Module, hidden: Any) -> str | None:
         return f"its input is not one plain tensor, but {type(hidden).__name__}"
     if not hidden.is_floating_point() or hidden.dim() == 0:
         return "its input is not (..., H) and floating"
+    if hidden.dim() > 2 and hidden.shape[-2] == 1 and not torch.is_grad_enabled():
+        return "generation asks for one position of each sequence, of which there is no loss"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return "it is traced or exported"
     if "_hf_hook" in module.__dict__:
@@ -88,6 +177,8 @@ def _why_not(module: nn.Module, hidden: Any) -> str | None:
         return "its adapter is not LoRA"
     if torch._C._functorch.maybe_current_level() is not None:
         return "a transform of torch.func runs it"
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "it is differentiated in forward mode"
     return None
 
 
@@ -97,22 +188,24 @@ def _misfit(weight: Tensor, hidden: Tensor) -> str | None:
     return None
 
 
-def _dtype_of_logits(
-    module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor, cast: torch.dtype
-) -> torch.dtype | None:
-    """That of the logits the original head would make, or ``None`` if it is not linear here."""
-    if is_plain(own_class(type(module))):
-        return cast
+def _products_of(
+    module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor
+) -> Products | None:
+    """How the original head would multiply, or ``None`` if it is not linear here."""
+    cast = cast_of(hidden, autocast_dtype(hidden.device))
+    usual = Products(cast, cast)
+    if is_plain(type(module)):
+        return usual
     mode = mode_of(module, hidden, weight)
-    if mode not in attached.dtypes and not torch.compiler.is_compiling():
+    if mode not in attached.products and not torch.compiler.is_compiling():
         if not can_probe(weight):
-            return attached.dtypes.get(mode, cast)
+            return attached.products.get(mode, usual)
         try:
-            attached.dtypes[mode] = probe(module, original(module, attached), mode, weight)
+            attached.probe(module, mode, weight)
         except ValueError as e:
-            attached.dtypes[mode] = None
+            attached.products[mode] = None
             attached.report.note(str(e))
-    return attached.dtypes.get(mode, None if attached.dtypes else cast)
+    return attached.products.get(mode, None if attached.products else usual)
 
 
 def _lazy_logits(
@@ -147,21 +240,3 @@ def _biased_products_are_views() -> bool:
     with torch.inference_mode(False):
         zeros = torch.zeros(1, 1, 1)
         return F.linear(zeros, zeros[0], zeros[0, 0])._is_view()
-
-
-# ---- the class ------------------------------------------------------------------------------
-
-_CLASSES: dict[type, type] = {}
-
-
-def class_of(kind: type) -> type:
-    """The class of a replaced head of this kind."""
-    if kind not in _CLASSES:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, OWN: kind}
-        _CLASSES[kind] = type(kind.__name__, (FusedHead, kind), names)
-    return _CLASSES[kind]
-
-
-def _unpickled(kind: type) -> Any:
-    new: Any = class_of(kind)
-    return new.__new__(new)

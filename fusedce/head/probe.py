@@ -46,62 +46,89 @@ def can_probe(weight: Tensor) -> bool:
     """Whether there is something to compute with, and no other rank has to take part."""
     return not (
         weight.is_meta
-        or weight.is_inference()
         or hasattr(weight, "full_tensor")
         or weight.numel() == 0
         or weight.untyped_storage().size() == 0
     )
 
 
-def probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> torch.dtype:
-    """The dtype of the logits that ``forward`` makes in this mode.
+class Products(NamedTuple):
+    """How a head makes logits in one mode."""
+
+    dtype: torch.dtype  # in which it multiplies
+    logits: torch.dtype
+
+
+def probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Products:
+    """In which dtypes ``forward`` multiplies and returns logits in this mode.
 
     Raises:
         ValueError: it is not ``hidden @ weight.T + bias``; the message says how far off.
     """
-    with torch.inference_mode(False):
+    # Nothing can be differentiated by way of parameters that were made in inference mode.
+    with torch.inference_mode(weight.is_inference()):
         return _probe(module, forward, mode, weight)
 
 
-def _probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> torch.dtype:
+def _probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Products:
     rng = torch.Generator().manual_seed(0)
     V, H = weight.shape
     hidden = torch.randn(TOKENS, H, generator=rng).to(weight.device, mode.hidden)
     labels = torch.randint(0, V, (TOKENS,), generator=rng).to(weight.device)
-    device = hidden.device.type
-    with _training(module, mode.training), torch.enable_grad():
+    device, wanted = hidden.device.type, not weight.is_inference()
+    with _training(module, mode.training), torch.set_grad_enabled(wanted):
         with torch.autocast(device, mode.autocast, enabled=mode.autocast is not None):
             with restoring(module):
                 native = _of_native(module, forward, hidden, labels, V)
-            with restoring(module):
-                fused = _of_fused(module, hidden, labels, mode)
+            usual = cast_of(hidden, mode.autocast)
+            results = []
+            for dtype in dict.fromkeys((usual, mode.hidden, weight.dtype, native.dtype)):
+                with restoring(module):
+                    results.append(_of_fused(module, hidden, labels, dtype))
+    fused = min(results, key=lambda x: _error(x.logits.to(native.dtype), native.logits))
     # Native logits are rounded to their dtype, fused ones are not; TF32 rounds both, otherwise.
-    dtype = mode.autocast or mode.hidden
-    eps = torch.finfo(dtype).eps
+    eps = max(torch.finfo(d).eps for d in (fused.dtype, native.dtype))
     if device == "cuda" and torch.get_float32_matmul_precision() != "highest":
         eps = max(eps, 2.0**-10)
-    tolerance = 4 * eps * max(native.largest, 1.0) + 1e-5
-    for name, a, b in zip(("loss", "gradient"), fused, native[:2], strict=True):
-        error = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
-        if not error <= tolerance:
+    largest = max(float(native.logits.abs().max()), 1.0)
+    pairs = [("loss", fused.loss, native.loss, eps)]
+    if wanted:
+        eps = max(eps, torch.finfo(mode.hidden).eps)
+        pairs.append(("gradient", fused.gradient, native.gradient, eps))
+    for name, a, b, eps in pairs:
+        error = _error(a, b) / max(float(b.double().norm()), 1e-30)
+        if not error <= 4 * eps * largest + 1e-5:
             raise ValueError(
                 f"head must be linear, logits = hidden @ weight.T + bias, but in "
                 f"{'training' if mode.training else 'evaluation'} the {name} of "
                 f"{type(module).__name__} differs from that by {error:.1e} (relative) on "
                 f"{TOKENS} random tokens"
             )
-    return native.dtype
+    return Products(fused.dtype, native.dtype)
 
 
-class _Native(NamedTuple):
-    loss: Tensor
-    gradient: Tensor
-    largest: float  # of the logits
+def _error(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+def cast_of(hidden: Tensor, autocast: torch.dtype | None) -> torch.dtype:
+    """What ``F.linear`` multiplies such a hidden state in."""
+    return hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
+
+
+class _Run(NamedTuple):
     dtype: torch.dtype
+    logits: Tensor
+    loss: Tensor
+    gradient: Tensor  # of the hidden state; empty where there is none
 
 
-def _of_native(module: nn.Module, forward: Any, hidden: Tensor, labels: Tensor, V: int) -> _Native:
-    x = hidden.clone().requires_grad_()
+def _gradient(loss: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, x)[0] if loss.requires_grad else torch.empty(0)
+
+
+def _of_native(module: nn.Module, forward: Any, hidden: Tensor, labels: Tensor, V: int) -> _Run:
+    x = hidden.clone().requires_grad_(torch.is_grad_enabled())
     try:
         logits = forward(x)
     except (RuntimeError, TypeError, ValueError, IndexError) as e:
@@ -115,23 +142,21 @@ def _of_native(module: nn.Module, forward: Any, hidden: Tensor, labels: Tensor, 
             f"head must return (tokens, V) logits with V={V} (from its weight), got {got}"
         )
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, x)
-    return _Native(loss.detach(), gradient, float(logits.detach().abs().max()), logits.dtype)
+    return _Run(logits.dtype, logits.detach(), loss.detach(), _gradient(loss, x))
 
 
-def _of_fused(
-    module: nn.Module, hidden: Tensor, labels: Tensor, mode: Mode
-) -> tuple[Tensor, Tensor]:
-    x = hidden.clone().requires_grad_()
+def _of_fused(module: nn.Module, hidden: Tensor, labels: Tensor, dtype: torch.dtype) -> _Run:
+    """The same by products in this dtype."""
+    x = hidden.clone().requires_grad_(torch.is_grad_enabled())
     recipe = recipe_of(module)
-    rows = x if mode.autocast is None or x.dtype == torch.float64 else x.to(mode.autocast)
+    rows = x.to(dtype)
     rows = recipe.with_dropped(rows) if recipe.dropouts() else rows
     call = HeadCall(module, recipe, rows, Report(""), CLOCK.now)
     with torch.autocast(hidden.device.type, enabled=False):
         h, weight, bias = call.operands(rows, [t.detach() for t in recipe.tensors()])
         loss = fused_ce(h, weight, labels, bias=bias)[0]
-    (gradient,) = torch.autograd.grad(loss, x)
-    return loss.detach(), gradient
+        logits = F.linear(h, weight, bias)
+    return _Run(dtype, logits.detach(), loss.detach(), _gradient(loss, x))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.contract.checks import autocast_dtype
+from fusedce.contract.checks import autocast_dtype, memory_budget_of
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:
@@ -100,13 +100,13 @@ class Recipe(NamedTuple):
         return Operands(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
 
 
-OWN = "_fusedce_own"
+ATTACHED = "_fusedce_head"  # where a replaced head keeps what it knows of itself
 
 
-def own_class(kind: type) -> type:
-    """The class that a replaced head had."""
-    own: type = getattr(kind, OWN, kind)
-    return own
+def memory_budget_of_head(module: nn.Module) -> int | None:
+    """What :func:`fusedce.replace_loss_head` was given for it, or the environment says."""
+    attached = module.__dict__.get(ATTACHED)
+    return memory_budget_of(None if attached is None else attached.memory_budget)
 
 
 def check_module(head: Any) -> None:
@@ -208,7 +208,7 @@ def recipe_of(module: Any) -> Recipe:
 
 def is_bare(module: Any) -> bool:
     """Whether it is torch's own linear layer, replaced or not, without any wrapper."""
-    return own_class(type(module)) is nn.Linear
+    return type(module) is nn.Linear
 
 
 def merged_into(module: Any) -> tuple[str, ...]:

@@ -8,25 +8,37 @@ the head's ``forward``.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
-from fusedce.head.forward import ATTACHED, Attached, FusedHead, class_of, original
+from fusedce.contract.checks import check_memory_budget
+from fusedce.head.forward import Attached, attached_to
 from fusedce.head.items import note_items
-from fusedce.head.probe import can_probe, mode_of, probe, restoring
-from fusedce.head.recipe import check_linear, check_module, linear_of, own_class
+from fusedce.head.probe import can_probe, mode_of, restoring
+from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.report import HeadReport
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_TRL = (
+    "TRL has installed a fused head of its own on this model: its trainers run that one and never "
+    "the replaced one. Use a trainer with fusedce.FusedTrainerMixin (SFTTrainer) or "
+    "fusedce.trainer_rl.FusedPolicyMixin (DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer)"
+)
+_TORCH = str(Path(torch.__file__).parent)
 _WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # hooks
 
 
-def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.Module:
+def replace_loss_head(
+    model: ModelT, *, head: nn.Module | None = None, memory_budget: int | None = None
+) -> ModelT:
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
     The head returns lazy logits: real ones are computed, once, only for code that looks at them
@@ -42,7 +54,10 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
     Use the logits of a training step before ``optimizer.step()``: once a parameter of the head may
     have changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be
     seen). With every label ignored a mean is 0, where torch gives NaN. The fused loss has no
-    second derivative: ``create_graph=True`` is a ``RuntimeError``. A head that
+    second derivative: ``create_graph=True`` is a ``RuntimeError`` (that of ``logits + 0`` has one),
+    and so are many gradients at once (``is_grads_batched=True``). Under FSDP2, a look at logits
+    whose weight has been sharded again is a ``RuntimeError``, too: it never waits for other ranks,
+    and the loss alone gathers the weight. A head that
     ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is replaced at
     the next forward. A compiled model returns logits that are no ``Tensor`` but answer like one;
     any operation on them gives tensors, and so does their method ``tensor()``, for consumers that
@@ -54,53 +69,58 @@ def replace_loss_head(model: nn.Module, *, head: nn.Module | None = None) -> nn.
         head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
             the only ``nn.Linear`` of the model, or the only one that has a row for each row of an
             ``nn.Embedding``.
+        memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce`.
 
     Returns:
-        ``model`` itself. Calling this again changes nothing; :func:`restore_loss_head` undoes it.
+        ``model`` itself. Calling this again changes nothing but a ``memory_budget`` that is given;
+        :func:`restore_loss_head` undoes it.
 
     Raises:
-        TypeError: ``model`` is not a module, or the head is not a linear layer.
-        ValueError: no head was found or several, or fused and native loss differ on a few random
-            tokens, in training or in evaluation: the message says by how much.
+        TypeError: ``model`` is not a module, or the head is not a linear layer; ``memory_budget``
+            is not an int.
+        ValueError: no head was found or several; fused and native loss differ on a few random
+            tokens, in training or in evaluation: the message says by how much; ``memory_budget`` is
+            not positive.
 
-    Example:
+    Examples:
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    attach(model, head)
-    if any(_is_trl_head(m.__dict__.get("forward")) for m in model.modules()):
-        warnings.warn(
-            "TRL has installed its own fused head on this model: SFTTrainer calls that one and "
-            "never this one. Use a trainer with fusedce.FusedTrainerMixin",
-            stacklevel=2,
-        )
+    attach(model, head, memory_budget)
+    if any(_is_trl_head(m) for m in model.modules()):
+        warnings.warn(_TRL, stacklevel=2)
     return model
 
 
-def attach(model: nn.Module, head: nn.Module | None = None) -> None:
+def attach(
+    model: nn.Module, head: nn.Module | None = None, memory_budget: int | None = None
+) -> None:
     """:func:`replace_loss_head` without its warnings."""
+    check_memory_budget(memory_budget)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = head is None
     head = _find_head(model) if head is None else head
     check_module(head)
-    if ATTACHED in head.__dict__:
+    replaced = attached_to(head)
+    if replaced is not None:
+        if memory_budget is not None:
+            replaced.memory_budget = memory_budget
         return
     _restore(head)  # of a head that was replaced before an adapter was put around it
     with restoring(head):
         check_linear(head)
         attached = _probed(head)
-    head.__dict__[ATTACHED] = attached
-    if not isinstance(head, FusedHead):
-        head.__class__ = class_of(type(head))
+    attached.memory_budget = memory_budget
+    attached.install()
     if _ITEMS not in model.__dict__:
         hook = model.register_forward_pre_hook(note_items, with_kwargs=True)
         model.__dict__[_ITEMS] = hook
     if named:
-        _watch(model)
+        _watch(model, memory_budget)
 
 
-def restore_loss_head(model: nn.Module) -> nn.Module:
+def restore_loss_head(model: ModelT) -> ModelT:
     """Undo :func:`replace_loss_head`: the head is exactly what it was. Harmless without one.
 
     Raises:
@@ -129,32 +149,29 @@ def head_report(model: nn.Module) -> HeadReport:
     Raises:
         TypeError: ``model`` is not a module.
 
-    Example:
+    Examples:
         >>> print(head_report(model))
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    heads = [m for m in model.modules() if ATTACHED in m.__dict__]
+    heads = [m for m in model.modules() if attached_to(m) is not None]
     if not heads:
         return HeadReport(False, None, 0, 0, (), ())
     current = _named_head(model)
     head = next((h for h in heads if h is current), heads[-1])
-    attached: Attached = head.__dict__[ATTACHED]
-    return attached.report.summary(active=current is None or head is current)
+    attached = attached_to(head)
+    assert attached is not None, "found among the replaced heads"
+    report = attached.report.summary(active=current is None or head is current)
+    if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
+        report = report._replace(notes=(*report.notes, _TRL))
+    return report
 
 
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
-        attached = module.__dict__.pop(ATTACHED, None)
+        attached = attached_to(module)
         if attached is not None:
-            _put_back(module, attached)
-
-
-def _put_back(module: nn.Module, attached: Attached) -> None:
-    if type(module) is class_of(own_class(type(module))):
-        module.__class__ = own_class(type(module))
-    if attached.previous is not None:
-        module.__dict__["forward"] = attached.previous
+            attached.remove()
 
 
 # ---- which module is the head ---------------------------------------------------------------
@@ -191,23 +208,28 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
-def _is_trl_head(forward: Any) -> bool:
+def _is_trl_head(model: nn.Module) -> bool:
     """Whether a model's forward is the one that TRL's trainers install."""
+    forward = model.__dict__.get("forward")
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
+
+
+def _runs_trl_head() -> bool:
+    """Whether that forward, and not the model's own, has called the decoder whose hook asks."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and "fused_lm_head" in frame.f_code.co_varnames
 
 
 def _probed(module: nn.Module) -> Attached:
     """Asked in training and in evaluation, in the parameters' dtype."""
     attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
     weight = linear_of(module).weight.detach()
-    try:
-        for training in (True, False) if can_probe(weight) else ():
-            mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
-            attached.dtypes[mode] = probe(module, original(module, attached), mode, weight)
-    except ValueError:
-        _put_back(module, attached)
-        raise
+    for training in (True, False) if can_probe(weight) else ():
+        mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
+        attached.probe(module, mode, weight)
     return attached
 
 
@@ -220,18 +242,24 @@ class _Watch:
     A hook on the model's decoder, which no adapter of PEFT wraps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
+    def __init__(self, model: nn.Module, memory_budget: int | None = None) -> None:
+        self.model, self.memory_budget = weakref.ref(model), memory_budget
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         model = self.model()
         if torch.compiler.is_compiling() or model is None or _WATCH not in module.__dict__:
             return
         head = _named_head(model)
-        if not isinstance(head, nn.Module) or ATTACHED in head.__dict__:
+        if not isinstance(head, nn.Module):
+            return
+        attached = attached_to(head)
+        if attached is not None:
+            if _is_trl_head(model) and _TRL not in attached.report.notes and _runs_trl_head():
+                attached.report.note(_TRL)
+                warnings.warn(_TRL, stacklevel=2)
             return
         try:
-            attach(model)
+            attach(model, memory_budget=self.memory_budget)
         except (TypeError, ValueError) as e:
             module.__dict__.pop(_WATCH).remove()
             warnings.warn(
@@ -241,13 +269,13 @@ class _Watch:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
         model = self.model()
         assert model is not None, "copied while its model is being freed"
-        return _Watch(memo.get(id(model), model))
+        return _Watch(memo.get(id(model), model), self.memory_budget)
 
     def __reduce__(self) -> Any:
-        return _Watch, (self.model(),)
+        return _Watch, (self.model(), self.memory_budget)
 
 
-def _watch(model: nn.Module) -> None:
+def _watch(model: nn.Module, memory_budget: int | None) -> None:
     owner = next(
         (m for m in model.modules() if isinstance(getattr(m, "base_model", None), nn.Module)
          and callable(getattr(m, "get_output_embeddings", None))
@@ -256,4 +284,4 @@ def _watch(model: nn.Module) -> None:
     decoder = getattr(owner, "base_model", None)
     if owner is None or not isinstance(decoder, nn.Module) or _WATCH in decoder.__dict__:
         return
-    decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner))
+    decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner, memory_budget))

@@ -35,7 +35,7 @@ class HeadReport(NamedTuple):
     losses_fused: int
     logits_made: int
     places: tuple[Place, ...]  # in the order of their first time
-    notes: tuple[str, ...]  # why the original head runs, where it does
+    notes: tuple[str, ...]  # why the original head runs, or in which dtype the loss is computed
 
     def __str__(self) -> str:
         if self.since is None:

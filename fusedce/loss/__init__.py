@@ -3,8 +3,9 @@
 from fusedce.contract.results import LossSum, TokenStats
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.kl import fused_kl, fused_kl_tokens
 from fusedce.loss.logprobs import fused_argmax, fused_logprobs
-from fusedce.loss.reference import reference_ce
+from fusedce.loss.reference import reference_ce, reference_kl
 from fusedce.loss.sharded import sharded_ce
 
 __all__ = [
@@ -13,7 +14,10 @@ __all__ = [
     "fused_argmax",
     "fused_ce",
     "fused_cross_entropy",
+    "fused_kl",
+    "fused_kl_tokens",
     "fused_logprobs",
     "reference_ce",
+    "reference_kl",
     "sharded_ce",
 ]

@@ -34,6 +34,7 @@ def fused_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
 ) -> Tensor:
@@ -64,7 +65,7 @@ def fused_cross_entropy(
 
     Args:
         hidden, weight, labels, bias, ignore_index, softcap, logit_scale, label_smoothing, z_loss,
-            token_weight, chunk_tokens, backend: as in :func:`fused_ce`.
+            token_weight, chunk_tokens, memory_budget, backend: as in :func:`fused_ce`.
         class_weight: ``(V,)``, numbers of any dtype, without gradient: weight of each class.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
@@ -78,7 +79,7 @@ def fused_cross_entropy(
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`; class probabilities as labels are
             not supported (they are as large as the logits).
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
         >>> labels = torch.randint(100, (2, 5))
         >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
@@ -97,6 +98,7 @@ def fused_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     if is_sharded(weight, process_group):

@@ -33,6 +33,7 @@ def fused_ce(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
     argmax_out: Tensor | None = None,  # (...) int64
@@ -77,8 +78,13 @@ def fused_ce(
             factor on each token's loss, any sign, taken in float32 or better. Tokens of weight 0
             are left out, whatever their hidden state holds, and cost no time. They still count in
             ``n_valid``.
-        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses from
-            a memory budget (about 56 MiB on a CPU, 1 GiB elsewhere).
+        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses the
+            fastest (about 56 MiB of logits on a CPU, 1 GiB elsewhere).
+        memory_budget: bytes that the call may hold beside its inputs and their gradients, at least
+            about ``4 * N * H`` in bfloat16. The fastest way that fits is taken: one chunk, chunks
+            with a float32 sum of the weight gradient, or tiles of the vocabulary, which take four
+            products of the head's size instead of three. ``None``: the environment variable
+            ``FUSEDCE_MEMORY_BUDGET``, else no limit. Not together with ``chunk_tokens``.
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
             chunked torch implementation for all others.
         process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
@@ -98,11 +104,12 @@ def fused_ce(
     Raises:
         TypeError: an argument has a wrong type or dtype, or dtypes differ.
         ValueError: shapes or devices do not match, a number is out of its range, the backend is
-            unknown, or (CPU tensors) a label is out of range: the message names the first one.
+            unknown, ``memory_budget`` is too small (the message says the least), or (CPU tensors) a
+            label is out of range: the message names the first one.
         RuntimeError: the requested backend cannot run here, or ``loss_sum`` is differentiated
             twice (``create_graph=True``).
 
-    Example:
+    Examples:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
         >>> weight = torch.randn(100, 16, requires_grad=True)
         >>> labels = torch.randint(100, (2, 5))
@@ -121,6 +128,7 @@ def fused_ce(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     if is_sharded(weight, process_group):

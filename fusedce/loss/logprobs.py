@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,42 @@ from fusedce.loss.sharded_tokens import sharded_argmax, statistics
 from fusedce.loss.shards import is_sharded
 from fusedce.loss.tokens import of_tokens, tempered
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    class Options(TypedDict, total=False):
+        """Options of :func:`fused_logprobs` on which the type of its result does not depend."""
+
+        bias: Tensor | None
+        ignore_index: int | None
+        softcap: float | None
+        logit_scale: float
+        temperature: float | Tensor
+        chunk_tokens: int | None
+        memory_budget: int | None
+        backend: str | None
+        process_group: Any
+
+
+@overload
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *,
+    mean_logit: Literal[False] = False, **options: Unpack[Options],
+) -> TokenStats: ...  # fmt: skip
+
+
+@overload
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *,
+    mean_logit: Literal[True], **options: Unpack[Options],
+) -> TokenStatsAndMean: ...  # fmt: skip
+
+
+@overload
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *,
+    mean_logit: bool, **options: Unpack[Options],
+) -> TokenStats | TokenStatsAndMean: ...  # fmt: skip
 @explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
@@ -30,6 +65,7 @@ def fused_logprobs(
     temperature: float | Tensor = 1.0,  # or (...) floats
     mean_logit: bool = False,
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
 ) -> TokenStats | TokenStatsAndMean:
@@ -64,6 +100,7 @@ def fused_logprobs(
             a tensor ``(...)`` of floats without gradient, of each position its own.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
+        memory_budget: as in :func:`fused_ce`; backward goes by tiles of the vocabulary.
         process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
             they are known. See :func:`fusedce.sharded.sharded_logprobs`.
 
@@ -75,7 +112,7 @@ def fused_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``ValueError`` for a temperature
             that is not positive and finite.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)
         >>> actions = torch.randint(100, (2, 5))
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
@@ -90,6 +127,7 @@ def fused_logprobs(
         softcap=softcap,
         logit_scale=logit_scale,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     if is_sharded(weight, process_group):
@@ -116,6 +154,7 @@ def _several(hidden: Tensor, labels: Tensor) -> bool:
     """Whether there are labels ``(..., K)``, class indices, for ``hidden (..., H)``."""
     return (
         isinstance(hidden, Tensor)
+        and not hidden.is_nested
         and not labels.is_floating_point()
         and labels.shape[:-1] == hidden.shape[:-1]
         and labels.shape[-1] > 0
@@ -148,7 +187,7 @@ def fused_argmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`.
 
-    Example:
+    Examples:
         >>> fused_argmax(torch.eye(3), torch.eye(3))
         tensor([0, 1, 2])
     """

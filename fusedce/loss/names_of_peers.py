@@ -24,13 +24,13 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
     Args:
         ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction,
-            chunk_tokens, backend: as in :func:`fusedce.fused_cross_entropy`. ``class_weight (V,)``
-            becomes a buffer, which moves with the module and is not saved.
+            chunk_tokens, memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
+            ``class_weight (V,)`` becomes a buffer, which moves with the module and is not saved.
 
     Raises:
         TypeError: an unknown option, which the message translates.
 
-    Example:
+    Examples:
         >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
         >>> hidden, head = torch.randn(6, 16), torch.nn.Linear(16, 100)
         >>> loss(head.weight, hidden, torch.randint(100, (6,)), head.bias).shape
@@ -51,6 +51,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         class_weight: Tensor | None = None,  # (V,) numbers
         reduction: Reduction = "mean",
         chunk_tokens: int | None = None,
+        memory_budget: int | None = None,  # bytes
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             "logit_scale": logit_scale,
             "z_loss": z_loss,
             "chunk_tokens": chunk_tokens,
+            "memory_budget": memory_budget,
             "backend": backend,
         }
 
@@ -110,6 +112,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
 ) -> Tensor:
     """:func:`fusedce.fused_cross_entropy` in the order of arguments of cut-cross-entropy.
@@ -119,7 +122,7 @@ def linear_cross_entropy(
             ``True`` or 1 for next-token prediction with labels that are the tokens themselves.
         token_weight: belongs to the labels, and moves with them.
         hidden, weight, labels, bias, ignore_index, softcap, reduction, class_weight,
-            label_smoothing, z_loss, logit_scale, chunk_tokens, backend: as in
+            label_smoothing, z_loss, logit_scale, chunk_tokens, memory_budget, backend: as in
             :func:`fusedce.fused_cross_entropy`.
 
     Returns:
@@ -131,7 +134,7 @@ def linear_cross_entropy(
             ``ValueError`` also for a ``shift`` outside ``[0, T)``, or ``ignore_index=None`` with
             a shift (the last positions have no label).
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
         >>> tokens = torch.randint(100, (2, 5))
         >>> linear_cross_entropy(hidden, weight, tokens, shift=1, reduction="none")[:, 0]
@@ -159,6 +162,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         logit_scale=logit_scale,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     return loss.roll(offset, -1) if offset and reduction == "none" else loss

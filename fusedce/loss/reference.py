@@ -42,7 +42,7 @@ def reference_ce(
         :class:`fusedce.LossSum` with ``loss_sum`` (nats) float64, float32 for a lesser ``dtype``,
         and ``n_valid`` int64 (tokens).
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
         >>> reference_ce(hidden, weight, torch.tensor([1, -100, 4])).n_valid
         tensor(2)
@@ -71,3 +71,81 @@ def reference_ce(
     losses = torch.where(target == 0, 0.0, -target * logits.log_softmax(-1)).sum(-1)
     losses = losses + z_loss * lse**2
     return LossSum((w * losses).sum(), counted.sum())
+
+
+def reference_kl(
+    hidden: Tensor,  # (..., H) any floating dtype
+    weight: Tensor,  # (V, H)
+    teacher_hidden: Tensor,  # (..., H of the teacher)
+    teacher_weight: Tensor,  # (V, H of the teacher)
+    labels: Tensor | None = None,  # (...) int64 or int32
+    *,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V,)
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,  # (...)
+    dtype: torch.dtype = torch.float64,
+) -> LossSum:
+    """Sum over valid tokens of what :func:`fusedce.fused_kl` says, computed with all logits.
+
+    Differentiable by autograd. Memory ``16 * N * V`` bytes: for tests and documentation only.
+
+    Args: as in :func:`fusedce.fused_kl`, without its checks.
+        dtype: of the products; what follows is in float32 or better.
+
+    Returns:
+        :class:`fusedce.LossSum`.
+
+    Examples:
+        >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
+        >>> reference_kl(hidden, weight, hidden, weight).n_valid
+        tensor(3)
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if labels is None:
+        labels, ignore_index = torch.zeros(hidden.shape[:-1]).long(), -1
+    labels = labels.reshape(-1).long()
+    counted = labels != ignore_index
+    w = torch.ones(len(labels), device=labels.device) if token_weight is None else token_weight
+    w = w.reshape(-1).to(wide)
+    used = counted & (w != 0)
+
+    def logits(
+        h: Tensor, head: Tensor, b: Tensor | None, cap: float | None, scale: float
+    ) -> Tensor:
+        h = h.reshape(-1, h.shape[-1])[used].to(dtype)
+        z = F.linear(h, head.to(dtype), None if b is None else b.to(dtype)).to(wide) * scale
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    z = logits(hidden, weight, bias, softcap, logit_scale)
+    of_teacher = logits(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale
+    ).detach()
+    log_p = (of_teacher / temperature).log_softmax(-1)
+    log_q = (z / temperature).log_softmax(-1)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        # 0 log 0 is 0, also where autograd looks
+        none = log_a == -torch.inf
+        gap = log_a.masked_fill(none, 0) - log_b.masked_fill(none, 0)
+        return (log_a.exp() * gap).sum(-1)
+
+    if divergence == "jsd" and 0 < beta < 1:
+        share = torch.tensor([beta, 1 - beta], dtype=wide, device=z.device).log()
+        log_m = torch.logaddexp(share[0] + log_p, share[1] + log_q)
+        losses = beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+    elif divergence == "reverse" or (divergence == "jsd" and beta == 1):
+        losses = kl(log_q, log_p)
+    else:
+        losses = kl(log_p, log_q)
+    if ce_weight:
+        losses = losses + ce_weight * F.cross_entropy(z, labels[used], reduction="none")
+    return LossSum((w[used] * losses).sum(), counted.sum())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import sharded, sharded_tokens
-from fusedce.backends.sharded.agreement import LOSSES, on_the_way
+from fusedce.backends.sharded.agreement import LOSSES, SUM, on_the_way
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
@@ -39,6 +39,7 @@ def sharded_ce(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...) numbers or bool, no gradient
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
 ) -> LossSum:
     """:func:`fusedce.fused_ce` with the rows of ``weight`` spread over ranks; the same results.
 
@@ -85,7 +86,9 @@ def sharded_ce(
         vocab_size: classes, where the last rows are padding that must have no probability;
             ``None`` counts every row.
         bias: like ``weight``.
-        ignore_index, softcap, logit_scale, chunk_tokens: as in :func:`fusedce.fused_ce`.
+        ignore_index, softcap, logit_scale, chunk_tokens, memory_budget: as in
+            :func:`fusedce.fused_ce`; the budget is each rank's, the same on all. By tiles, its
+            collectives are those of :func:`sharded_cross_entropy`.
         label_smoothing: in ``[0, 1]``, spread evenly over the classes.
         z_loss: factor of ``lse^2`` (PaLM, arXiv:2204.02311).
         token_weight: ``(...)``, factor of each token's loss. Tokens of weight 0 are left out,
@@ -99,7 +102,7 @@ def sharded_ce(
             rows, or hold other tokens where the weight is replicated (on all ranks); a placement
             other than those above.
 
-    Example:
+    Examples:
         >>> # every rank; alone, it holds the whole vocabulary
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -121,6 +124,7 @@ def sharded_ce(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend="torch",
     )
     return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
@@ -145,6 +149,7 @@ def sharded_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...) numbers or bool
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
 ) -> Tensor:
     """:func:`fusedce.fused_cross_entropy` with the rows of ``weight`` spread over ranks.
@@ -185,7 +190,7 @@ def sharded_cross_entropy(
             without gradient, without padding.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         ignore_index, softcap, logit_scale, label_smoothing, z_loss, token_weight, chunk_tokens,
-            backend: as in :func:`fusedce.fused_cross_entropy`.
+            memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
 
     Returns:
         float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
@@ -195,7 +200,7 @@ def sharded_cross_entropy(
         TypeError, ValueError, RuntimeError: as :func:`sharded_ce`, on all ranks the same; also for
             class weights that differ between ranks or are not ``(V,)``.
 
-    Example:
+    Examples:
         >>> # every rank; alone, it holds the whole vocabulary
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -217,6 +222,7 @@ def sharded_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     return reduced(problem, reduction, process_group, tokens_sharded, vocab_size)
@@ -235,9 +241,10 @@ def reduced(
         check_reduction(reduction)
     plain = problem.class_weight is None and problem.backend != "triton"
     if plain and reduction != "none":
-        out = sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
+        met_all = met(problem, process_group, tokens_sharded, vocab_size, SUM, reduction)
+        out = sharded.loss_sum(*met_all)
         return out.loss_sum if reduction == "sum" else out.mean()
-    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES)
+    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction)
     losses = sharded_tokens.losses(problem, shard)
     if reduction == "none":
         return losses.view(tokens_of(labels))

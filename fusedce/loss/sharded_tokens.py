@@ -33,6 +33,7 @@ def sharded_logprobs(
     temperature: float | Tensor = 1.0,  # or (...) floats
     mean_logit: bool = False,
     chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
     backend: str | None = None,
 ) -> TokenStats | TokenStatsAndMean:
     """:func:`fusedce.fused_logprobs` with the rows of ``weight`` spread over ranks.
@@ -59,7 +60,8 @@ def sharded_logprobs(
     Args:
         labels: ``(...)``; several classes of a token, ``(..., K)``, need the whole vocabulary.
         hidden, weight, process_group, tokens_sharded, vocab_size, bias: as in :func:`sharded_ce`.
-        ignore_index, softcap, logit_scale, temperature, mean_logit, chunk_tokens, backend: as in
+        ignore_index, softcap, logit_scale, temperature, mean_logit, chunk_tokens, memory_budget,
+            backend: as in
             :func:`fusedce.fused_logprobs`.
 
     Returns:
@@ -70,7 +72,7 @@ def sharded_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`sharded_ce`, on all ranks the same;
             ``ValueError`` for a temperature that is not positive and finite.
 
-    Example:
+    Examples:
         >>> # every rank; alone, it holds the whole vocabulary
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> weight = torch.randn(11, 4, requires_grad=True)  # this rank's rows
@@ -87,6 +89,7 @@ def sharded_logprobs(
         softcap=softcap,
         logit_scale=logit_scale,
         chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
         backend=backend,
     )
     return statistics(problem, temperature, mean_logit, process_group, tokens_sharded, vocab_size)
@@ -146,7 +149,7 @@ def sharded_argmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`sharded_ce`.
 
-    Example:
+    Examples:
         >>> # every rank; alone, it holds the whole vocabulary
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> sharded_argmax(torch.eye(3), torch.eye(3), process_group=dist.group.WORLD)

@@ -33,6 +33,7 @@ def met(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
     function: str = SUM,
+    reduction: str | None = None,
 ) -> tuple[Problem, Shard]:
     """The problem of this rank, checked and flattened, after all ranks have compared theirs.
 
@@ -57,7 +58,7 @@ def met(
             t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
-    shard = agree(layout, vocab_size, function)
+    shard = agree(layout, vocab_size, function, reduction)
     return flat, shard
 
 

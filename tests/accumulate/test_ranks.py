@@ -11,7 +11,8 @@ from support.loops import batches, distance, new_weight, run_streaming, run_wind
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate.message import LENGTH
+from fusedce.accumulate.ranks import LENGTH
+from fusedce.agreement import ALL_GATHER
 
 
 def reduced(reduction, streaming, rank):
@@ -92,21 +93,27 @@ def auxiliary(rank):
 
 
 def collectives(rank):
-    """Elements of every all-reduce, per call; those of the way to gloo's own group count too."""
-    calls, original = [], dist.all_reduce
+    """Every collective: its name, elements and dtype."""
+    calls, names = [], ("all_reduce", "broadcast", "all_gather", "reduce", "barrier", ALL_GATHER)
+    originals = {name: getattr(dist, name) for name in names}
+    groups = dist.distributed_c10d._world.pg_map
+    backend, store = groups[dist.group.WORLD]
     LossAccumulator().metrics()  # makes the group
     weight, found = new_weight(), {}
 
-    def spy(x, *args, **kwargs):
-        calls.append((x.numel(), x.dtype))
-        return original(x, *args, **kwargs)
+    def spy(name, *args, **kwargs):
+        x = args[1] if name == ALL_GATHER else args[0]
+        calls.append((name, x.numel(), x.dtype))
+        return originals[name](*args, **kwargs)
 
     def counted(name, f):
         calls.clear()
         f()
         found[name] = list(calls)
 
-    dist.all_reduce = spy
+    for name in names:
+        setattr(dist, name, functools.partial(spy, name))
+    groups[dist.group.WORLD] = backend, None  # who asks the store raises
     try:
         acc = LossAccumulator()
         counted("window", lambda: run_window(acc, weight, batches([3, 0, 4])))
@@ -116,10 +123,15 @@ def collectives(rank):
         counted("state", acc.state_dict)
         counted("load", lambda: acc.load_state_dict(acc.state_dict()))
         counted("streaming after load", lambda: run_streaming(acc, weight, batches([3, 0, 4])))
+        acc.metrics(reset=True)
         counted("add", lambda: acc.add(a_loss(3)))
-        counted("metrics after add", acc.metrics)
+        counted("metrics after add", lambda: acc.metrics(reset=True))
+        counted("micro-batches", lambda: [acc.backward(a_loss(n, weight)) for n in (1, 2)])
+        counted("finish", lambda: acc.finish([weight]))
     finally:
-        dist.all_reduce = original
+        groups[dist.group.WORLD] = backend, store
+        for name in names:
+            setattr(dist, name, originals[name])
     return found
 
 
@@ -140,7 +152,6 @@ def monitored(rank):
     for seed in (2, 3):
         acc.backward(loss(seed, 3 + rank, every))
     acc.finish([weight])
-    acc.add(loss(4, 5, every))
     found = acc.metrics()
     state = acc.state_dict()
     again = LossAccumulator()
@@ -217,19 +228,21 @@ def test_auxiliary_loss_over_ranks():
 
 
 def test_the_collectives_are_those_of_the_docstring():
-    one = [(LENGTH, torch.float64)]
-    assert f"an all-reduce of {LENGTH} float64" in LossAccumulator.__doc__
+    one = [(ALL_GATHER, LENGTH, torch.int64)]
+    assert f"an all-gather of {LENGTH} int64 from each rank" in LossAccumulator.__doc__
     for found in ranks.of(results(2), "collectives"):
         assert found == {
             "window": 2 * one,
-            "first streaming": 2 * one,
+            "first streaming": one,
             "streaming": one,
             "metrics": [],
             "state": [],
             "load": [],
-            "streaming after load": 2 * one,
+            "streaming after load": one,
             "add": [],
             "metrics after add": one,
+            "micro-batches": [],
+            "finish": one,
         }
 
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate.channel import channel_of
 from fusedce.accumulate.guard import _STREAMING
 
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
@@ -71,17 +70,18 @@ def runs_out(first, rank):
     """
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()
-    channel = stream(acc, model, 2, rank)
-    mark = f"end/{channel._met}"
+    stream(acc, model, 2)
+    met, store = acc._steps.meeting._met, acc._steps.meeting._store()
 
     def goes_on():
         if first == "end":
-            channel._store.wait([mark])
-        stream(acc, model, 1, rank)
+            store.wait([f"end/{met}"])
+        stream(acc, model, 1)
         acc.finish(model.parameters())
 
     def ends():
-        wait_for(channel, f"{channel._met} 3" if first == "third" else None)
+        while first == "third" and store.get("at/0").decode() != f"{met} 3":
+            time.sleep(0.01)
         acc.finish(model.parameters())
 
     error, seconds = ranks.timed(ends if rank else goes_on)
@@ -97,11 +97,12 @@ def fails(rank):
 
     def window():
         with acc.window([1, 1]):
-            channel = stream(acc, model, 1, rank)
+            stream(acc, model, 1)
             if rank:
                 raise ZeroDivisionError("a bug in the loop")
-            channel._store.wait([f"end/{channel._met}"])
-            stream(acc, model, 1, rank)
+            meeting = acc._steps.meeting
+            meeting._store().wait([f"end/{meeting._met}"])
+            stream(acc, model, 1)
 
     error, seconds = ranks.timed(window)
     return error, seconds, goes_on_afterwards(acc, model, rank)
@@ -113,9 +114,8 @@ def two_at_once(rank):
     hidden, labels = ones()
     for acc, weight in ((a, one), (b, two), (a, one), (b, two)):
         acc.backward(fused_ce(hidden, weight, labels))
-    channel = channel_of(dist.group.WORLD)
     if not rank:
-        channel._store.wait([f"end/{channel._met}"])
+        a._steps.meeting._store().wait([f"end/{a._steps.meeting._met}"])
         b.backward(fused_ce(hidden, two, labels))
     a.finish([one])
     if rank:
@@ -124,10 +124,9 @@ def two_at_once(rank):
     return a.metrics()["n_tokens"], b.metrics()["n_tokens"]
 
 
-def stream(acc, model, times, rank):
+def stream(acc, model, times):
     for _ in range(times):
         acc.backward(model(*ones()))
-    return channel_of(dist.group.WORLD)
 
 
 def ones():
@@ -137,15 +136,10 @@ def ones():
     return hidden, labels
 
 
-def wait_for(channel, text):
-    while text is not None and channel._store.get("at/0").decode() != text:
-        time.sleep(0.01)
-
-
 def goes_on_afterwards(acc, model, rank):
     acc.discard_window()
     model.zero_grad()
-    stream(acc, model, 1, rank)
+    stream(acc, model, 1)
     return acc.finish(model.parameters())
 
 
@@ -179,14 +173,27 @@ def collate(rows):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def marked(case):
+    """With the marks of ended windows that TORCH_DISTRIBUTED_DEBUG turns on."""
+
+    def run(rank):
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        try:
+            return case(rank)
+        finally:
+            dist.set_debug_level(dist.DebugLevel.OFF)
+
+    return run
+
+
 CASES = {
     "joined": functools.partial(joined, False),
     "joined, guarded": functools.partial(joined, True),
     "helped": ran_out_and_helped,
-    "ends first": functools.partial(runs_out, "end"),
-    "begins first": functools.partial(runs_out, "third"),
-    "fails": fails,
-    "two at once": two_at_once,
+    "ends first": marked(functools.partial(runs_out, "end")),
+    "begins first": marked(functools.partial(runs_out, "third")),
+    "fails": marked(fails),
+    "two at once": marked(two_at_once),
     "masked": functools.partial(evaluation, True),
     "counted twice": functools.partial(evaluation, False),
 }
@@ -213,7 +220,7 @@ def open_windows(rank):
 
 
 def test_a_forked_process_has_no_open_window_of_its_parent():
-    """It would look no more whether other ranks have ended theirs: two could be at once."""
+    """Its gradients would count as another accumulator's."""
     acc = LossAccumulator()
     hidden, labels = ones()
     acc.backward(fused_ce(hidden, new_weight(), labels))
@@ -226,7 +233,7 @@ def test_a_rank_that_runs_out_of_micro_batches():
     words = "RuntimeError: ranks have different numbers of micro-batches in this window: "
     (a, fast, after), (b, fast_too, after_too) = ranks.of(results(), "ends first")
     assert a == b
-    assert a.startswith(words + "5 on 2 ranks together")
+    assert a.startswith(words + "2 on rank 1, 3 on rank 0")
     assert after
     assert after_too
     assert max(fast, fast_too) < ranks.SOON
@@ -239,7 +246,7 @@ def test_a_rank_that_runs_out_of_micro_batches():
 def test_a_rank_that_fails_is_not_waited_for_in_backward():
     (told, fast, after), (own, _, after_too) = ranks.of(results(), "fails")
     assert own == "ZeroDivisionError: a bug in the loop"
-    assert told == f"RuntimeError: {own} (on rank 1 of 2)"
+    assert told == f"RuntimeError: {own} (on rank 1)"
     assert fast < ranks.SOON
     assert after
     assert after_too

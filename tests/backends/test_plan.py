@@ -1,30 +1,98 @@
-"""How many tokens a chunk takes."""
+"""Which way a loss goes, and what it holds."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusedce.backends import plan
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, Call, MiB
 from fusedce.backends.triton import archs
+
+LLAMA = Call(8192, 8192, 128256, 4096, element=2, logit=2)
+SMOLLM = Call(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
 
 
 def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
-    common = {"V": 128256, "H": 4096, "accumulator": True, "on_cpu": False, "chunk_tokens": None}
     # One chunk of two-byte exponentials is smaller than several beside a float32 accumulator.
-    assert plan.chunk_size(8192, logit_bytes=2, **common) == 8192
-    size = plan.chunk_size(32768, logit_bytes=2, **common)
+    assert plan.chunk_size(LLAMA) == 8192
+    size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
     assert size % 128 == 0
     assert size * 128256 * 2 <= plan.DEVICE_BUDGET
-    assert plan.chunk_size(100, logit_bytes=2, **{**common, "chunk_tokens": 7}) == 7
+    assert plan.chunk_size(LLAMA, 7) == 7
 
 
 @pytest.mark.parametrize("vocabulary", [512, 2048, 8192, 50257, 256000])
 def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""
-    C = plan.chunk_size(
-        10**7, vocabulary, 4096, logit_bytes=2, accumulator=True, on_cpu=False, chunk_tokens=None
-    )
+    C = plan.chunk_size(LLAMA._replace(n=10**7, N=10**7, V=vocabulary))
     assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
     assert C <= 8192  # more make the products no faster, and every row has buffers of its own
     arch = archs.BY_NAME["sm_90"]
     for H in (64, 1024, 4096, 16384):
         rows, T = arch.tile_shape(C, vocabulary, H, min(vocabulary, arch.exp_block_v))
         assert rows * T * 4 <= (32 if H >= 4096 else 128) * 2**20
+
+
+def test_less_memory_takes_the_next_way():
+    """bf16 at (8192, 4096, 128256): all logits are 2 GiB, the accumulator as much again."""
+    long = LLAMA._replace(n=32768, N=32768)
+    names = [plan.way_of(long, memory_budget=gib * 2**30 // 4).name for gib in (64, 16, 12, 8, 4)]
+    assert names == [ONE_CHUNK, CHUNKS, CHUNKS, TILES, TILES]
+    assert plan.way_of(LLAMA, memory_budget=3 * 2**30).name == ONE_CHUNK
+    assert plan.way_of(LLAMA, memory_budget=2**30).name == TILES
+    gemma = LLAMA._replace(V=256000, H=2304)
+    assert plan.way_of(gemma, memory_budget=200 * MiB).name == TILES
+
+
+calls = st.builds(
+    lambda n, more, V, H, element, on_cpu, wide, weight: Call(
+        n, n + more, V, H, element, 4 if on_cpu else element, wide_weight=wide and element == 2,
+        weight=weight, on_cpu=on_cpu, triton=not on_cpu,
+    ),
+    st.integers(0, 50_000), st.integers(0, 5000), st.integers(1, 300_000), st.integers(1, 10_000),
+    st.sampled_from([2, 4]), st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+
+
+@given(calls, st.floats(0, 12))
+def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
+    budget = int(plan.least_bytes(call) * 2**more)
+    way = plan.way_of(call, memory_budget=budget)
+    assert way.bytes <= budget
+    assert way.tokens >= 1
+    assert way.classes >= 1
+    richer = plan.way_of(call, memory_budget=2 * budget)
+    assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
+    if richer.name == way.name == CHUNKS:
+        assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
+
+
+@given(calls)
+def test_too_small_a_budget_says_the_least(call):
+    least = plan.least_bytes(call)
+    assert plan.way_of(call, memory_budget=least).bytes <= least
+    with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
+        plan.way_of(call, memory_budget=least // 2)
+    named = int(str(said.value).split("at least ")[1].split()[0])
+    assert plan.way_of(call, memory_budget=named).bytes <= named
+    assert least <= named
+    with pytest.raises(ValueError, match="at least"):
+        plan.way_of(call, memory_budget=least - 1)
+
+
+@given(calls, st.integers(1, 50_000), st.integers(24, 34))
+def test_the_width_of_a_tile_is_the_same_in_every_batch(call, n, power):
+    """A token's sums are cut at the same classes, whatever the batch around it."""
+    widths = set()
+    for some in (call, call._replace(n=n, N=n)):
+        if plan.tiles_of(some).held and 4 * plan.least_bytes(some) < 2**power:
+            widths.add(plan.tiles_of(some, memory_budget=2**power).classes)
+    assert len(widths) <= 1
+
+
+@pytest.mark.parametrize("budget", [16, 64, 256])
+def test_tiles_of_a_cpu_are_worth_their_memory(budget):
+    """Blocks wide enough for products of full speed, from 16 MiB on."""
+    way = plan.tiles_of(SMOLLM, memory_budget=budget * MiB)
+    assert way.tokens * way.classes >= 2**15
+    assert way.tokens >= 128

@@ -38,7 +38,7 @@ def test_amd_assembly_is_counted():
         "    .vgpr_count:     96\n    .vgpr_spill_count: 2\n"
     )
     assert compiled._amd(asm) == {
-        "registers": 96, "spill_bytes": 8, "instructions": 5, "barriers": 1,
+        "warnings": [], "registers": 96, "spill_bytes": 8, "instructions": 5, "barriers": 1,
         "loads": {"16": 1}, "stores": {"2": 1},
     }  # fmt: skip
 
@@ -70,6 +70,32 @@ def test_an_error_in_the_code_is_not_tried_elsewhere(tmp_path, monkeypatch):
 
 ROW = {"kernel": "forward bf16", "arch": "sm_90", "registers": 200, "spill_bytes": 0, "async": 15,
        "instructions": 1000, "barriers": 4, "shared": 1024}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"spill_bytes": 8}, ["forward bf16 sm_90: 8 bytes of spills, known are 0"]),
+        ({"spill_bytes": 8, "candidate": True}, []),
+        ({"warnings": ["C7514"]}, ["forward bf16 sm_90: ptxas warns of C7514"]),
+        ({"warnings": ["C7514"], "candidate": True},
+         ["forward bf16 sm_90: ptxas warns of C7514"]),
+    ],
+)  # fmt: skip
+def test_spills_and_serialised_wgmma_are_faults(change, said, monkeypatch):
+    row = ROW | {"warnings": [], "candidate": False} | change
+    assert compiler_report.faults([row]) == said
+    monkeypatch.setitem(compiler_report.KNOWN_SPILLS, ("forward bf16", "sm_90"), 8)
+    assert [x for x in compiler_report.faults([row]) if "spills" in x] == []
+
+
+def test_warnings_of_the_assembler_are_read(tmp_path, monkeypatch):
+    said = "info : (C7514) Potential Performance Loss: wgmma.mma_async ... are serialized\n"
+    monkeypatch.setattr(compiled, "assemble", lambda *_: f"{said}{said}Used 9 registers")
+    monkeypatch.setattr(compiled, "_BIN", tmp_path)
+    fake(tmp_path, "nvdisasm", "", 0)
+    assert compiled._nvidia("", "sm_90a")["warnings"] == ["C7514"]
 
 
 def test_nothing_changed_is_nothing_worse():

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import report
 from lib import pictures
+from lib.tables import markdown
+from PIL import Image
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -32,13 +34,15 @@ def test_every_picture_of_the_losses(losses, tmp_path):
 
 
 def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_path):
-    path = pictures.overview(losses, gaps, "a device", tmp_path, "cpu")
-    assert path.stat().st_size > 10_000
+    wide, narrow = pictures.overview(losses, gaps, "a device", tmp_path, "cpu")
+    assert wide.stat().st_size > 10_000
+    across, down = Image.open(narrow).size
+    assert across < 0.6 * down  # one panel below the other
     timed = [r for r in losses if r["suite"] == "time"]
     with pytest.raises(ValueError, match="no problem has a time and a peak"):
         pictures.overview(timed, gaps, "a device", tmp_path, "cpu")
     both = [r | {"extra_peak_bytes": 2**20} for r in timed]  # as on a GPU
-    assert pictures.overview(both, gaps, "a device", tmp_path, "cuda").exists()
+    assert all(p.exists() for p in pictures.overview(both, gaps, "a device", tmp_path, "cuda"))
 
 
 def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):
@@ -50,6 +54,17 @@ def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):
 def test_the_tables_of_the_committed_results(losses):
     for suite in ("time", "memory", "masked", "accuracy", "budget", "scaling", "forward", "frozen"):
         assert report.table(suite, losses).count("\n") > 3
+    lines = report.table("time", losses).splitlines()[2:]
+    named = [line.split("|")[1].strip() for line in lines]
+    assert len([x for x in named if x]) == len(set(named) - {""}) == 2  # a shape is said once
+
+
+def test_a_value_is_said_once_where_all_before_it_repeat_too():
+    rows = [dict(zip("abc", values, strict=True)) for values in ("xy1", "xy1", "xz1", "wz1")]
+    cells = [line.split("|")[1:4] for line in markdown(rows, once=("a", "b")).splitlines()[2:]]
+    assert ["".join(c.strip() or "." for c in row) for row in cells] == [
+        "xy1", "..1", ".z1", "wz1"
+    ]  # fmt: skip
 
 
 def test_how_time_grows_is_a_slope_of_logarithms(losses):

@@ -1,5 +1,6 @@
 """The command `fusedce`: quick to answer, plain when piped, no trace for a user's mistake."""
 
+import errno
 import resource
 import subprocess
 import sys
@@ -66,10 +67,13 @@ def test_shells_can_complete(shell):
         (["plan", "64,1000", "--tokens", "0"], "tokens must be at least 1, got 0"),
         (["plan", "64,1000", "--device", "H300"], "device must be cpu or one of A100"),
         (["plan"], "Missing argument 'MODEL'"),
+        (["plan", "64,1000", "--free", "-3"], "'--free'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
         (["bench", "--shape", "0,8,9"], "sizes and repeats must be at least 1"),
+        (["bench", "--picture", "/proc/none/x.png"], "cannot write --picture /proc/none/x.png"),
+        (["bench", "--picture", "."], "'--picture'"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
         (["demo", "--steps", "0"], "'--steps'"),
         (["demo", "--out", "/proc/nothing"], "cannot write to --out /proc/nothing"),
@@ -84,6 +88,100 @@ def test_a_mistake_is_named_without_a_trace(arguments, words):
     assert words in done.stderr
     assert "Traceback" not in done.output
     assert done.stdout == ""
+
+
+def test_a_suggestion_is_made_once():
+    hint = (
+        call("plan", "gpt").stderr.partition("did you mean ")[2].strip().rstrip("?").split(" or ")
+    )
+    assert len(hint) > 1
+    assert len(set(hint)) == len(hint)
+
+
+def test_the_picture_is_tried_before_the_measurement(monkeypatch):
+    from fusedce import benchmark
+
+    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: pytest.fail("it was measured first"))
+    done = call("bench", "--picture", "/proc/none/x.png")
+    assert done.exit_code == 2
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = call("bench", "--picture", "x.png")
+    assert "--picture needs matplotlib: pip install 'fusedce[bench]'" in done.stderr
+
+
+def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
+    from fusedce import benchmark
+
+    result = benchmark.Result(
+        (8, 4, 9), "fp32", "cpu", "here", "method", [benchmark.Row("bare GEMMs", [1.0], None)]
+    )
+    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: result)
+    assert "Compiled eager: add --compile" in call("bench").output
+    assert "--compile" not in call("bench", "--compile").output
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 1, "No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "out/x"), 1, "out/x"),
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), 1, "rich is missing: pip"),
+        (ModuleNotFoundError("No module named 'x.y'", name="x.y"), 1, "pip install 'x'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_stops_a_command_is_one_line(monkeypatch, raised, status, words):
+    from fusedce import benchmark
+
+    def stopped(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(benchmark, "bench", stopped)
+    done = call("bench")
+    assert done.exit_code == status
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.output
+
+
+def test_an_error_of_ours_keeps_its_trace(monkeypatch):
+    from fusedce import benchmark
+
+    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: [][1])
+    assert isinstance(call("bench").exception, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (OSError("offline"), "hf download org/name config.json --local-dir name"),
+        (ModuleNotFoundError("huggingface_hub"), "hf download org/name config.json"),
+    ],
+)
+def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised, words):
+    from fusedce import models
+
+    def fails(model):
+        raise raised
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "_download", fails)
+    done = call("plan", "org/name")
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert "then: fusedce plan name" in done.stderr
+
+
+def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
+    from fusedce import models
+
+    config = tmp_path / "config.json"
+    config.write_text('{"hidden_size": 64, "vocab_size": 1000}')
+    asked = []
+    monkeypatch.setattr(models, "_download", lambda model: asked.append(model) or config)
+    found = answer("plan", "org/name")
+    assert asked == ["org/name"]
+    assert (found["model"]["H"], found["model"]["V"]) == (64, 1000)
 
 
 def test_a_file_that_is_no_configuration_is_named(tmp_path):

@@ -1,9 +1,11 @@
 """What an installation brings: names at first use, extras that are named, a clean tree."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -51,6 +53,42 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_layout_of_a_kernel_repository_loads(tmp_path):
+    """As Hugging Face's `kernels` imports it: the variant's file, under a name of its own."""
+    pytest.importorskip("tomllib", reason="the layout is written with Python 3.11 or newer")
+    script = ROOT / ".ci" / "hub_kernel.py"
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    variants = sorted(p.name for p in (tmp_path / "build").iterdir())
+    assert variants == ["torch-cpu", "torch-cuda", "torch-rocm", "torch-xpu"]
+    variant = tmp_path / "build" / "torch-cpu"
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cpu"}
+    load = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location({metadata["id"]!r}, {str(variant / "__init__.py")!r})
+loss = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loss)
+import torch, fusedce.kernels.forward
+assert fusedce.__file__.startswith({str(variant)!r}), fusedce.__file__
+assert fusedce.kernels.forward.__file__.startswith({str(variant)!r})
+print(loss.fused_ce(torch.zeros(3, 4), torch.zeros(7, 4), torch.tensor([1, -100, 6])).n_valid)
+"""
+    done = run(load)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "tensor(2)\n"
+    done = run(f"import fusedce; fusedce.__version__ = '0.0'\n{load}")
+    assert "fusedce 0.0 is already imported" in done.stderr
+
+
+def test_extras_are_named_in_the_install_page():
+    extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n",
+                       (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]  # fmt: skip
+    named = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE)) - {"dev"}
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert {x for x in named if f"'fusedce[{x}]'" not in page} == set()
+
+
 def test_a_submodule_does_not_hide_the_function_of_its_name():
     done = run("import fusedce.auditing, fusedce.check, fusedce.plan, fusedce; "
                "assert callable(fusedce.audit)")  # fmt: skip
@@ -85,7 +123,12 @@ def test_building_leaves_nothing_behind(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {p for p in tree.rglob("*") if "__pycache__" not in p.parts} == before
-    (wheel,) = wheels.iterdir()
+    (wheel,) = wheels.glob("*.whl")
+    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, wheels], cwd=tree, check=True, capture_output=True)
+    (sdist,) = wheels.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:  # whole tests or none: these have none
+        assert not [n for n in archive.getnames() if "/tests" in n]
     names = zipfile.ZipFile(wheel).namelist()
     assert "fusedce/kernels/forward.py" in names
     assert "fusedce/py.typed" in names

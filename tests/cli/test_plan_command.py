@@ -78,13 +78,30 @@ def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
         sizes.append(original(*args, **kwargs))
         return sizes[-1]
 
-    original = training.chunk_size
-    monkeypatch.setattr(training, "chunk_size", watched)
+    original = training.way_of
+    monkeypatch.setattr(training, "way_of", watched)
     N, H, V = 3000, 8, 30000
     hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     fusedce.fused_ce(hidden, weight, torch.randint(V, (N,))).mean().backward()
-    assert set(sizes) == {plan.chunk(N, H, V, 4, None)}
-    assert sizes[0] < N
+    assert [way.tokens for way in sizes] == [plan.chunk(N, H, V, 4, None)]
+    assert sizes[0].tokens < N
+
+
+def test_the_frontier_runs_from_the_least_budget_to_one_chunk(tmp_path):
+    picture = tmp_path / "frontier.png"
+    found = answer("plan", "4096,128256", "--tokens", "32768", "--picture", str(picture))
+    points = found["frontier"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(dict.fromkeys(p["way"] for p in points)) == ["tiles", "chunks", "one chunk"]
+    assert all(p["bytes"] <= p["budget"] for p in points)
+    assert [p["products"] for p in points] == [4 if p["way"] == "tiles" else 3 for p in points]
+    times = [p["milliseconds"] for p in points]
+    assert times == sorted(times, reverse=True)  # more memory is never slower
+    text = call("plan", "4096,128256").output
+    assert "What a memory_budget buys" in text
+    none = call("plan", "4096,128256", "--device", "cpu", "--picture", str(picture))
+    assert none.exit_code == 2
+    assert "--picture needs predicted times" in none.stderr
 
 
 def test_text_is_plain(llama):

@@ -61,6 +61,90 @@ def test_labels_of_a_wrong_kind(function):
         function(hidden, weight, labels[:3].float())
 
 
+MISTAKES = {
+    "dtypes differ": (
+        lambda f, h, w, y: f(h.bfloat16(), w, y),
+        r"weight must have the dtype of hidden torch.bfloat16, got torch.float32: pass "
+        r"weight.to\(hidden.dtype\), or call it under torch.autocast",
+    ),
+    "labels are cut": (
+        lambda f, h, w, y: f(h, w, y[:, 1:]),
+        r"\(2, 5\), got \(2, 4\)\. .*pass fusedce.shift_labels\(labels\) of the uncut labels",
+    ),
+    "hidden is cut": (
+        lambda f, h, w, y: f(h[:, :-1], w, y),
+        r"\(2, 4\), got \(2, 5\)\. .*pass labels\[\.\.\., 1:\], or the uncut hidden",
+    ),
+    "labels are flat": (
+        lambda f, h, w, y: f(h, w, y.reshape(-1)),
+        r"got \(10,\)\. .*pass labels.reshape\(hidden.shape\[:-1\]\)",
+    ),
+    "hidden is flat": (
+        lambda f, h, w, y: f(h.reshape(-1, H), w, y),
+        r"got \(2, 5\)\. .*pass labels.reshape\(hidden.shape\[:-1\]\)",
+    ),
+    "numpy": (
+        lambda f, h, w, y: f(h, w, y.numpy()),
+        r"labels must be a tensor, got ndarray: pass torch.as_tensor\(labels\)",
+    ),
+    "a list": (
+        lambda f, h, w, y: f(h, w, y.tolist()),
+        r"labels must be a tensor, got list: pass torch.as_tensor\(labels\)",
+    ),
+    "sparse": (
+        lambda f, h, w, y: f(h.detach().to_sparse(), w, y),
+        r"hidden must be a dense tensor, got torch.sparse_coo: pass hidden.to_dense\(\)",
+    ),
+    "nested": (
+        lambda f, h, w, y: f(torch.nested.as_nested_tensor([h[0], h[1, :3]]), w, y),
+        r"hidden must be a dense tensor, got a nested one: pass hidden.to_padded_tensor\(0\.0\)",
+    ),
+    "weights of classes as weight": (
+        lambda f, h, w, y: f(h, w, y, weight=torch.ones(V)),
+        r"got weight twice, by position and by name: it is the head's \(V, H\). Weights of classes "
+        r"are class_weight of fused_cross_entropy",
+    ),
+    "bias by position": (
+        lambda f, h, w, y: f(h, w, y, torch.zeros(V)),
+        r"takes hidden, weight, labels by position, got 4: give the others by name, such as bias=",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_common_mistake_gets_its_remedy(function, name):
+    mistake, words = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        mistake(function, *inputs(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"reduction": "mean"}, r"use fused_ce\(\.\.\.\)\.mean\(\), or fused_cross_entropy\("),
+        ({"class_weight": torch.ones(V)}, r"use fused_cross_entropy\(\.\.\., class_weight="),
+    ],
+)
+def test_an_option_of_the_other_function_is_pointed_to(option, words):
+    with pytest.raises(TypeError, match=words):
+        fused_ce(*inputs(2, 5), **option)
+
+
+def test_the_only_parameters_by_name_work():
+    hidden, weight, labels = inputs(2, 5)
+    out = fused_ce(hidden=hidden, weight=weight, labels=labels)
+    torch.testing.assert_close(out, fused_ce(hidden, weight, labels))
+
+
+@pytest.mark.parametrize("name", ["loss", "detach", "cpu", "requires_grad"])
+def test_what_a_loss_has_and_a_sum_has_not(name):
+    out = fused_ce(*inputs(2, 5))
+    with pytest.raises(AttributeError, match=rf"a LossSum has no {name}.*Use \.mean\(\)"):
+        getattr(out, name)
+    assert not hasattr(out, "shape")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [2**31, 2**40, -(2**40), V, -1])
 def test_a_bad_label_is_named_with_its_own_value(backend, value):

@@ -58,7 +58,7 @@ def test_a_factor_scales_the_loss_and_keeps_the_count(x):
     ],
 )
 def test_what_asks_for_a_loss_is_told_how_to_get_one(use):
-    with pytest.raises(TypeError, match=r"LossSum: .*\.mean\(\).*LossAccumulator"):
+    with pytest.raises(TypeError, match=r"LossSum\. .*\.mean\(\).*LossAccumulator"):
         use(a_sum(2, 3))
 
 

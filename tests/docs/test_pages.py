@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+import fusedce
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+TEXTS = {str(page.relative_to(DOCS)): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Files of examples, which tests/examples runs. Their fence is one that ruff does not format.
+INCLUDED = re.compile(r'^``` {\.python}\n--8<-- "(examples/\w+\.py)"\n```$', re.MULTILINE)
 PAGES = {
-    str(page.relative_to(DOCS)): re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    for page in sorted(DOCS.rglob("*.md"))
+    name: [code for tag, code in FENCE.findall(text) if tag == "python"]
+    for name, text in TEXTS.items()
 }
 PAGES = {name: snippets for name, snippets in PAGES.items() if snippets}
 BLOB = "https://github.com/fusedce/fusedce/blob/main"
@@ -24,8 +31,30 @@ NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 def test_the_snippets_of_a_page_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = {"__name__": "pasted"}
-    for snippet in PAGES[name]:
-        exec(compile(snippet, name, "exec"), session)
+    try:
+        for snippet in PAGES[name]:
+            exec(compile(snippet, name, "exec"), session)
+    finally:
+        if dist.is_initialized():  # a page on ranks makes a group of one process
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_block_says_its_language(name):
+    """A block of Python without a tag would be neither coloured nor run."""
+    tags = [tag for tag, _ in FENCE.findall(TEXTS[name])]
+    assert set(tags) <= {"python", " {.python}", "py", "bash", "text", "diff"}
+    assert tags.count(" {.python}") == len(INCLUDED.findall(TEXTS[name]))
+    if "py" in tags:  # runs in a process of its own: tests/compiled does it
+        assert name == "kernels.md"
+
+
+def test_a_page_whose_example_imports_the_small_model_links_to_it():
+    used = {name: INCLUDED.findall(text) for name, text in TEXTS.items()}
+    needs = [n for n, paths in used.items()
+             if any("from tiny import" in (ROOT / p).read_text() for p in paths)]  # fmt: skip
+    assert len(needs) >= 4
+    assert [name for name in needs if "(../../examples/tiny.py)" not in TEXTS[name]] == []
 
 
 def test_pages_with_snippets_are_found():
@@ -44,6 +73,14 @@ def test_a_notebook_runs_and_prints_what_it_shows(path):
             exec(compile("".join(cell["source"]), path.name, "exec"), session)
         shown = "".join("".join(out["text"]) for out in cell["outputs"])
         assert same(printed.getvalue(), shown), (printed.getvalue(), shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_opens_in_a_hosted_service(path):
+    first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    where = path.relative_to(ROOT)
+    assert f"(https://colab.research.google.com/github/fusedce/fusedce/blob/main/{where})" in first
+    assert "%pip install 'fusedce" in first
 
 
 def same(a, b):
@@ -67,8 +104,9 @@ def test_tables_are_those_of_the_committed_measurements(page, tmp_path, monkeypa
     import report
 
     copy = tmp_path / page
-    copy.write_text(re.sub(r"(<!-- \w+ cpu -->\n).*?(?=<!-- end)", r"\1", (DOCS / page).read_text(),
-                           flags=re.DOTALL))  # fmt: skip
+    # Errors of the three ways are no file: `python bench/frontier.py --errors` computes them.
+    tables = r"(<!-- (?!ways)\w+ cpu -->\n).*?(?=<!-- end)"
+    copy.write_text(re.sub(tables, r"\1", (DOCS / page).read_text(), flags=re.DOTALL))
     data = str(ROOT / "bench" / "results" / "loss-cpu.json")
     monkeypatch.setattr(sys, "argv", ["report.py", data, "--readme", str(copy)])
     assert report.main() == 0
@@ -79,6 +117,10 @@ def test_tables_are_those_of_the_committed_measurements(page, tmp_path, monkeypa
 
         measured = json.loads((ROOT / "bench" / "results" / "options-cpu.json").read_text())
         put(copy, "options cpu", options.tables(measured))
+        import frontier
+
+        measured = json.loads((ROOT / "bench" / "results" / "frontier-cpu.json").read_text())
+        put(copy, "frontier cpu", frontier.tables(measured))
         written = copy.read_text()
     assert written == expected
 
@@ -131,3 +173,27 @@ def test_every_message_of_the_package_is_collected(monkeypatch):
     texts = " ".join(text for _, _, text in found)
     for words in ("weight must be", "is no folder, file, class or model type"):
         assert words in texts
+
+
+def test_the_api_page_has_every_public_name():
+    page = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^::: [\w.]+\.(\w+)$", page, re.MULTILINE))
+    assert set(fusedce.__all__) - shown == set()
+    assert page.startswith("---\nsearch:\n  boost: ")  # before the pages that mention an option
+
+
+def test_examples_in_docstrings_are_sections_that_render_as_code():
+    """Of Google's headings, "Examples:" is the one whose prompts become code."""
+    sources = [p for p in (ROOT / "fusedce").rglob("*.py") if "kernels" not in p.parts]
+    lines = [line.strip() for p in sources for line in p.read_text().splitlines()]
+    assert lines.count("Examples:") > 25
+    assert "Example:" not in lines
+
+
+def test_sphinx_syntax_of_docstrings_is_not_printed(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import hooks
+
+    html = "<p>The loss::</p><p>see :func:<code>~fusedce.fused_ce</code>, a[::2] and\nx::\n</p>"
+    expected = "<p>The loss:</p><p>see <code>fusedce.fused_ce</code>, a[::2] and\nx:\n</p>"
+    assert hooks.on_page_content(html) == expected

@@ -1,6 +1,8 @@
 """The README: short, its snippets run as pasted, its links hold on a package index, too."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +17,34 @@ BLOB = re.compile(r"https://(?:github\.com|raw\.githubusercontent\.com)/fusedce/
 
 def test_it_is_short_and_begins_with_what_to_run():
     assert len(README.splitlines()) <= 110
-    assert README.index("pip install fusedce") < README.index("make demo")
+    assert README.index("pip install 'fusedce[transformers]'") < README.index("make demo")
     assert README.index("make demo") < README.index("make test")
 
 
-def test_the_snippets_run_as_pasted(tmp_path, monkeypatch, capsys):
-    """One after the other in one session, as a reader pastes them."""
+@pytest.mark.parametrize(
+    ("number", "printed"), [(0, "losses fused: 1"), (1, "train_loss"), (2, "'n_tokens': 109")]
+)
+def test_a_snippet_runs_as_pasted_and_alone(number, printed, tmp_path, monkeypatch, capsys):
+    """`.ci/run` runs them once more in an environment that holds only what the line installs."""
     monkeypatch.chdir(tmp_path)
+    exec(compile(SNIPPETS[number], "README.md", "exec"), {"__name__": "pasted"})
+    assert printed in capsys.readouterr().out
+
+
+def test_no_snippet_is_left_out():
     assert len(SNIPPETS) == 3
-    session = {"__name__": "pasted"}
-    for snippet in SNIPPETS:
-        exec(compile(snippet, "README.md", "exec"), session)
-    assert "'n_tokens': 109" in capsys.readouterr().out
+
+
+def test_a_snippet_that_fails_is_named(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n")  # x is not its own
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "snippets.py", page], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "snippet 1: ran" in done.stdout
+    assert "snippet 2: FAILED\n" in done.stdout
+    assert "NameError" in done.stdout
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -10,6 +10,8 @@ from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
+from fusedce.backends import plan
+from fusedce.backends.torch import training
 from fusedce.head.lazy.logits import LazyLogits
 
 
@@ -20,6 +22,8 @@ def test_a_shallow_copy_computes_with_its_own_parameters():
     twin._parameters = {"weight": torch.zeros(V, H), "bias": None}
     assert float(twin(h).abs().sum().detach()) == 0
     assert float(model[1](h).abs().sum().detach()) > 0
+    other = copy.deepcopy(copy.copy(model[1]))
+    assert type(replace_loss_head(nn.Sequential(model[0], other))(x)) is LazyLogits
 
 
 def test_a_replica_computes_with_its_own_parameters():
@@ -120,6 +124,33 @@ def test_a_resized_vocabulary_stays_replaced(llama, no_logits):
     assert type(model(input_ids=tokens(2, 9)).logits) is torch.Tensor
 
 
+def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(llama, monkeypatch):
+    asked = []
+
+    def watched(call, **options):
+        asked.append(options["memory_budget"])
+        return plan.way_of(call, **options)
+
+    monkeypatch.setattr(training, "way_of", watched)
+    model = llama()
+    x = tokens(2, 9)
+    replace_loss_head(model, memory_budget=2**26)
+    model(input_ids=x, labels=x).loss.backward()
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    model.zero_grad()
+    model(input_ids=x, labels=x).loss.backward()
+    replace_loss_head(model)  # changes nothing
+    model(input_ids=x, labels=x).loss.backward()
+    replace_loss_head(model, memory_budget=2**27)
+    model(input_ids=x, labels=x).loss.backward()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(input_ids=x, labels=x).loss.backward()
+    assert [b for b in asked if b is not None] == [2**26] * 3 + [2**27] * 2
+    with pytest.raises(TypeError, match="memory_budget must be an int, in bytes, or None, got str"):
+        replace_loss_head(model, memory_budget="1 GiB")
+
+
 def test_lora_that_comes_later_stays_replaced(llama, no_logits):
     peft = pytest.importorskip("peft")
     model = replace_loss_head(llama())
@@ -166,3 +197,19 @@ def test_an_input_of_another_width_raises_where_the_untouched_head_does():
     head = replace_loss_head(plain_model())[1]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         head(torch.randn(3, head.in_features + 1))
+
+
+def test_the_type_of_a_head_stays_what_it_was():
+    model = replace_loss_head(plain_model())
+    assert type(model[1]) is nn.Linear
+    assert type(copy.deepcopy(model)[1]) is nn.Linear
+    assert type(model(tokens(3, 7))) is LazyLogits
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamic_quantisation_finds_the_head():
+    kinds = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+        kinds.append(type(quantised[1]))
+    assert kinds[1] is kinds[0] is not nn.Linear

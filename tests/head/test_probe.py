@@ -9,7 +9,7 @@ from support.attacks import both
 from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
-from fusedce import head_report, replace_loss_head
+from fusedce import head_report, reference_ce, replace_loss_head
 
 
 def model_of(head):
@@ -39,6 +39,55 @@ def test_a_head_that_upcasts(when):
             results.append((z + 0, ce(z, y)))
     torch.testing.assert_close(results[1][0], results[0][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-3, atol=0)
+
+
+class MultipliesInFloat32(nn.Linear):
+    """As reinforcement learning and mixtures of experts do for stability."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias)
+
+
+class RoundsAfterwards(MultipliesInFloat32):
+    def forward(self, x):
+        return super().forward(x).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        (MultipliesInFloat32, torch.float32),
+        (MultipliesInFloat32, torch.bfloat16),
+        (RoundsAfterwards, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("when", ["bf16 body", "autocast"])
+def test_the_loss_is_computed_in_the_dtype_in_which_the_head_multiplies(kind, weights, when):
+    torch.manual_seed(0)
+    native = nn.Sequential(nn.Embedding(V, 256), nn.Linear(256, 64), kind(64, V))
+    if when == "bf16 body":
+        native[:2].bfloat16()
+    native[2].to(weights)
+    with torch.no_grad():
+        native[2].weight.mul_(4)
+    replaced = replace_loss_head(copy.deepcopy(native))
+    x, y, results = tokens(8, 16), tokens(8, 16, seed=1), []
+    for m in (native, replaced):
+        with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
+            z = m(x)
+            hidden = m[:2](x).detach()
+        ce(z.float(), y).backward()
+        results.append((z.dtype, [p.grad for p in m.parameters()]))
+    exact = reference_ce(hidden.float(), native[2].weight.float(), y, bias=native[2].bias.float())
+    with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
+        fused = ce(replaced(x).float(), y)
+    torch.testing.assert_close(fused.double(), exact.mean(), rtol=1e-6, atol=0)
+    assert results[0][0] == results[1][0]
+    for fused, expected in zip(results[1][1], results[0][1], strict=True):
+        assert (fused - expected).norm() <= 2**-7 * expected.norm()  # native ones are bf16
+    assert "multiplies torch.bfloat16 hidden states in torch.float32" in str(head_report(replaced))
 
 
 class Noisy(nn.Linear):

@@ -59,6 +59,7 @@ def test_gradients_of_logits_are_for_those_who_ask():
     torch.testing.assert_close(seen["lazy", "grad"], seen["real"])
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_it_is_laid_out_as_real_ones():
     model, x = plain_model(), tokens(3, 7)
     real = model(x)
@@ -100,6 +101,7 @@ def test_what_changes_before_a_look_is_refused(then):
     torch.testing.assert_close(z.sum(), seen.sum())
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_functional_call():
     model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
     others = {name: 2 * p.detach() for name, p in model.named_parameters()}
@@ -139,6 +141,7 @@ def test_without_grad_means_without_grad():
     assert model[1].weight.grad is None
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_resized_vocabulary():
     model, x = replace_loss_head(plain_model()), tokens(3, 7)
     model[1].weight = nn.Parameter(torch.randn(V + 14, H))
@@ -149,6 +152,7 @@ def test_resized_vocabulary():
     )
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_autocast_at_the_look_changes_nothing():
     model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
     native = model(x)
@@ -159,6 +163,7 @@ def test_autocast_at_the_look_changes_nothing():
         torch.testing.assert_close(ce(model(x).float(), y), ce(native, y), rtol=1e-2, atol=0)
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_a_finer_bias_is_not_rounded():
     def losses(z):
         whole = ce(z + bias, y)  # first: a look at z would make all that follows real
@@ -172,12 +177,14 @@ def test_a_finer_bias_is_not_rounded():
         torch.testing.assert_close(losses(replace_loss_head(model)(x)), native)
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_a_value_per_row_is_no_bias():
     model, x, column = plain_model(), tokens(V), torch.arange(V)[:, None]
     native = model(x) + column
     torch.testing.assert_close((replace_loss_head(model)(x) + column) + 0, native)
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_a_head_that_makes_float32():
     class Head(nn.Linear):
         def forward(self, x):
@@ -207,6 +214,7 @@ def test_inside_a_checkpoint():
     assert not ce(z, y).requires_grad or z.grad_fn is not None
 
 
+@pytest.mark.usefixtures("each_mode")
 def test_models_can_be_saved():
     model, x = replace_loss_head(plain_model()), tokens(3, 7)
     twin = pickle.loads(pickle.dumps(model))

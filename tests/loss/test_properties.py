@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedce
-from fusedce.backends.torch import per_token, products, training
+from fusedce.backends import plan
+from fusedce.backends.torch import products
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,8 +28,7 @@ def bf16_units(request, monkeypatch):
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
-    for module in (training, per_token):
-        monkeypatch.setattr(module, "tiles", _tiles_of(tile))
+    monkeypatch.setattr(plan, "tile_classes", lambda *_: tile)
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
@@ -95,11 +95,3 @@ def test_the_check_can_fail():
         check(one_too_many, case)
     with pytest.raises(AssertionError):
         assert_matches_reference(scaled, max_examples=50)
-
-
-def _tiles_of(size):
-    def tiles(weight, C):
-        V = weight.shape[0]
-        return ((begin, min(begin + size, V)) for begin in range(0, V, size))
-
-    return tiles

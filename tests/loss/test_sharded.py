@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fusedce import fused_ce
+from fusedce.agreement import ALL_GATHER
+from fusedce.autograd import sharded
 from fusedce.backends import plan
 from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.backends.sharded.tiles import ALL_GATHER
 from fusedce.loss.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
@@ -213,6 +214,58 @@ def errors(rank):
     }
 
 
+def tiles(options, tokens_sharded, rank):
+    """Under a budget that asks for tiles of the vocabulary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
+        sizes = UNEQUAL[dist.get_world_size()]
+        x = inputs(sum(sizes), **options)
+        local, rows = own_rows(x, sizes, rank)
+        exact = truth(x)
+        mine = slice(None)
+        if tokens_sharded:
+            world = dist.get_world_size()
+            mine = slice(N * rank // world, N * (rank + 1) // world)
+            for name in ("hidden", "labels", "token_weight"):
+                if name in local:
+                    local[name] = local[name][mine].detach().clone()
+            local["hidden"].requires_grad_()
+            exact[2]["hidden"] = exact[2]["hidden"][mine]
+        out = sharded_ce(
+            **local, process_group=dist.group.WORLD, tokens_sharded=tokens_sharded,
+            memory_budget=2**30,
+        )  # fmt: skip
+        compare(local, rows, out, exact)
+    return float(out.loss_sum)
+
+
+def budgets(rank):
+    """What is taken under which, and errors of one that is too small or another rank's."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
+    weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
+    x = {
+        "hidden": hidden, "weight": weight, "labels": torch.arange(300),
+        "process_group": dist.group.WORLD,
+    }  # fmt: skip
+    taken = []
+
+    def watched(call, **asked):
+        taken.append(plan.way_of(call, **asked).name)
+        return plan.way_of(call, **asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SCRATCH_CPU", 0)
+        patch.setattr(sharded, "way_of", watched)
+        losses = []
+        for budget in (2**24, 2**20 + 2**19, 2**19):
+            losses.append(float(sharded_ce(**x, memory_budget=budget).loss_sum))
+        small = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**16))
+        other = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**20 + rank))
+    torch.testing.assert_close(losses, losses[:1] * 3)
+    return taken, small, other
+
+
 CASES = {
     **{f"local {k}": functools.partial(local_shards, v) for k, v in OPTIONS.items()},
     "float32": functools.partial(local_shards, OPTIONS["everything"], dtype=torch.float32),
@@ -225,11 +278,15 @@ CASES = {
     "nothing valid": nothing_valid,
     "frozen and twice": frozen_and_twice,
     "automatic chunks": automatic_chunks,
+    "tiles": functools.partial(tiles, {}, False),
+    "tiles, all options": functools.partial(tiles, OPTIONS["everything"], False),
+    "tiles, sharded tokens": functools.partial(tiles, OPTIONS["everything"], True),
+    "budgets": budgets,
     "chunked": chunked,
     "collectives": collectives,
     "errors": errors,
 }
-EQUAL = [name for name in CASES if name not in ("chunked", "collectives", "errors")]
+EQUAL = [name for name in CASES if name not in ("chunked", "collectives", "errors", "budgets")]
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
 
@@ -253,13 +310,21 @@ def test_only_a_chunk_of_logits_is_held(world):
 
 
 @WORLDS
+def test_a_budget_decides_the_way_on_all_ranks(world):
+    for taken, small, other in ranks.of(results(world), "budgets"):
+        assert taken == ["one chunk", "chunks", "tiles"]
+        assert "ValueError: memory_budget must be at least" in small
+        assert "memory_budget must be the same on all ranks" in other
+
+
+@WORLDS
 def test_the_collectives_are_those_of_the_docstring(world):
     assert 8 * LENGTH <= 1024
     for calls, n_valid in ranks.of(results(world), "collectives"):
         chunks = [min(8, n_valid - i) for i in range(0, n_valid, 8)]
         assert len(chunks) > 1
         assert calls == [
-            (ALL_GATHER, world * LENGTH, False),
+            (ALL_GATHER, world * LENGTH, True),
             (ALL_GATHER, world * 3 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends.sharded.agreement import _signs
-from fusedce.loss.sharded import sharded_ce
+from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
 
@@ -71,6 +71,50 @@ def bad_label_of_a_shard(rank):
 
 
 CASES["bad label"] = bad_label_of_a_shard
+
+
+def kinds_of_asking(mine, theirs, rank):
+    """Each rank asks in its own way; afterwards both are in step."""
+    function, options = theirs if rank else mine
+    error, seconds = ranks.timed(function, **inputs(), **options, process_group=dist.group.WORLD)
+    after = sharded_ce(**inputs(), process_group=dist.group.WORLD)
+    return error, seconds, int(after.n_valid)
+
+
+HALF = {"token_weight": torch.full((N,), 0.5)}
+ASKED = {
+    "tokens_sharded": (
+        (sharded_ce, {"tokens_sharded": True}),
+        (sharded_ce, {}),
+        "tokens_sharded must be the same on all ranks that share the vocabulary, here it is "
+        "[True, False]",
+    ),
+    "token_weight": (
+        (sharded_ce, {"token_weight": torch.ones(N)}),
+        (sharded_ce, HALF),
+        "token_weight must be the same on all ranks that share the vocabulary, here their values",
+    ),
+    "temperature": (
+        (sharded_logprobs, {"temperature": torch.ones(N)}),
+        (sharded_logprobs, {"temperature": torch.arange(1.0, 1 + N)}),
+        "temperature must be the same on all ranks that share the vocabulary, here their values",
+    ),
+    "reduction": (
+        (sharded_cross_entropy, {"reduction": "sum"}),
+        (sharded_cross_entropy, {"reduction": "mean"}),
+        "reduction must be the same on all ranks that share the vocabulary, here it is "
+        "['sum', 'mean']",
+    ),
+    "function": (
+        (sharded_cross_entropy, {"reduction": "none"}),
+        (sharded_logprobs, {}),
+        "function must be the same on all ranks that share the vocabulary, here it is ['losses of "
+        "tokens', 'statistics of tokens']",
+    ),
+}
+CASES |= {
+    f"asked {name}": functools.partial(kinds_of_asking, *case[:2]) for name, case in ASKED.items()
+}
 
 
 def kinds_that_differ(rank):
@@ -210,6 +254,15 @@ def test_a_rank_that_raises_before_they_meet(name):
     assert after == N
 
 
+@pytest.mark.parametrize("name", ASKED)
+def test_ranks_that_ask_for_other_things(name):
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(), f"asked {name}")
+    assert a == b
+    assert ASKED[name][2] in a
+    assert max(fast, fast_too) < ranks.SOON
+    assert after == N
+
+
 def test_a_bad_label_of_one_shard():
     (a, fast), (b, fast_too) = ranks.of(results(), "bad label")
     assert a == b
@@ -235,7 +288,7 @@ def test_hidden_states_of_another_dtype_on_each_rank():
     (a, fast), (b, fast_too) = ranks.of(results(), "dtype")
     assert a == b
     assert "hidden.dtype must be the same on all ranks that share the vocabulary" in a
-    assert "torch.float32, torch.bfloat16" in a
+    assert "torch.float32', 'torch.bfloat16" in a
     assert max(fast, fast_too) < ranks.SOON
 
 

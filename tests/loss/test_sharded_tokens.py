@@ -21,8 +21,8 @@ from support.vocabulary import (
 )
 
 from fusedce import fused_cross_entropy, fused_logprobs
+from fusedce.agreement import ALL_GATHER
 from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.backends.sharded.tiles import ALL_GATHER
 from fusedce.sharded import sharded_cross_entropy, sharded_logprobs
 
 LOSSES = {
@@ -310,7 +310,7 @@ def test_on_four_ranks_one_of_them_without_rows(name):
 def test_the_collectives_are_those_of_the_docstring():
     for calls, forward, n_valid in ranks.of(results(2), "collectives"):
         assert calls == [
-            (ALL_GATHER, 2 * LENGTH, False),
+            (ALL_GATHER, 2 * LENGTH, True),
             (ALL_GATHER, 2 * 5 * n_valid, False),  # with entropy, maximum and its class
             ("all_reduce", n_valid * H, True),
         ]

@@ -5,7 +5,7 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        "(1 if steps.adds else steps.tokens.ranks.size())",
+        'steps.tokens.size() if steps.grad_reduction == "mean" else 1',
         "1",
         "accumulate/test_ranks.py -k big_batch",
     ),
@@ -143,8 +143,8 @@ MUTANTS = [
     ),
     Mutant(
         "finish: correction upside down",
-        "estimate / n / total.clamp(min=1)",
-        "total.clamp(min=1) / (estimate / n)",
+        "estimate / total.clamp(min=1)",
+        "total.clamp(min=1) / estimate",
         "test_accumulator.py -k any_split",
     ),
     Mutant(
@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         "finish: skipped step keeps gradients",
-        "                p.grad = None\n        previous",
-        "                pass\n        previous",
+        "                p.grad = None\n        self.totals.previous",
+        "                pass\n        self.totals.previous",
         "test_guard_rails.py -k skipped",
     ),
     Mutant(
@@ -173,8 +173,8 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: evaluation of this rank only",
-        "send(METRICS, sums, steps.terms(), faults).wait()",
-        "send(METRICS, sums, steps.terms(), faults).wait() / 2",
+        "steps.totals.add(names, sent.wait())",
+        "steps.totals.add(names, sent.wait() / 2)",
         "test_state.py -k evaluation",
     ),
     Mutant(
@@ -191,8 +191,8 @@ MUTANTS = [
     ),
     Mutant(
         "state: sums of this rank",
-        "            sums = self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()",
-        "            self.meeting.send(CLOSE, sums, self.terms(), window.faults).wait()",
+        "            sums = sent.wait()\n",
+        "            sent.wait()\n",
         "test_state.py -k every_way",
     ),
     Mutant(
@@ -221,14 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: first estimate of one token",
-        "torch.where(met > 0, met, float(UNKNOWN))",
-        "met.clamp(min=1)",
-        "accumulate/test_accumulator.py -k empty_first",
-    ),
-    Mutant(
-        "edge: first window of one token",
-        "torch.tensor(float(UNKNOWN))",
-        "torch.tensor(1.0)",
+        "torch.tensor(float(UNKNOWN * self.tokens.size()), dtype=torch.float64)",
+        "torch.tensor(1.0, dtype=torch.float64)",
         "accumulate/test_accumulator.py -k empty_first",
     ),
     Mutant(
@@ -245,8 +239,62 @@ MUTANTS = [
     ),
     Mutant(
         "known denominator: the engine's division forgotten",
-        "return 1 / self.divisor()",
-        "return 1.0",
+        "return (1 / self.divisor(),)",
+        "return (1.0,)",
         "contract/test_denominator.py -k declared",
+    ),
+    Mutant(
+        "factor: not noted",
+        "wrong = ~self.guard.is_expected(grad, upstream)",
+        "wrong = grad.isnan()",
+        "test_misuse.py -k factor",
+    ),
+    Mutant(
+        "factor: a GradScaler's is noted",
+        "weakref.WeakSet(_instances(torch.amp.GradScaler))",
+        "weakref.WeakSet()",
+        "test_misuse.py -k grad_scaler",
+    ),
+    Mutant(
+        "factor: a share of a sum passes",
+        "        check_whole(losses)\n",
+        "",
+        "test_misuse.py -k divided",
+    ),
+    Mutant(
+        "guard: zero_grad of the optimizer unseen",
+        "                guard._lost = guard._kept is not None\n",
+        "                pass\n",
+        "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: zero_grad of the model unseen",
+        "if self._lost or (p is not None and p.grad is None):",
+        "if self._lost:",
+        "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: steps inside backward unseen",
+        "        if window.is_in_backward():  #",
+        "        if False:  #",
+        "test_misuse.py -k inside",
+    ),
+    Mutant(
+        "metrics: evaluation is added to training",
+        "        if self._steps.totals.n_windows:",
+        "        if False:",
+        "test_misuse.py -k mixed",
+    ),
+    Mutant(
+        "metrics: training is added to evaluation",
+        "        if self.evaluated:",
+        "        if False:",
+        "test_misuse.py -k mixed",
+    ),
+    Mutant(
+        "window: entered twice",
+        "        if self._was_entered:",
+        "        if False:",
+        "test_misuse.py -k once",
     ),
 ]

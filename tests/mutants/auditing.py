@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "audit: weights as they are in backward",
-        "            micro.weight *= factor",
-        "            pass",
+        "            micro.multiply(factor)\n",
+        "            pass\n",
         "test_audit.py -k plain_loop",
     ),
     Mutant(
@@ -17,8 +17,38 @@ MUTANTS = [
     ),
     Mutant(
         "audit: every position is a token",
-        "trained = pull < 0",
-        "trained = pull < 1",
+        "trained = g.min(-1).values < 0",
+        "trained = g.min(-1).values < 1",
         "test_audit.py -k plain_loop",
+    ),
+    Mutant(
+        "audit: smoothing is a weight",
+        "smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)",
+        "smooth = offset.isinf()",
+        "test_audit.py -k right",
+    ),
+    Mutant(
+        "audit: class weights are an alarm",
+        "    micro = _without_class_weights(micro)\n",
+        "",
+        "test_audit.py -k right",
+    ),
+    Mutant(
+        "audit: factors on .grad unseen",
+        "            self._now.afterwards = self._multiplied_by()\n",
+        "",
+        "test_audit.py -k right",
+    ),
+    Mutant(
+        "audit: lost gradients unseen",
+        "                self._now.lost = len(self._now.micro)",
+        "                pass",
+        "test_audit.py -k lost",
+    ),
+    Mutant(
+        "audit: every second micro-batch has lost the first",
+        "for m in self._now.micro) and self._are_gone()",
+        "for m in self._now.micro)",
+        "test_audit.py -k right",
     ),
 ]

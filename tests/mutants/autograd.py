@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "backward: fp16 waits in fp16",
-        "large = dtype != torch.float16 and problem.weight",
-        "large = problem.weight",
+        "large = dtype != torch.float16 and not small",
+        "large = not small",
         f"{CONTRACT} -k may_overflow",
     ),
     Mutant(

@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: chunks of any number of tokens",
-        "most = min(most, _DEVICE_TOKENS)",
-        "pass",
+        "return most if call.on_cpu else min(most, _DEVICE_TOKENS)",
+        "return most",
         "test_plan.py",
     ),
     Mutant(
@@ -101,5 +101,11 @@ MUTANTS = [
         "nll.copy_(factors.losses(nll))",
         "factors.losses(nll)",
         "loss/test_options.py",
+    ),
+    Mutant(
+        "gradients: what is not wanted is on the CPU",
+        "torch.empty(0, dtype=dtype, device=self.device)",
+        "torch.empty(0, dtype=dtype)",
+        "test_gradients.py",
     ),
 ]

@@ -70,8 +70,8 @@ MUTANTS = [
     ),
     Mutant(
         "chunk edge: last chunk dropped",
-        "chunks = chunks_of(rows, size)",
-        "chunks = chunks_of(rows[: max(len(rows) - size, size)], size)",
+        "chunks = chunks_of(rows, way.tokens)",
+        "chunks = chunks_of(rows[: max(len(rows) - way.tokens, way.tokens)], way.tokens)",
         TORCH,
     ),
     Mutant(

@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradient: made for the steps of others",
-        "if memory.values is None and call.changes_with(optimizer) and not",
-        "if memory.values is None and not",
+        "if self.values is None and call.changes_with(optimizer) and not",
+        "if self.values is None and not",
         "head/test_stale.py -k own_parameters",
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "head: sharded again, not gathered",
-        "if self._is_gone():\n            return self._gathered(self.held)",
+        "if self.is_gone():\n            return self._gathered(self.held, by_all_ranks)",
         "pass",
         "head/test_ranks.py -k fsdp",
     ),
@@ -119,13 +119,13 @@ MUTANTS = [
     ),
     Mutant(
         "probe: dtype of its logits",
-        "return native.dtype",
-        "return dtype",
+        "return Products(fused.dtype, native.dtype)",
+        "return Products(fused.dtype, fused.dtype)",
         "head/test_probe.py -k upcasts",
     ),
     Mutant(
         "watch: later heads stay",
-        "    if named:\n        _watch(model)",
+        "    if named:\n        _watch(model, memory_budget)",
         "",
         "head/test_heads.py -k later",
     ),
@@ -146,5 +146,23 @@ MUTANTS = [
         "_items.set(items if number or tensor else None)",
         "_items.set(None)",
         "head/test_losses.py -k told",
+    ),
+    Mutant(
+        "probe: the loss in the dtype of the hidden state",
+        "fused = min(results, key=",
+        "fused = max(results[:1], key=",
+        "head/test_probe.py -k multiplies",
+    ),
+    Mutant(
+        "look: gathered by one rank alone",
+        "if not by_all_ranks:\n                raise RuntimeError(_SHARDED)",
+        "if False:\n                raise RuntimeError(_SHARDED)",
+        "head/test_sharded_looks.py -k at_once",
+    ),
+    Mutant(
+        "look: generation of a sharded head",
+        "hidden.dim() > 2 and hidden.shape[-2] == 1 and not torch.is_grad_enabled()",
+        "False",
+        "head/test_sharded_looks.py -k generation",
     ),
 ]

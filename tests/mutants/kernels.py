@@ -57,6 +57,18 @@ MUTANTS = [
         "test_forward.py -k far_above",
     ),
     Mutant(
+        "forward: the log-sum-exp beside +inf is the loss's NaN",
+        "total = tl.where(loss == loss, (z_label + loss).to(tl.float32), infinite)",
+        "total = (z_label + loss).to(tl.float32)",
+        "backends/triton/test_forward.py -k infinite",
+    ),
+    Mutant(
+        "forward: a reference of +inf",
+        "highest = tl.minimum(highest, HIGHEST)",
+        "highest = tl.minimum(highest, 2 * HIGHEST)",
+        "backends/triton/test_forward.py -k infinite",
+    ),
+    Mutant(
         "forward: a split without a first maximum",
         "tl.constexpr(-1e30)",
         "tl.constexpr(0.0)",
@@ -165,8 +177,8 @@ MUTANTS = [
     ),
     Mutant(
         "rows: the padding of a tile counts",
-        "(offs_t < T) & (offs_t != at)",
-        "offs_t != at",
+        "z = tl.where((offs_t < T) & (offs_t != at), z",
+        "z = tl.where(offs_t != at, z",
         TRITON,
     ),
     Mutant(
@@ -201,8 +213,8 @@ MUTANTS = [
     ),
     Mutant(
         "rows: the likeliest counts twice",
-        "tl.store(exps + found, 0.0)",
-        "tl.store(exps + found, stored)",
+        "tl.store(exps + likeliest, 0.0)",
+        "tl.store(exps + likeliest, exp(m_others, reference))",
         "backends/triton/test_training.py -k as_exact",
     ),
     Mutant(
@@ -249,8 +261,8 @@ MUTANTS = [
     ),
     Mutant(
         "label_grad: entries are not added",
-        "    _add_entries(grads, gradient, h, outer)\n\n\ndef",
-        "    pass\n\n\ndef",
+        "    add_entries(grads, gradient.columns, gradient.entries, h, outer)\n",
+        "",
         TRITON,
     ),
     Mutant(

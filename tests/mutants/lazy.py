@@ -195,4 +195,58 @@ MUTANTS = [
         "pass",
         "head/test_report.py -k compiled_graphs",
     ),
+    Mutant(
+        "modes: composite operators are recorded whole",
+        "if op.is_composite:",
+        "if False:",
+        "head/test_modes.py -k use_of_logits",
+    ),
+    Mutant(
+        "modes: inference tensors are not written into",
+        "if hidden.is_inference():",
+        "if False:",
+        "head/test_modes.py -k as_of",
+    ),
+    Mutant(
+        "gradient: those made of logits are lost with a step",
+        "if isinstance(result, LazyLogits) and _in_backward() != -1:",
+        "if False:",
+        "head/test_modes.py -k outlives",
+    ),
+    Mutant(
+        "writers: schemas of others are trusted",
+        "if not pure or (",
+        "if (",
+        "head/test_writers.py -k counts",
+    ),
+    Mutant(
+        "writers: set_ shares nothing",
+        " and func.overloadpacket is not aten.set_",
+        "",
+        "head/test_writers.py -k counts",
+    ),
+    Mutant(
+        "writers: new data is ignored",
+        "    _SET_DATA: _set_data,\n",
+        "",
+        "head/test_writers.py -k counts",
+    ),
+    Mutant(
+        "writers: gradients in lists are not written",
+        "targets = [t for t in leaves(written) if",
+        "targets = [t for t in written if",
+        "head/test_writers.py -k unseen",
+    ),
+    Mutant(
+        "writers: views survive another shape",
+        "if is_view or x.memory.viewed:",
+        "if is_view:",
+        "head/test_writers.py -k shape",
+    ),
+    Mutant(
+        "writers: parts of a split are written",
+        "    if torch.is_grad_enabled():\n        for part in parts:",
+        "    if False:\n        for part in parts:",
+        "head/test_writes.py -k part",
+    ),
 ]

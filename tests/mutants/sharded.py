@@ -21,9 +21,9 @@ MUTANTS = [
     ),
     Mutant(
         "shards: hidden states of any dtype meet",
-        "DTYPES.index(problem.hidden.dtype),",
-        "0,",
-        f"{AGREE} -k hidden_states_of_another",
+        "str(problem.hidden.dtype),",
+        '"",',
+        "test_sharded_agreement.py -k hidden_states_of_another",
     ),
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
@@ -62,17 +62,22 @@ MUTANTS = [
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
         "shards: one chunk",
-        "for chunk in chunks_of(rows, size):\n        h = hidden",
+        "for chunk in chunks_of(rows, way.tokens):\n        h = hidden",
         "for chunk in chunks_of(rows, max(len(rows), 1)):\n        h = hidden",
         SHARDS,
     ),
     Mutant(
         "shards: chunks overwrite each other",
-        "d_weight[: local.real] +=",
-        "d_weight[: local.real] =",
+        "total.addmm_(a.to(total.dtype)",
+        "total.copy_(0 * total).addmm_(a.to(total.dtype)",
         SHARDS,
     ),
-    Mutant("shards: labels may differ", "or len(set(checksums)) > 1", "", SHARDS),
+    Mutant(
+        "shards: labels may differ",
+        " or len({*checksums[0]}) > 1",
+        "",
+        "test_sharded.py",
+    ),
     Mutant(
         "shards: tokens get each other's gradients",
         "getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)",
@@ -109,14 +114,14 @@ MUTANTS = [
     ),
     Mutant(
         "shards: numbers are not compared",
-        "[_bits(getattr(problem, name)) for name in NUMBERS]",
-        "[0 for _ in NUMBERS]",
-        AGREE,
+        'for name in ("ignore_index", "chunk_tokens", "memory_budget", *NUMBERS)',
+        'for name in ("ignore_index", "chunk_tokens", "memory_budget")',
+        "test_sharded_agreement.py",
     ),
     Mutant(
         "replicas: hidden states may differ",
-        "mine[_SKETCH] = _sketch(problem).view(torch.int64)",
-        "pass",
+        "_sketch(problem) if len(layout.groups) > 1 else nothing",
+        "nothing",
         "test_sharded_agreement.py -k replicated",
     ),
     Mutant(
@@ -127,8 +132,8 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: an error stays in one dimension of the mesh",
-        "mine[_TEXT] = ",
-        "_ = ",
+        "mine = row(words, 0 * mine[TEXT:])",
+        "pass",
         "test_sharded_agreement.py -k replicated",
     ),
     Mutant(
@@ -142,5 +147,23 @@ MUTANTS = [
         "bad_label_codes(first, value)",
         "bad_label_codes(0 * first, value)",
         "test_sharded_waits.py -k bad_label",
+    ),
+    Mutant(
+        "shards: tokens of one rank meet those of all",
+        '"tokens_sharded": layout.tokens_sharded,',
+        '"tokens_sharded": None,',
+        "test_sharded_agreement.py -k other_things",
+    ),
+    Mutant(
+        "shards: weights of tokens may differ",
+        "            if len({*checksum}) > 1:",
+        "            if False:",
+        "test_sharded_agreement.py -k other_things",
+    ),
+    Mutant(
+        "shards: a sum meets a mean",
+        "_settings(layout, vocab_size, function=function, reduction=reduction)",
+        "_settings(layout, vocab_size, function=function, reduction=None)",
+        "test_sharded_agreement.py -k other_things",
     ),
 ]

@@ -122,14 +122,14 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: other class weights",
-        "int(_checksum(c.double().view(torch.int64).reshape(-1)))",
-        "1",
-        f"{AGREEMENT} -k all_ranks",
+        "int(_checksum(c.double()))",
+        "0",
+        "test_sharded_tokens_agreement.py -k all_ranks",
     ),
     Mutant(
         "tokens of shards: other functions",
-        "FUNCTIONS.index(function),",
-        "0,",
-        f"{AGREEMENT} -k all_ranks",
+        "_settings(layout, vocab_size, function=function, reduction=reduction)",
+        '_settings(layout, vocab_size, function="", reduction=reduction)',
+        "test_sharded_tokens_agreement.py -k all_ranks",
     ),
 ]

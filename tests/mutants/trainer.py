@@ -47,9 +47,9 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: repeated samples evaluated",
-        'inputs["labels"][real:] = -100',
-        "pass",
-        "head/test_ranks.py -k mixin",
+        "dict(self._eval_totals.without_repeats(inputs))",
+        "inputs",
+        "trainer/test_mixin.py -k repeated",
     ),
     Mutant(
         "trainer: rewrites what others log",

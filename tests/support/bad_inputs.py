@@ -61,5 +61,18 @@ BAD = [
     ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be >= 1, got 0"),
     ({"chunk_tokens": -3}, ValueError, "chunk_tokens must be >= 1, got -3"),
     ({"chunk_tokens": 2.0}, TypeError, "chunk_tokens must be an int"),
+    ({"memory_budget": 0}, ValueError, "memory_budget must be >= 1 byte, got 0"),
+    (
+        {"memory_budget": 1e9},
+        TypeError,
+        "memory_budget must be an int, in bytes, or None, got float",
+    ),
+    ({"memory_budget": True}, TypeError, "memory_budget must be an int"),
+    ({"memory_budget": 1000}, ValueError, "memory_budget must be at least"),
+    (
+        {"memory_budget": 2**30, "chunk_tokens": 7},
+        ValueError,
+        "give memory_budget or chunk_tokens, not both",
+    ),
     ({"backend": "cuda"}, ValueError, "backend must be None, 'torch' or 'triton', got 'cuda'"),
 ]

@@ -5,6 +5,11 @@ import torch.nn.functional as F
 from torch import nn
 
 V, H = 50, 16
+MODES = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 
 
 def plain_model(bias=False):
@@ -20,9 +25,13 @@ def ce(z, y):
     return F.cross_entropy(z.reshape(-1, V), y.reshape(-1))
 
 
-def loss_and_grads(model, x, y, loss):
+def loss_and_grads(model, x, y, loss, mode="grad"):
+    """The loss, and in the mode with gradients those of all parameters."""
     model.zero_grad()
-    value = loss(model(x), y)
+    with MODES[mode]():
+        value = loss(model(x), y)
+    if mode != "grad":
+        return [value + 0]
     value.backward()
     return [value.detach(), *(p.grad.clone() for p in model.parameters())]
 

@@ -9,7 +9,9 @@ from fusedce import fused_ce
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
 
-def step(dtype: str, grad: bool):
+def step(dtype: str, grad: bool, memory_budget: int | None = None):
+    chunk = 64 if memory_budget is None else None
+
     def inputs(n, v):
         rng = torch.Generator().manual_seed(0)
         kind = getattr(torch, dtype)
@@ -18,7 +20,7 @@ def step(dtype: str, grad: bool):
         return hidden, weight, torch.randint(0, v, (n,), generator=rng)
 
     def run(hidden, weight, labels):
-        out = fused_ce(hidden, weight, labels, chunk_tokens=64)
+        out = fused_ce(hidden, weight, labels, chunk_tokens=chunk, memory_budget=memory_budget)
         if grad:
             out.loss_sum.backward()
         return out

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from support.heads import V
+from support.heads import MODES, V
 
 
 class Squares(torch.autograd.Function):
@@ -193,11 +193,24 @@ def compiled_lse(z):
     return _compiled(z)
 
 
-def run(program, model, x, y):
+def run(program, model, x, y, mode="grad"):
     """Everything observable: losses, looks, gradients, and the parameters after a step.
 
-    Where torch refuses a program, the error's type.
+    Where torch refuses a program, the error's type. Modes without gradients leave out hooks and
+    kept gradients, and all logits of the program are looked at once more outside of the mode.
     """
+    if mode == "grad":
+        return _run(program, model, x, y)
+    steps = [step for step in program[0] if step[0][0] not in ("hook", "keep")]
+    with MODES[mode]():
+        result = _run((steps, *program[1:]), model, x, y, training=False)
+    if isinstance(result, type):
+        return result
+    total, seen, there = result
+    return total + 0, [s + 0 for s in seen], [z.double() for z in there]
+
+
+def _run(program, model, x, y, training=True):
     steps, last, optimizer, _, compiled = program
     there = [(model(x), y)]
     total, seen, kept = torch.zeros(()), [], []
@@ -225,6 +238,8 @@ def run(program, model, x, y):
         if compiled:
             total = total + compiled_lse(there[-1][0]).float()
         total = total + LOSSES[last](*there[-1]).float()
+        if not training:
+            return total, [s.double() for s in seen], [z for z, _ in there]
         total.backward()
     except (RuntimeError, ValueError, IndexError) as e:
         return type(e)

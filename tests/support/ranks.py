@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -15,14 +16,15 @@ import torch.multiprocessing as mp
 SOON, TIMEOUT = 10, 120  # seconds: until all ranks raise, and until the process group gives up
 
 
-def run(cases, ranks=2):
+def run(cases, ranks=2, *, timeout=TIMEOUT, backend="gloo"):
     """``{name: [result of rank 0, 1, ...]}`` of ``cases``: ``{name: function(rank)}``, in order.
 
     A case that raises on a rank gives its traceback as :class:`Failed`; later cases, whose
     collectives may be out of step by then, are not run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_worker, (folder, ranks, cases), nprocs=ranks, start_method="fork")
+        args = (folder, ranks, cases, timeout, backend)
+        mp.start_processes(_worker, args, nprocs=ranks, start_method="fork")
         per_rank = [torch.load(Path(folder) / str(r), weights_only=False) for r in range(ranks)]
     missing = Failed("not run: a case before this one failed")
     return {name: [results.get(name, missing) for results in per_rank] for name in cases}
@@ -48,6 +50,11 @@ def error_of(f, *args, **kwargs):
     return None
 
 
+def anywhere(words):
+    """An error without the rank that the others are told of."""
+    return words and re.sub(r" \(on rank \d+\)$", "", words)
+
+
 def timed(f, *args, **kwargs):
     """``(error_of(f), seconds)``."""
     begin = time.perf_counter()
@@ -55,17 +62,17 @@ def timed(f, *args, **kwargs):
     return error, time.perf_counter() - begin
 
 
-def _worker(rank, folder, ranks, cases):
+def _worker(rank, folder, ranks, cases, timeout, backend):
     # A forked process has none of its parent's threads, and would wait for them. Accelerate asks
     # for more where the variable is not set.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
     results = {}
     try:

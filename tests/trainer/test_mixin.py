@@ -1,6 +1,8 @@
 """What FusedTrainerMixin mends: each with the stock behaviour wrong and ours right."""
 
+import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from support import ranks
+from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
@@ -21,7 +25,9 @@ from support.tiny_trainer import (
     true_mean,
 )
 from torch import nn
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
+
+import fusedce
 
 
 def first_step(kind, make, tmp_path, steps, **kwargs):
@@ -303,3 +309,43 @@ def test_a_wrong_count_is_found(tmp_path):
     )
     with pytest.raises(RuntimeError, match="the model's loss has counted"):
         trainer.train()
+
+
+def evaluated_on_two_ranks(shifted, folder, rank):
+    """Seven rows for two ranks in batches of two: accelerate repeats one."""
+    accelerator(rank)
+
+    def collate(rows):
+        batch = default_data_collator(rows)
+        if shifted:
+            batch["shift_labels"] = fusedce.shift_labels(batch["labels"])
+        return batch
+
+    trainer = FusedTrainer(
+        model=sharpened(),
+        args=arguments(folder, per_device_eval_batch_size=2),
+        eval_dataset=Dataset(7),
+        data_collator=collate,
+    )
+    seen = []
+    add = fusedce.LossAccumulator.add
+    fusedce.LossAccumulator.add = lambda acc, out: (seen.append(int(out[1])), add(acc, out))[1]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            return trainer.evaluate()["eval_loss"], sum(seen)
+    finally:
+        fusedce.LossAccumulator.add = add
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shifted", [False, True])
+def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
+    data = Dataset(7)
+    n = sum(int((row["labels"][1:] != -100).sum()) for row in data.rows)
+    case = {"evaluated": functools.partial(evaluated_on_two_ranks, shifted, tmp_path)}
+    found = ranks.of(ranks.run(case), "evaluated")
+    exact = true_mean(sharpened(), data)
+    assert sum(counted for _, counted in found) == n
+    for loss, _ in found:
+        assert loss == pytest.approx(exact, rel=1e-5)

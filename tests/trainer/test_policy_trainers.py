@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and DPOTrainer with the mixin: what they log, and train, is the same."""
+"""TRL's policy trainers with the mixin: what they log, and train, is the same."""
 
 import logging
 
@@ -8,7 +8,7 @@ from support.tiny_trainer import llama, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
-from fusedce import trainer_rl
+from fusedce import head_report, replace_loss_head, trainer_rl
 from fusedce.trainer_rl import FusedPolicyMixin
 
 trl = pytest.importorskip("trl")
@@ -54,12 +54,24 @@ def dpo(base, tmp_path, tokenizer, **kwargs):
     )  # fmt: skip
 
 
-def grpo(base, tmp_path, tokenizer, **kwargs):
+def kto(base, tmp_path, tokenizer, **kwargs):
+    rows = [
+        {"prompt": text(3, i), "completion": " " + text(2 + i, i + 1), "label": i % 2 == 0}
+        for i in range(4)
+    ]
+    config = trl.KTOConfig(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
+    return base(
+        model=saved(tmp_path), ref_model=None, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def grpo(base, tmp_path, tokenizer, config="GRPOConfig", **kwargs):
     def reward(completions, **_):
         return [float(len(set(c.split()))) for c in completions]
 
     rows = [{"prompt": text(4, i)} for i in range(4)]
-    config = trl.GRPOConfig(
+    config = getattr(trl, config)(
         **settings(
             tmp_path, per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
             temperature=0.9, beta=0.05, **kwargs,
@@ -69,6 +81,10 @@ def grpo(base, tmp_path, tokenizer, **kwargs):
         model=saved(tmp_path), reward_funcs=reward, args=config,
         train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
+
+
+def rloo(base, tmp_path, tokenizer, **kwargs):
+    return grpo(base, tmp_path, tokenizer, "RLOOConfig", **kwargs)
 
 
 def run(make, base, tmp_path, tokenizer, **kwargs):
@@ -89,6 +105,8 @@ def run(make, base, tmp_path, tokenizer, **kwargs):
     [
         (dpo, "DPOTrainer", {}),
         (dpo, "DPOTrainer", {"use_weighting": True}),
+        (kto, "KTOTrainer", {}),
+        (rloo, "RLOOTrainer", {}),
         (grpo, "GRPOTrainer", {}),
         (grpo, "GRPOTrainer", {"top_entropy_quantile": 0.5}),
     ],
@@ -116,6 +134,36 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
         for name, value in exact.items():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs", "peft"),
+    [
+        (dpo, "DPOTrainer", False),
+        (dpo, "DPOTrainer", True),
+        (kto, "KTOTrainer", False),
+        (rloo, "RLOOTrainer", False),
+        (grpo, "GRPOTrainer", False),
+    ],
+)
+def test_a_replaced_head_without_the_mixin_is_said_to_be_idle(
+    make, theirs, peft, tmp_path, tokenizer, monkeypatch
+):
+    trl_1_16()
+
+    def base(**kwargs):
+        kwargs["model"] = replace_loss_head(kwargs["model"])
+        if peft:
+            lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"])
+            kwargs["peft_config"] = lora
+        return getattr(trl, theirs)(**kwargs)
+
+    trainer = make(base, tmp_path, tokenizer)
+    with pytest.warns(UserWarning, match=f"TRL has installed a fused head .*{theirs}"):
+        trainer.train()
+    report = head_report(trainer.model)
+    assert report.losses_fused == 0
+    assert "never the replaced one" in str(report)
 
 
 def test_another_trl_is_refused(tmp_path, tokenizer, monkeypatch):

@@ -11,28 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
 from fusedce.backends.sharded.layout import Layout
-from fusedce.backends.sharded.tiles import Shard, all_gather
-from fusedce.contract.checks import DTYPES
+from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.problem import NUMBERS, Problem
 
-# What ranks must share besides sizes: numbers of the loss, and what decides which collectives run.
-_WHOLE = ("ignore_index", "chunk_tokens")
-_SETTINGS = (
-    *_WHOLE,
-    *NUMBERS,
-    "bias",
-    "token_weight",
-    "temperature",
-    "hidden.dtype",
-    "hidden.requires_grad",
-    "class_weight",
-    "function",
-    "weight.requires_grad",
-)
-_NONE = -(2**63) + 1
-_WORDS = 40  # int64, 8 bytes of an error each
-_KINDS = {"TypeError": TypeError, "RuntimeError": RuntimeError}
 FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "a sum of losses",
     "losses of tokens",
@@ -40,58 +23,44 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "statistics of tokens with mean_logit",
     "likeliest classes",
 )
-
-# A rank's row: sizes, settings, an error's words, a checksum of labels, a sketch of hidden states.
-_COUNTED = 4  # of the sizes, the tokens that are computed
-_TEXT = slice(_COUNTED + 1 + len(_SETTINGS), _COUNTED + 1 + len(_SETTINGS) + _WORDS)
-_CHECKSUM = _TEXT.stop
-_SKETCH = slice(_CHECKSUM + 1, _CHECKSUM + 10)
-LENGTH = _SKETCH.stop  # under 128 int64, the 1 KiB of which docstrings speak
+# What a rank holds: rows of the vocabulary, tokens, those of them that are computed, checksums of
+# what each token has, a sketch of hidden states.
+_ROWS, _TOKENS, _COUNTED, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(7)
+LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
 _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
 
 
-def _settings(problem: Problem, function: str) -> list[int]:
-    """The settings as int64: floats by their bits, tensors by whether they are there."""
-    whole = [_NONE if x is None else x for x in (getattr(problem, name) for name in _WHOLE)]
-    numbers = [_bits(getattr(problem, name)) for name in NUMBERS]
-    there = [x is not None for x in (problem.bias, problem.token_weight, problem.temperature)]
+def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> dict[str, Any]:
+    """What ranks must share: numbers of the loss, and what decides which collectives run."""
+    problem, c = layout.problem, layout.problem.class_weight
     grad = torch.is_grad_enabled()
-    c = problem.class_weight
-    return [
-        *whole,
-        *numbers,
-        *map(int, there),
-        DTYPES.index(problem.hidden.dtype),
-        int(grad and problem.hidden.requires_grad),
-        _NONE if c is None else int(_checksum(c.double().view(torch.int64).reshape(-1))),
-        FUNCTIONS.index(function),
-        # A sum has done with its collectives before backward.
-        int(grad and problem.weight.requires_grad and function != SUM),
-    ]
+    return {
+        **{
+            name: getattr(problem, name)
+            for name in ("ignore_index", "chunk_tokens", "memory_budget", *NUMBERS)
+        },
+        **{
+            name: getattr(problem, name) is not None
+            for name in ("bias", "token_weight", "temperature")
+        },
+        "hidden.dtype": str(problem.hidden.dtype),
+        "hidden.requires_grad": grad and problem.hidden.requires_grad,
+        "class_weight": None if c is None else f"checksum {int(_checksum(c.double()))}",
+        **asked,
+        # A sum has done with its collectives before backward, unless a budget makes it losses.
+        "weight.requires_grad": grad
+        and problem.weight.requires_grad
+        and (asked["function"] != SUM or problem.memory_budget is not None),
+        "tokens_sharded": layout.tokens_sharded,
+        "H": problem.hidden.shape[-1],
+        "vocab_size": vocab_size,
+    }
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """``()`` int64 of ``x (n,)`` int64: depends on values and order, and wraps around."""
-    order = torch.arange(1, len(x) + 1, device=x.device)
-    return (x * (2 * order + 1)).sum()
-
-
-def _bits(x: float | None) -> int:
-    return _NONE if x is None else struct.unpack("q", struct.pack("d", x))[0]
-
-
-def _shown(name: str, values: list[int]) -> list[Any]:
-    if name == "class_weight":
-        return ["none" if x == _NONE else f"one with the checksum {x}" for x in values]
-    if name == "hidden.dtype":
-        return [DTYPES[x] for x in values]
-    if name == "function":
-        return [FUNCTIONS[x] for x in values]
-    if name in _WHOLE:
-        return [None if x == _NONE else x for x in values]
-    if name in NUMBERS:
-        return [None if x == _NONE else struct.unpack("d", struct.pack("q", x))[0] for x in values]
-    return [bool(x) for x in values]
+    """``()`` int64 of ``x (n,)`` int64 or float64: depends on values and order, wraps around."""
+    x = x.view(torch.int64).reshape(-1)
+    return (x * (2 * torch.arange(len(x), device=x.device) + 3)).sum()
 
 
 @contextlib.contextmanager
@@ -102,57 +71,44 @@ def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> 
     except (TypeError, ValueError, RuntimeError) as error:
         if not groups:
             raise
-        where = f" (on rank {dist.get_rank()})"
-        text = str(error).encode()[: 8 * _WORDS - len(where) - 12].decode(errors="ignore")
-        kind = _KINDS.get(type(error).__name__, ValueError)
-        nothing = torch.zeros(LENGTH, dtype=torch.int64, device=device)
-        _meet(nothing, groups, kind(text + where))
+        nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
+        _meet(row(words_of(error), nothing), groups)
 
 
-def _meet(
-    mine: Tensor, groups: list[dist.ProcessGroup], error: Exception | None = None
-) -> list[list[int]]:
-    """Rows of the ranks that share the vocabulary, after one all-gather in each of ``groups``.
+def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
+    """What the ranks that share the vocabulary hold, after one all-gather in each of ``groups``.
 
     Every rank takes part in all of them, one that knows of an error too: so it gets from one
     dimension of the mesh to the next, and all ranks raise it.
     """
-    told: list[list[int]] = []
+    error: Exception | None = None
     for group in groups:
-        if error is not None:
-            words = f"{type(error).__name__}: {error}".encode().ljust(8 * _WORDS, b"\0")
-            mine[_TEXT] = torch.tensor(struct.unpack(f"{_WORDS}q", words), device=mine.device)
-        told = all_gather(mine, group).view(-1, LENGTH).tolist()
-        error = _first_words(told)
-        if error is None and group is not groups[-1]:
-            error = _other_tokens(told)
+        table, work = send(mine, group)
+        work.wait()
+        told = table.read()
+        words = next((one.error for one in told if one.error), "")
+        if not words and group is not groups[-1]:
+            words = _other_tokens(told)
+        if words:
+            mine = row(words, 0 * mine[TEXT:])
+        error = failure_of(told)
     if error is not None:
         raise error
     return told
 
 
-def _first_words(told: list[list[int]]) -> Exception | None:
-    for row in told:
-        words = struct.pack(f"{_WORDS}q", *row[_TEXT]).rstrip(b"\0")
-        if words:
-            name, _, text = words.decode(errors="ignore").partition(": ")
-            return _KINDS.get(name, ValueError)(text)
-    return None
-
-
-def _other_tokens(told: list[list[int]]) -> Exception | None:
-    """What ranks over which the weight is replicated must not differ in."""
-    what = "labels" if len({row[_CHECKSUM] for row in told}) > 1 else ""
-    first, *others = (struct.unpack("9d", struct.pack("9q", *row[_SKETCH])) for row in told)
+def _other_tokens(told: list[Told]) -> str:
+    """An error's words, if ranks differ over which the weight is replicated."""
+    what = "labels" if len({one.numbers[_LABELS] for one in told}) > 1 else ""
+    sketches = (struct.pack("9q", *one.numbers[_SKETCH:]) for one in told)
+    first, *others = (struct.unpack("9d", sketch) for sketch in sketches)
     for other in others:
         apart = sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
         if apart > _NOISE**2 * max(first[0], other[0]):
             what = what or "hidden states"
-    if not what:
-        return None
-    return ValueError(
-        f"weight is replicated over a dimension of its mesh over which the {what} differ: its "
-        f"gradient would claim to be the same there, and differ. Put the weight on the "
+    return what and (
+        f"ValueError: weight is replicated over a dimension of its mesh over which the {what} "
+        f"differ: its gradient would claim to be the same there, and differ. Put the weight on the "
         f'vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP reduce over the other'
     )
 
@@ -194,41 +150,53 @@ def check_vocab_size(vocab_size: object) -> None:
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
 
 
-def agree(layout: Layout, vocab_size: int | None, function: str = SUM) -> Shard:
+def agree(
+    layout: Layout, vocab_size: int | None, function: str = SUM, reduction: str | None = None
+) -> Shard:
     """What ranks must know of each other; raises on all of them where they do not fit."""
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
-    checksum = _checksum(labels)
-    counted = _valid(problem)
-    if function == SUM and problem.token_weight is not None:
-        counted = counted & (problem.token_weight.reshape(-1) != 0)
-    sizes = [len(problem.weight), len(labels), problem.hidden.shape[-1], vocab_size or 0, 0]
-    mine = torch.tensor([*sizes, *_settings(problem, function), *[0] * (_WORDS + 10)])
-    mine = mine.to(labels.device, non_blocking=True)
-    mine[_COUNTED], mine[_CHECKSUM] = counted.sum(), checksum
-    if len(layout.groups) > 1:
-        mine[_SKETCH] = _sketch(problem).view(torch.int64)
-    told = _meet(mine, layout.groups)
-    rows, tokens, H, V = (list(x) for x in zip(*(row[:4] for row in told), strict=True))
-    counts, checksums = ([row[i] for row in told] for i in (_COUNTED, _CHECKSUM))
-    for i, name in enumerate(_SETTINGS, start=_COUNTED + 1):
-        if len({row[i] for row in told}) > 1:
-            shown = _shown(name, [row[i] for row in told])
-            if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
-                name = f"{name} / temperature"
-            raise ValueError(
-                f"{name} must be the same on all ranks that share the vocabulary, here it is "
-                f"{shown}"
-            )
-    if len(set(H)) > 1 or len(set(V)) > 1:
-        raise ValueError(f"ranks must agree on H and vocab_size, got H={H}, vocab_size={V}")
-    if not layout.tokens_sharded and (len(set(tokens)) > 1 or len(set(checksums)) > 1):
+    valid = _valid(problem)
+    weights, temperatures = (
+        None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
+        for x in (problem.token_weight, problem.temperature)
+    )
+    counted = valid
+    if function == SUM and weights is not None:
+        counted = counted & (weights != 0)
+    nothing = labels.new_zeros(())
+    numbers = [
+        nothing + len(problem.weight),
+        nothing + len(labels),
+        counted.sum(),
+        *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
+    ]
+    sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
+    settings = _settings(layout, vocab_size, function=function, reduction=reduction)
+    mine = torch.cat([torch.stack(numbers), sketch.view(torch.int64)])
+    told = _meet(row(settings, mine), layout.groups)
+    if (differ := differing(told)) is not None:
+        name, said = differ
+        if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
+            name = f"{name} / temperature"
         raise ValueError(
-            f"labels must be the same on all ranks that share the vocabulary, they hold {tokens} "
-            f"tokens with different labels. (A weight sharded by FSDP is no sharded vocabulary: "
-            f"compute the loss inside the module's forward, where it is whole. Tokens that differ "
-            f"by design need tokens_sharded=True.)"
+            f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
         )
+    rows, tokens, counts, *checksums = zip(*(one.numbers[:_SKETCH] for one in told), strict=True)
+    if not layout.tokens_sharded:
+        if len({*tokens}) > 1 or len({*checksums[0]}) > 1:
+            raise ValueError(
+                f"labels must be the same on all ranks that share the vocabulary, they hold "
+                f"{list(tokens)} tokens with different labels. (A weight sharded by FSDP is no "
+                f"sharded vocabulary: compute the loss inside the module's forward, where it is "
+                f"whole. Tokens that differ by design need tokens_sharded=True.)"
+            )
+        for name, checksum in zip(("token_weight", "temperature"), checksums[1:], strict=True):
+            if len({*checksum}) > 1:
+                raise ValueError(
+                    f"{name} must be the same on all ranks that share the vocabulary, here their "
+                    f"values differ"
+                )
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
     classes = vocab_size or sum(rows)
@@ -242,6 +210,6 @@ def agree(layout: Layout, vocab_size: int | None, function: str = SUM) -> Shard:
         first=sum(rows[: dist.get_rank(group)]),
         V=classes,
         largest=max(rows),
-        tokens=tuple(tokens) if layout.tokens_sharded else None,
+        tokens=tokens if layout.tokens_sharded else None,
         counted=sum(counts) if layout.tokens_sharded else counts[0],
     )

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.backends.gradients import waiting
-from fusedce.backends.plan import chunk_size
+from fusedce.agreement import ALL_GATHER
+from fusedce.backends.gradients import call_of, waiting
+from fusedce.backends.plan import Call, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.labels import bad_label_codes
@@ -29,13 +30,9 @@ from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
-# torch 2.13 gave these two new names
-ALL_GATHER, REDUCE_SCATTER = (
-    new if hasattr(dist, new) else old
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
+# torch 2.13 gave this one a new name
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
 
 
@@ -50,6 +47,21 @@ class Shard(NamedTuple):
     counted: int  # tokens with a label to predict and a weight other than 0, over all of those
 
 
+def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
+    """What a plan asks of a rank, the same on all ranks: that of the largest shard's.
+
+    ``N``: of all ranks' tokens.
+    """
+    hidden, H = problem.hidden, problem.hidden.shape[1]
+    acc = acc_dtype(hidden.dtype).itemsize
+    fixed = N * (acc * H + 64)  # d_hidden, of all tokens beside those that count
+    if shard.tokens is not None:
+        fixed += N * H * hidden.element_size()
+    wanted = Wanted(hidden=True, weight=True)
+    call = call_of(problem, wanted, shard.counted, logit=acc)
+    return call._replace(N=N, V=max(shard.largest, 1), fixed=fixed, copies=3)
+
+
 def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
     n_here = len(problem.hidden)
@@ -59,14 +71,10 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     N, H = hidden.shape
     acc = acc_dtype(hidden.dtype)
     rows, n_valid = _rows(problem, shard)
-    size = chunk_size(
-        len(rows),
-        max(shard.largest, 1),
-        H,
-        logit_bytes=acc.itemsize,
-        accumulator=hidden.dtype != acc,
-        on_cpu=hidden.device.type == "cpu",
+    way = way_of(
+        sharded_call(problem, shard, N),
         chunk_tokens=problem.chunk_tokens,
+        memory_budget=problem.memory_budget,
     )
     local = LocalRows(problem, shard)
     total = torch.where(n_valid < 0, math.nan, 0.0).double()  # a bad label: see LossSum
@@ -76,7 +84,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     factor = expected_upstream(problem, n_valid)
     sums = _RunningSums(d_rows if shard.tokens is None else None, shard.group)
     begin = 0
-    for chunk in chunks_of(rows, size):
+    for chunk in chunks_of(rows, way.tokens):
         h = hidden[chunk]
         tile = _Tile(local, problem.rows(chunk), h, labels[chunk].long())
         sums.start(begin)  # after the tile's own small messages, which must not wait for it
@@ -89,7 +97,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
             if d_rows is not None:
                 d_rows[begin : begin + len(chunk)] = _mm(g, local.weight, acc)
             if d_weight is not None:
-                d_weight[: local.real] += _mm(g.t(), h, acc)
+                _add_mm(d_weight[: local.real], g.t(), h)
         begin += len(chunk)
 
     d_hidden = None
@@ -218,6 +226,14 @@ def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
     if a.dtype == b.dtype != acc and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=acc)
     return torch.mm(a.to(acc), b.to(acc))
+
+
+def _add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, of exact products."""
+    if a.dtype == b.dtype != total.dtype:
+        total += _mm(a, b, total.dtype)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,10 @@
 """The torch backend, token by token: statistics of the logits, and their gradients.
 
-The gradients arrive with an upstream factor per token, known only in backward. There the logits
-are computed a second time, tile by tile, with the log-sum-exp known from the forward pass.
+The gradients arrive with upstream factors of each token's own, known only after the log-sum-exp.
+So the logits are computed a second time, with the log-sum-exp known, by *tiles of the vocabulary*:
+a tile of logits becomes its own gradient in place, and one product of it with the hidden states is
+all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
+added up in float32 or better. Inside a tile, work goes by blocks of tokens.
 
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
@@ -11,19 +14,19 @@ out; with ``log1p(R)`` nothing cancels where one class has nearly all the probab
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients
+from fusedce.backends.gradients import Dtypes, Gradients, call_of
+from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.products import add_product, gemm_dtype
-from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
-
-_CHUNK = 1024  # tokens at a time
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
@@ -42,28 +45,29 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
     moments = wanted.entropy or argmax is not None
-    for chunk in chunks_of(rows, _CHUNK):
-        h = problem.hidden[chunk].to(head.acc)  # (C, H)
-        seen = _Seen(problem.labels[chunk].long(), head.acc, moments=moments)
-        zmean = torch.zeros(len(chunk), dtype=torch.float64, device=device)
-        temperature = None if problem.temperature is None else problem.temperature[chunk]
-        for begin, end in tiles(head.weight, len(chunk)):
-            z = head.logits(h, begin, end)  # (v, C)
+    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    for block in blocks_of(rows, way.tokens):
+        h = problem.hidden[block].to(head.acc)  # (R, H)
+        seen = _Seen(problem.labels[block].long(), head.acc, moments=moments)
+        zmean = torch.zeros(len(h), dtype=torch.float64, device=device)
+        temperature = None if problem.temperature is None else problem.temperature[block]
+        for begin, end in tiles(V, way.classes):
+            z = head.logits(h, begin, end)  # (v, R)
             if temperature is not None:
                 z.div_(temperature)
             if wanted.zmean:
                 zmean += _column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
         nll, lse, entropy, best, top = seen.merged()
-        stats.nll[chunk] = nll.to(head.acc)
+        stats.nll[block] = nll.to(head.acc)
         if wanted.lse:
-            stats.lse[chunk] = lse.to(head.acc)
+            stats.lse[block] = lse.to(head.acc)
         if wanted.entropy:
-            stats.entropy[chunk] = entropy.to(head.acc)
+            stats.entropy[block] = entropy.to(head.acc)
         if wanted.zmean:
-            stats.zmean[chunk] = (zmean / V).to(head.acc)
+            stats.zmean[block] = (zmean / V).to(head.acc)
         if argmax is not None and stats.top is not None:
-            argmax[chunk], stats.top[chunk] = best, top.to(head.acc)
+            argmax[block], stats.top[block] = best, top.to(head.acc)
     return stats
 
 
@@ -74,62 +78,135 @@ def token_grads(
     upstream: Upstream,
     dtypes: Dtypes,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The wanted gradients, from logits computed anew."""
+    """The wanted gradients, from logits computed anew; holds one tile of them."""
     V, H = problem.weight.shape
-    device = problem.hidden.device
     head = Projection.of(problem)
-    acc, scale = head.acc, problem.logit_scale
     gemm = gemm_dtype(problem.hidden)
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
-    # No chunk of logits is held, only one tile; what grows with a chunk is (C, H).
-    chunks = chunks_of(rows, problem.chunk_tokens or (1 if device.type == "cpu" else 8) * _CHUNK)
-    grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(chunks), accumulate=True)
-    c = None if problem.class_weight is None else problem.class_weight.to(acc)[:, None]
-
-    for number, chunk in enumerate(chunks):
-        h = problem.hidden[chunk].to(acc)  # (C, H)
-        h_gemm = h.to(gemm)
-        y = problem.labels[chunk].long()
-        alpha, at_label = upstream.alpha[chunk].to(acc), upstream.at_label[chunk].to(acc)
-        beta = None if upstream.beta is None else upstream.beta[chunk].to(acc)
-        gamma = None if upstream.gamma is None else upstream.gamma[chunk].to(acc)
-        lse_chunk = lse[chunk].to(acc)
-        temperature = None if problem.temperature is None else problem.temperature[chunk]
-        label_slope = torch.full_like(lse_chunk, scale)
-        dh = None if grads.hidden is None else torch.zeros(len(chunk), H, dtype=acc, device=device)
-        for begin, end in tiles(head.weight, len(chunk)):
-            z = head.logits(h, begin, end)  # (v, C)
-            slope = head.slope(z)
-            if temperature is not None:
-                z.div_(temperature)
-            log_p = z.sub_(lse_chunk)
-            g = log_p.exp()
-            if beta is not None:  # (p is 0 where log p is -inf)
-                g.mul_(log_p.clamp_(min=torch.finfo(acc).min).mul_(-beta).add_(alpha))
-            else:
-                g.mul_(alpha)
-            if gamma is not None:
-                g.add_(gamma if c is None else gamma * c[begin:end])
-            # The label's entry is not rounded to bf16 with the others: it is added below.
-            at, inside = label_entry(y, begin, len(g))
-            if slope is not None:
-                g.mul_(slope)
-                label_slope = torch.where(inside, slope.gather(0, at)[0] * scale, label_slope)
-            clear_labels(g, at, inside)
-            tile = g.mul_(scale).to(gemm)
-            if dh is not None:
-                dh.add_(torch.mm(tile.t(), problem.weight[begin:end].to(gemm)))
-            if grads.weight is not None:
-                add_product(grads.weight[begin:end], tile, h_gemm, first=number == 0)
+    way = tiles_of(
+        call_of(problem, wanted, len(rows), dtypes),
+        chunk_tokens=problem.chunk_tokens,
+        memory_budget=problem.memory_budget,
+    )
+    grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
+    blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
+    for begin, end in tiles(V, way.classes if blocks else V):
+        of_tile = None if grads.weight is None else grads.weight[begin:end]
+        d_weight = of_tile
+        if of_tile is not None and of_tile.dtype != head.acc and blocks:
+            d_weight = torch.empty(end - begin, H, dtype=head.acc, device=of_tile.device)
+        for number, block in enumerate(blocks):
+            h = problem.hidden[block.rows].to(head.acc)  # (R, H)
+            g = _gradient(problem, head, block, h, begin, end)  # (v, R)
+            tile = g.to(gemm)
+            if grads.hidden is not None:
+                _add_to_rows(grads.hidden, block.rows, tile, problem.weight[begin:end].to(gemm))
+            if d_weight is not None:
+                add_product(d_weight, tile, h.to(gemm), first=number == 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-        y = y.clamp(0, V - 1)
-        coefficient = at_label * label_slope  # (C,)
-        if grads.hidden is not None and dh is not None:
-            dh.addcmul_(problem.weight[y].to(acc), coefficient[:, None])
-            grads.hidden[chunk] = dh.to(dtypes.hidden)
-        grads.add_rows(y, h, coefficient)
+            if gemm != head.acc:
+                _add_what_rounding_took(problem, grads.hidden, d_weight, block, h, g, tile, begin)
+        if of_tile is not None and d_weight is not None and d_weight is not of_tile:
+            of_tile.copy_(d_weight)  # rounded once
     return grads.written()
+
+
+class _Block(NamedTuple):
+    """A block of tokens: where they are, and the factors of their gradient, (R,) each."""
+
+    rows: Rows
+    y: Tensor  # labels, in range
+    lse: Tensor
+    alpha: Tensor  # as in Upstream, in the dtype of logits
+    beta: Tensor | None
+    gamma: Tensor | None
+    at_label: Tensor
+    temperature: Tensor | None
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
+        """``rows`` that repeat the one before them (see `blocks_of`) have factors of 0."""
+        head = Projection.of(problem)
+        again = None
+        if isinstance(rows, Tensor):
+            again = torch.zeros_like(rows, dtype=torch.bool)
+            again[1:] = rows[1:] == rows[:-1]
+
+        def factor(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            x = x[rows].to(head.acc)
+            return x if again is None else x.masked_fill_(again, 0)
+
+        temperature = problem.temperature
+        return cls(
+            rows,
+            problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
+            lse[rows].to(head.acc),
+            factor(upstream.alpha),  # type: ignore[arg-type]
+            factor(upstream.beta),
+            factor(upstream.gamma),
+            factor(upstream.at_label),  # type: ignore[arg-type]
+            None if temperature is None else temperature[rows],
+        )
+
+
+def _gradient(
+    problem: Problem, head: Projection, block: _Block, h: Tensor, begin: int, end: int
+) -> Tensor:
+    """``(v, R)``: derivative by the products of hidden states and classes ``begin`` to ``end``."""
+    z = head.logits(h, begin, end)
+    slope = head.slope(z)
+    if block.temperature is not None:
+        z.div_(block.temperature)
+    log_p = z.sub_(block.lse)
+    if block.beta is None:
+        g = log_p.exp_().mul_(block.alpha)
+    else:  # (p is 0 where log p is -inf)
+        g = log_p.exp()
+        g.mul_(log_p.clamp_(min=torch.finfo(g.dtype).min).mul_(-block.beta).add_(block.alpha))
+    if block.gamma is not None:
+        if problem.class_weight is None:
+            g.add_(block.gamma)
+        else:
+            g.addr_(problem.class_weight[begin:end].to(g.dtype), block.gamma)
+    at, inside = label_entry(block.y, begin, len(g))
+    g.scatter_(0, at, torch.where(inside, block.at_label, g.gather(0, at)[0])[None])
+    if slope is not None:
+        g.mul_(slope)
+    return g if head.scale == 1.0 else g.mul_(head.scale)
+
+
+def _add_to_rows(total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
+    """``total[rows] += tile.T @ w``."""
+    if isinstance(rows, Tensor):
+        total.index_add_(0, rows, torch.mm(tile.t(), w).to(total.dtype))
+    else:
+        add_product(total[rows], tile.t(), w, first=False)
+
+
+def _add_what_rounding_took(
+    problem: Problem,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,  # (v, H)
+    block: _Block,
+    h: Tensor,  # (R, H)
+    g: Tensor,  # (v, R)
+    tile: Tensor,  # g, rounded
+    begin: int,
+) -> None:
+    """The labels' entries are alone in their size: their rounding does not average out."""
+    at, inside = label_entry(block.y, begin, len(g))
+    lost = (g.gather(0, at)[0] - tile.gather(0, at)[0].to(g.dtype)).masked_fill_(~inside, 0)
+    if d_weight is not None:
+        d_weight.index_add_(0, at[0], h * lost[:, None])
+    if d_hidden is not None:
+        of_labels = problem.weight[block.y].to(g.dtype).mul_(lost[:, None])
+        if isinstance(block.rows, Tensor):
+            d_hidden.index_add_(0, block.rows, of_labels)
+        else:
+            d_hidden[block.rows] += of_labels
 
 
 class _Seen:

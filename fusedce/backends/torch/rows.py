@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
+from fusedce.backends.plan import ROW_MULTIPLE
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem
+
+Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 
 
 def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
@@ -34,3 +40,19 @@ def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
     """``rows`` in chunks; none at all where there is no row."""
     return rows.split(size) if len(rows) else ()
+
+
+def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
+    """``rows`` in blocks whose lengths are multiples of `ROW_MULTIPLE`, where ``size`` is one.
+
+    The last block repeats its last row: libraries compute the last few rows of a matrix with other
+    instructions, and a token would have other bits there.
+    """
+    for block in chunks_of(rows, size):
+        missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE
+        if missing:
+            yield torch.cat([block, block[-1:].expand(missing)])
+        elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
+            yield slice(int(block[0]), int(block[-1]) + 1)
+        else:
+            yield block

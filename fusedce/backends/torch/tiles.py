@@ -8,15 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_TILE_ELEMENTS_CPU = 2**20  # a tile of logits stays in the CPU's cache
-_TILE_ELEMENTS_DEVICE = 2**26
 
-
-def tiles(weight: Tensor, C: int) -> Iterator[tuple[int, int]]:
-    """Rows of ``weight`` whose logits for ``C`` tokens are held at a time."""
-    V = weight.shape[0]
-    elements = _TILE_ELEMENTS_CPU if weight.device.type == "cpu" else _TILE_ELEMENTS_DEVICE
-    step = min(max(elements // max(C, 1), 256), 8192)
+def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
+    """The first class of each tile of ``step`` classes, and the one after its last."""
     for begin in range(0, V, step):
         yield begin, min(begin + step, V)
 

@@ -25,10 +25,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, waiting
+from fusedce.backends import two_passes
+from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.mean_logit import MeanLogit
-from fusedce.backends.plan import chunk_size
+from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.protocol import Summed
+from fusedce.backends.torch.per_token import token_grads, token_stats
 from fusedce.backends.torch.products import add_product, gemm_dtype
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import TileStats, clear_labels, label_entry, tiles
@@ -36,7 +38,6 @@ from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
 
-_FORWARD_CHUNK = 1024  # tokens at a time where no gradient is wanted
 APART = 0.125  # a probability
 
 
@@ -45,10 +46,12 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     rows, n_valid = valid_rows(problem)
     head = Projection.of(problem)
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
-    for chunk in chunks_of(rows, _FORWARD_CHUNK):
+    V = len(problem.weight)
+    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    for chunk in chunks_of(rows, way.tokens):
         h = problem.hidden[chunk].to(head.acc)  # (C, H)
         stats = TileStats(problem.labels[chunk].long(), head.acc)
-        for begin, end in tiles(head.weight, len(chunk)):
+        for begin, end in tiles(V, way.classes):
             stats.add(head.logits(h, begin, end), begin)
         total += stats.losses().sum()
     return total.to(head.acc), n_valid
@@ -63,21 +66,17 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     acc = head.acc
     gemm = gemm_dtype(problem.hidden)
     stored = acc if problem.label_smoothing else gemm
-    size = chunk_size(
-        len(rows),
-        V,
-        H,
-        logit_bytes=stored.itemsize,
-        accumulator=wanted.weight and waiting(problem).weight != acc,
-        on_cpu=device.type == "cpu",
-        chunk_tokens=problem.chunk_tokens,
-    )
-    chunks = chunks_of(rows, size)
+    call = call_of(problem, wanted, len(rows), waiting(problem), logit=stored.itemsize)
+    way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    if way.name == TILES:
+        return two_passes.loss_and_grads(token_stats, token_grads, problem, wanted, argmax)
+    step = way.classes
+    chunks = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
-    buffer = torch.empty(V * min(size, len(rows)), dtype=stored, device=device)
+    buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
     if argmax is not None:
         argmax.fill_(-1)
 
@@ -85,7 +84,8 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         h = problem.hidden[chunk].to(acc)  # (C, H)
         C = len(chunk)
         exps = buffer[: V * C].view(V, C)
-        stats = _exponentials(head, h, problem.labels[chunk].long(), exps, argmax is not None)
+        labels = problem.labels[chunk].long()
+        stats = _exponentials(head, h, labels, exps, step, argmax is not None)
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
             argmax[chunk] = stats.argmax()
@@ -99,12 +99,12 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         at_label = at_label.to(acc)  # (C,)
         of_p = outer * (by.nll + by.lse)  # () or (C,)
         factors = (stats.factors(lse) * of_p).to(acc)  # (tiles, C)
-        tokens, classes, p = _largest(head, stats, lse, exps)
+        tokens, classes, p = _largest(head, stats, lse, exps, step)
         apart = (p * of_p.expand(C)[tokens]).to(acc)
         shift = None if mean is None else outer * by.zmean / V  # () or (C,)
 
         dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
-        for (begin, end), of_tile in zip(tiles(head.weight, C), factors, strict=True):
+        for (begin, end), of_tile in zip(tiles(V, step), factors, strict=True):
             tile, row_factors = exps[begin:end], of_tile[:, None]  # (v, C), (C, 1)
             if shift is not None:
                 tile = _smoothed(problem, tile, of_tile, shift, stats.y, begin).to(gemm)
@@ -136,10 +136,11 @@ def _exponentials(
     h: Tensor,  # (C, H)
     y: Tensor,  # (C,)
     exps: Tensor,  # (V, C) to fill with exponentials times the slope of their logits
+    step: int,  # classes of a tile
     argmax: bool,
 ) -> TileStats:
     stats = TileStats(y, head.acc, argmax=argmax)
-    for begin, end in tiles(head.weight, len(h)):
+    for begin, end in tiles(len(exps), step):
         in_place = exps[begin:end] if exps.dtype == head.acc else None
         z = head.logits(h, begin, end, out=in_place)
         slope = head.slope(z)
@@ -156,6 +157,7 @@ def _largest(
     stats: TileStats,
     lse: Tensor,  # (C,) float64
     exps: Tensor,  # (V, C), in which they become 0
+    step: int,  # classes of a tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, classes, and probability times slope in float64, of entries that go apart.
 
@@ -170,7 +172,7 @@ def _largest(
     largest = (p >= APART) & (exps.dtype != head.acc)
     tokens = largest.nonzero()[:, 0]
     found = [(tokens[:0], tokens[:0])]
-    for number, (begin, end) in enumerate(tiles(head.weight, len(top))):
+    for number, (begin, end) in enumerate(tiles(len(exps), step)):
         here = tokens[tile[tokens] == number]
         if len(here):
             alike = exps[begin:end].index_select(1, here) == stored[here]

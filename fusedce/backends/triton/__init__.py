@@ -6,12 +6,21 @@ from torch import Tensor
 
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.compact import on
+from fusedce.backends.triton.divergence import divergence_and_grads
 from fusedce.backends.triton.forward import loss
-from fusedce.backends.triton.per_token import token_grads, token_stats
+from fusedce.backends.triton.row_stats import token_stats
 from fusedce.backends.triton.training import loss_and_grads
+from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.kernels.scale import scale_kernel
 
-__all__ = ["loss", "loss_and_grads", "scale_", "token_grads", "token_stats"]
+__all__ = [
+    "divergence_and_grads",
+    "loss",
+    "loss_and_grads",
+    "scale_",
+    "token_grads",
+    "token_stats",
+]
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

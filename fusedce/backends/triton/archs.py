@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedce.backends import plan
+
 KiB = 1024
 
 
@@ -57,12 +59,14 @@ class Architecture(NamedTuple):
     shared_limit: int = 0  # bytes a program may use
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
-    exp_block_v: int = 2048  # vocabulary entries of a row that share one maximum in training
+    exp_block_v: int = (
+        plan.EXP_BLOCK_V
+    )  # vocabulary entries of a row that share one maximum in training
     exp_warps: int = 4
-    # Float32 products at a time. At least: what stays in L2 until they are read. At most: memory.
-    # Between them: so many FLOPs that the host has the next launches ready before they are done.
-    tile_elements: tuple[int, int] = (2**23, 2**25)
-    tile_flops: int = 2**36
+    divergence_warps: int = 8  # two rows at once, and the divergence between them
+    # Float32 products at a time.
+    tile_elements: tuple[int, int] = plan.TILE_ELEMENTS
+    tile_flops: int = plan.TILE_FLOPS
     compact_block_n: int = 1024
     merge_block_n: int = 128
     scale_block: int = 8192
@@ -73,10 +77,7 @@ class Architecture(NamedTuple):
 
     def tile_shape(self, C: int, V: int, H: int, block: int) -> tuple[int, int]:
         """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        least, most = self.tile_elements
-        elements = min(max(self.tile_flops // (2 * H), least), most)
-        rows = min(C, max(elements // block, 128))
-        return rows, min(max(elements // rows // block, 1) * block, V)
+        return plan.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
 
 
 def _same(blocks: Blocks) -> Walks:

@@ -17,7 +17,6 @@ from fusedce.backends.triton.tiles import Tiles
 from fusedce.contract.problem import Problem
 from fusedce.kernels.hidden_grad import hidden_grad_kernel
 from fusedce.kernels.softmax_grad import softmax_rows_kernel
-from fusedce.kernels.token_grad import token_grad_kernel
 
 
 class ChunkGradient(NamedTuple):
@@ -131,56 +130,6 @@ class Chunks:
             num_warps=self.arch.exp_warps,
         )
         return gradient
-
-    def known_gradient(
-        self,
-        h: Tensor,  # (C, H)
-        y: Tensor,  # (C,)
-        lse: Tensor,  # (C,) fp32, as all down to at_label
-        temperature: Tensor | None,  # divisor of the logits in p
-        alpha: Tensor,  # g = p * (alpha - beta * log p) + gamma * class_weight
-        beta: Tensor | None,
-        gamma: Tensor | None,
-        at_label: Tensor,  # g at the label
-        class_weight: Tensor | None,  # (V,) fp32, padded
-        factors: Tensor,  # (C,) of g: it still waits for them
-        count: Tensor,  # () int32: used rows
-        first: int,  # number of the chunk's first row
-    ) -> ChunkGradient:
-        """From ``g``, the gradient of the logits."""
-        V, C, block = self.weight.shape[0], len(h), self.tiles.block
-        grads = self.grads[:C]
-        lost = torch.zeros(C, device=h.device)
-        bias = self.pointwise["bias"]
-        for first_row, n_rows, begin, T, products in self.tiles.logits(h):
-            rows = slice(first_row, first_row + n_rows)
-            token_grad_kernel[(n_rows, -(-T // block))](
-                products=products,
-                grads=grads[rows, begin:],
-                class_weight=None if class_weight is None else class_weight[begin:],
-                labels=y[rows],
-                lse=lse[rows],
-                temperature=None if temperature is None else temperature[rows],
-                alpha=alpha[rows],
-                beta=None if beta is None else beta[rows],
-                gamma=None if gamma is None else gamma[rows],
-                at_label=at_label[rows],
-                lost=lost[rows],
-                count=count,
-                first=first + first_row,
-                begin=begin,
-                T=T,
-                width=multiple(T),
-                stride_pc=products.stride(0),
-                stride_gc=grads.stride(0),
-                bias=None if bias is None else bias[begin:],
-                scale=self.pointwise["scale"],
-                softcap=self.pointwise["softcap"],
-                AMPLIFY=self.amplify,
-                BLOCK_V=block,
-                num_warps=self.arch.exp_warps,
-            )
-        return ChunkGradient(grads[:, :V], factors, y, lost.mul_(factors), None)
 
     def hidden_gradient(
         self,

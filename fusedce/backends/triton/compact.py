@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.gradients import call_of
+from fusedce.backends.plan import tiles_of
 from fusedce.backends.triton import archs
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.kernels.compact import compact_kernel
 
 
@@ -59,6 +61,13 @@ def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
         V = problem.weight.shape[0]
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
+
+
+def check_budget(problem: Problem) -> None:
+    """Raise ValueError where what a pass without gradients holds does not fit the budget."""
+    if problem.memory_budget is not None:
+        call = call_of(problem, Wanted(), len(problem.labels), triton=True)
+        tiles_of(call, memory_budget=problem.memory_budget)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -45,6 +45,8 @@ class Exponentials:
         self.gemm, self.block = None, tiles.block
         if walks.by_gemm:
             self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
+            if alignment(problem) == 1:
+                self.gemm = walks.unaligned
             self.block = self.gemm.BLOCK_V
         self.blocks = -(-weight.shape[0] // self.block)
         sizes = (self.blocks * C, self.blocks * C, C)

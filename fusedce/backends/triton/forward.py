@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.backends.triton import archs, tuning
 from fusedce.backends.triton.archs import Blocks
-from fusedce.backends.triton.compact import compact, on, raise_on_cpu
+from fusedce.backends.triton.compact import check_budget, compact, on, raise_on_cpu
 from fusedce.backends.triton.operands import alignment, has_options, operands, with_unit_strides
 from fusedce.contract.problem import Problem
 from fusedce.kernels.forward import forward_kernel
@@ -22,6 +22,7 @@ def loss(
     lse: Tensor | None = None,  # (N,) fp32 to fill at valid rows
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
+    check_budget(problem)
     problem = with_unit_strides(problem)
     unit = alignment(problem)
     blocks = _blocks(problem, unit) if blocks is None else blocks

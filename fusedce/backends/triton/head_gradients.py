@@ -34,15 +34,25 @@ def add_head_gradients(
     weight, bias = grads.weight, grads.bias
     g, factors = gradient.logits, gradient.factors
     alpha = outer / chunks.amplify
-    if bias is not None and factors is None:
-        bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
-    elif bias is not None and factors is not None:
-        for i in range(0, len(bias), _COLUMNS):
-            sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
-            bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
+    if bias is not None:
+        add_to_bias(bias, g, factors, alpha)
     if weight is not None:
         _add_product(weight, gradient, h, alpha, first=first)
-    _add_entries(grads, gradient, h, outer)
+    add_entries(grads, gradient.columns, gradient.entries, h, outer)
+    if weight is not None and weight.element_size() == 2:
+        (C, V), columns = g.shape, gradient.columns
+        K = columns.shape[0] // C
+        compile_for_sums(h.device, h.dtype, columns.dtype, K, V, h.shape[1], bias is not None)
+
+
+def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -> None:
+    """``bias (V,) += alpha * g.T @ factors`` for ``g (C, V)``; without factors they are 1."""
+    if factors is None:
+        bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
+        return
+    for i in range(0, len(bias), _COLUMNS):
+        sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
+        bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
 
 
 def _add_product(
@@ -64,16 +74,20 @@ def _add_product(
     add_product(total, gradient.logits, h, alpha, largest, first=first)
 
 
-def _add_entries(grads: Gradients, gradient: ChunkGradient, h: Tensor, outer: float) -> None:
+def add_entries(
+    grads: Gradients,
+    columns: Tensor,  # (K * C,) int; out of range: none
+    entries: Tensor,  # (K * C,) fp32
+    h: Tensor,  # (C, H)
+    outer: float,
+) -> None:
     """``weight[columns] += outer * entries * h``, and ``bias[columns]`` the same without h."""
-    weight, bias, (C, V) = grads.weight, grads.bias, gradient.logits.shape
+    weight, bias = grads.weight, grads.bias
     if weight is None and bias is None:
         return
-    columns, order = gradient.columns.sort(stable=True)  # nothing waits for the device
-    _launch(h, columns, order, gradient.entries, weight, bias, V, outer)
-    if weight is not None and weight.element_size() == 2:
-        K = columns.shape[0] // C
-        compile_for_sums(h.device, h.dtype, columns.dtype, K, V, h.shape[1], bias is not None)
+    V = len(bias) if weight is None else len(weight)  # type: ignore[arg-type]
+    columns, order = columns.sort(stable=True)  # nothing waits for the device
+    _launch(h, columns, order, entries, weight, bias, V, outer)
 
 
 @functools.cache

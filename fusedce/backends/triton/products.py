@@ -45,6 +45,29 @@ def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def add_to(
+    total: Tensor,  # (R, H) fp32
+    a: Tensor,  # (R, T)
+    b: Tensor,  # (T, H)
+    *,
+    scratch: Tensor,  # fp32, for products that cannot be added in place
+) -> None:
+    """``total += a @ b``."""
+    if a.dtype == torch.float32:
+        torch.addmm(total, a, b, out=total)
+    elif widens(torch.addmm, a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        H = total.shape[1]
+        step = scratch.numel() // H
+        if step == 0:
+            scratch, step = torch.empty(H, dtype=torch.float32, device=total.device), 1
+        for begin in range(0, len(total), step):
+            some = total[begin : begin + step]
+            added = scratch[: some.numel()].view_as(some)
+            some += product(a.device, a.dtype)(a[begin : begin + step], b, out=added)
+
+
 def add_product(
     total: Tensor,  # (V, H), in a dtype of its own
     g: Tensor,  # (C, V)

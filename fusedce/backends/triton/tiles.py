@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedce.backends.plan import rows_of_hidden
 from fusedce.backends.triton.archs import Architecture
 from fusedce.backends.triton.operands import multiple, power_of_2, span
 from fusedce.backends.triton.products import product
@@ -26,7 +27,7 @@ class Tiles:
         self.most_rows, self.most = arch.tile_shape(C, V, H, self.block)
         self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
         self._columns = weight.t().split_with_sizes(self._sizes, 1)
-        self._rows_of_hidden = max(arch.tile_elements[0] // H // 128 * 128, 128)
+        self._rows_of_hidden = rows_of_hidden(H, arch.tile_elements)
         self.products = torch.empty(
             max(self.most_rows * multiple(self.most), min(self._rows_of_hidden, C) * H),
             dtype=torch.float32,

@@ -10,20 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, waiting
-from fusedce.backends.plan import chunk_size
+from fusedce.backends import two_passes
+from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import Rows, capturing, compact, on, raise_on_cpu
 from fusedce.backends.triton.head_gradients import add_head_gradients
 from fusedce.backends.triton.operands import span
 from fusedce.backends.triton.row_factors import RowFactors
+from fusedce.backends.triton.row_stats import token_stats
+from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.contract.problem import Problem, Wanted
 
 
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
-    (N, H), V = problem.hidden.shape, problem.weight.shape[0]
+    N = len(problem.hidden)
     device, dtype = problem.hidden.device, problem.hidden.dtype
     hidden, labels = problem.hidden, problem.labels.contiguous()
     if labels is not problem.labels:
@@ -39,16 +42,16 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
         else:
             n, outer, factor = rows_and_factor(problem, packed)
-        size = chunk_size(
-            n,
-            V,
-            H,
-            logit_bytes=dtype.itemsize + (4 if problem.label_smoothing else 0),
-            accumulator=wanted.weight and dtypes.weight != torch.float32,
-            on_cpu=False,
+        logit = dtype.itemsize + (4 if problem.label_smoothing else 0)
+        way = way_of(
+            call_of(problem, wanted, n, dtypes, logit=logit, triton=True),
             chunk_tokens=problem.chunk_tokens,
+            memory_budget=problem.memory_budget,
         )
-        C = min(size, n)
+        if way.name == TILES:
+            passes = token_stats, token_grads
+            return two_passes.loss_and_grads(*passes, problem, wanted, argmax)
+        C = min(way.tokens, n)
         every_row = n == N and not graph
         grads = Gradients(
             problem,

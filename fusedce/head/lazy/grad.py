@@ -17,7 +17,7 @@ autograd's nodes being those that one expects, but memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,9 @@ from fusedce.head.call import HeadCall
 from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
-from fusedce.head.lazy.ops import Layout, known
+from fusedce.head.lazy.ops import Known, Layout
 from fusedce.head.lazy.steps import Step
-from fusedce.head.lazy.tensor import BELOW, Lazy, real
+from fusedce.head.lazy.tensor import BELOW, Lazy, real, write
 
 
 class Source:
@@ -44,11 +44,16 @@ class Source:
         return self.x.look(operation)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Make the logits now if the step of this optimizer changes them, or may do so."""
-        memory = self.x if isinstance(self.x, Memory) else self.x.memory
-        call = memory.call
-        if memory.values is None and call.changes_with(optimizer) and not call.has_changed():
-            memory.look("optimizer.step")
+        (self.x if isinstance(self.x, Memory) else self.x.memory).before(optimizer)
+
+
+def check_not_batched(grad: Tensor) -> None:
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
+            "vectorize=True): call fusedce.restore_loss_head(model) for this, since the backward "
+            "passes of fusedce's lazy logits cannot be vectorised"
+        )
 
 
 class Term(NamedTuple):
@@ -146,22 +151,18 @@ class LogitsGrad(Lazy):
         self.terms, self.dense, self.numbers = (), numbers, numbers
         self.writes += 1
 
-    def written(self) -> None:
+    def begin_write(self, operation: str) -> None:
+        self.expose(operation)
+
+    def end_write(self) -> None:
         """Say that these, and so the base, have been written into."""
         self.writes += 1
         if self.base is not None:
-            self.base.written()
+            self.base.end_write()
             self.seen = self.base.writes
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with BELOW():
             for x in args[:2]:
                 if isinstance(x, LogitsGrad) and x.base is not None:
@@ -169,10 +170,9 @@ class LogitsGrad(Lazy):
             result = (RULES.get(func) or RULES[None])(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-            name, op, x = str(func), known(func), args[0] if args else None
-            if isinstance(x, LogitsGrad) and (op.writes == (0,) or op.is_view):
-                out = func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
-                if op.writes:
-                    x.written()
-                return x if op.writes else out
+            name, x = str(func), args[0] if args else None
+            if op.writes:
+                return write(func, op, args, kwargs)
+            if isinstance(x, LogitsGrad) and op.is_view:
+                return func(x.expose(name), *real(args[1:], name), **real(kwargs, name))
             return func(*real(args, name), **real(kwargs, name))

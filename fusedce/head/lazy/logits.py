@@ -12,16 +12,22 @@ Views share a :class:`~fusedce.head.lazy.memory.Memory`, as they would a storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.memory import Memory, Recorded
-from fusedce.head.lazy.ops import Known, Layout, known, layout_after
+from fusedce.head.lazy.ops import Known, Layout, aten, layout_after
 from fusedce.head.lazy.steps import Index, Step, Steps
-from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, split, unbind
+from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, split, unbind, write
+
+_SET_DATA: Any = T.data.__set__  # type: ignore[attr-defined]  # a slot of C
+_AUTOGRAD = torch._C._autograd
+_in_backward = torch._C._current_graph_task_id  # -1: no
 
 
 class LazyLogits(Lazy):
@@ -63,10 +69,8 @@ class LazyLogits(Lazy):
 
     def expose(self, operation: str) -> Tensor:
         """Real logits for somebody who may write into them unseen."""
-        values, memory = self.look(operation), self.memory
-        if memory._before is None and not memory.written:
-            with torch.no_grad():
-                memory._before = memory.look(operation).clone()
+        values = self.look(operation)
+        self.memory.expose()
         return values
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -80,19 +84,37 @@ class LazyLogits(Lazy):
     def __format__(self, spec: str) -> str:
         return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
 
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Lazy as well: it holds the head's parameters, and copies none."""
+        if not self.is_leaf:
+            return T.__deepcopy__(self, memo)  # torch refuses that
+        if id(self) not in memo:
+            memory = memo.get(id(self.memory))
+            if memory is None:
+                memory = memo[id(self.memory)] = self.memory.copy()
+            new = memo[id(self)] = LazyLogits(memory, self.views, self.like)
+            new.requires_grad_(self.requires_grad)
+            new.grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def begin_write(self, operation: str) -> None:
+        self.look(operation)
+        self.memory.written = True
+
+    def become(self, other: LazyLogits) -> LazyLogits:
+        """Be what the other is from now on: its shape, its dtype, its memory."""
+        _SET_DATA(self, other.detach())
+        self.memory, self.views, self.like = other.memory, other.views, other.like
+        return self
+
     def unviewed(self) -> Tensor:
         return self.memory.give_away(self.look("torch.compile"))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        op = known(func)
+    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.writes:
             return _write(func, op, args, kwargs)
         flipped = op.symmetric and not isinstance(args[0], LazyLogits)
@@ -100,6 +122,8 @@ class LazyLogits(Lazy):
         if isinstance(x, LazyLogits):
             result = _record(x, func, op, others, kwargs)
             if result is not NotImplemented:
+                if isinstance(result, LazyLogits) and _in_backward() != -1:
+                    CLOCK.sources.add(result.memory)  # it may be a gradient that somebody keeps
                 return result
         name = str(func)
         return func(*real(args, name), **real(kwargs, name))
@@ -132,6 +156,8 @@ def _record(
         return NotImplemented
     steps = None if row is None else row.read(x.like.shape, layout, *args, **kwargs)
     if op.is_view:
+        if func is not aten.detach.default:
+            x.memory.viewed = True
         return LazyLogits(x.memory, (*x.views, Recorded(func, args, kwargs, steps)), layout)
     if steps is None:
         return NotImplemented
@@ -164,27 +190,51 @@ def _write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             values = tuple(a.item() if isinstance(a, Tensor) else a for a in args[1:])
             x.memory.history = (*x.memory.history, Recorded(func, values, kwargs, steps))
             return x
-    name, lazy = str(func), {}
-    written = [args[i] for i in op.writes if i < len(args)]
-    written += [kwargs[n] for n in op.written_names if n in kwargs]
-    targets = [t for w in written for t in (w if isinstance(w, (list, tuple)) else [w])]
-    for t in targets:
-        if isinstance(t, LazyLogits):
-            t.look(name)
-            t.memory.written = True
-    real_args, real_kwargs = real(args, name), real(kwargs, name)
-    for given, made in zip(
-        torch.utils._pytree.tree_leaves((args, kwargs)),
-        torch.utils._pytree.tree_leaves((real_args, real_kwargs)),
-        strict=True,
-    ):
-        if isinstance(given, LazyLogits):
-            lazy[id(made)] = given
-    out = func(*real_args, **real_kwargs)
-    return torch.utils._pytree.tree_map(lambda t: lazy.get(id(t), t), out)
+    if op.turns is not None and isinstance(x, LazyLogits):
+        _check_turn(func, x)
+        viewed = x.memory.viewed
+        x.become(op.turns(x, *args[1:], **kwargs))
+        x.memory.viewed = viewed
+        return x
+    if op.moves and isinstance(x, LazyLogits):
+        if func is aten.detach_.default:
+            return x
+        raise RuntimeError(
+            f"{func.overloadpacket} would give the logits of a head that fusedce has replaced "
+            f"another memory, but these are lazy logits and have none: use logits + 0, which is "
+            f"a tensor like any other"
+        )
+    return write(func, op, args, kwargs)
+
+
+def _check_turn(func: Any, x: LazyLogits) -> None:
+    """Raise an error where a change of shape in place would give other views wrong gradients.
+
+    After a write torch makes the views of a subclass again to find their nodes of autograd, and
+    would make them of another shape.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        with BELOW():
+            is_view = x._is_view()
+        if is_view or x.memory.viewed:
+            name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+            raise RuntimeError(
+                f"{name} would change the shape of logits that have views, which fusedce's lazy "
+                f"logits cannot do while gradients are recorded: use {name.removesuffix('_')}, "
+                f"which makes another tensor"
+            )
 
 
 # ---- above autograd -------------------------------------------------------------------------
+
+
+def _set_data(func: Any, x: LazyLogits, data: Tensor) -> Any:
+    values = data.expose("data") if isinstance(data, Lazy) else data.detach()
+    shape, strides = values.shape, values.stride()
+    layout = Layout.of(torch.empty_strided(shape, strides, dtype=values.dtype, device="meta"))
+    memory = Memory(x.memory.call)
+    memory.values, memory.written = values, True
+    x.become(LazyLogits(memory, (), layout))
 
 
 def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -194,12 +244,24 @@ def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return func(x, *args, **kwargs)
 
 
-def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+def _tensor_split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return split(x, func(x.like.meta(), *args, **kwargs), *args, **kwargs)
 
 
+def _split(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return _outputs_of_one_view(_tensor_split(func, x, *args, **kwargs))
+
+
 def _unbind(func: Any, x: LazyLogits, dim: int = 0) -> Any:
-    return unbind(x, dim) if x.dim() else NotImplemented
+    return _outputs_of_one_view(unbind(x, dim)) if x.dim() else NotImplemented
+
+
+def _outputs_of_one_view(parts: tuple[LazyLogits, ...]) -> tuple[LazyLogits, ...]:
+    """Let torch refuse writes into these where it refuses those into outputs of one node."""
+    if torch.is_grad_enabled():
+        for part in parts:
+            _AUTOGRAD._set_creation_meta(part, _AUTOGRAD.CreationMeta.MULTI_OUTPUT_NODE)
+    return parts
 
 
 def _iterate(func: Any, x: LazyLogits) -> Any:
@@ -207,12 +269,13 @@ def _iterate(func: Any, x: LazyLogits) -> Any:
     return parts if parts is NotImplemented else iter(parts)
 
 
+_SPLITS: tuple[Any, ...] = (
+    T.split, torch.split, T.chunk, torch.chunk, T.split_with_sizes, torch.split_with_sizes,
+)  # fmt: skip
 LazyLogits.above = Lazy.above | {
-    **dict.fromkeys(
-        (T.split, torch.split, T.chunk, torch.chunk, T.tensor_split, torch.tensor_split,
-         T.split_with_sizes, torch.split_with_sizes),
-        _split,
-    ),
+    **dict.fromkeys(_SPLITS, _split),
+    **dict.fromkeys((T.tensor_split, torch.tensor_split), _tensor_split),
+    _SET_DATA: _set_data,
     T.register_hook: _hook,
     T.retain_grad: _hook,
     T.unbind: _unbind,

@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.problem import Wanted
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.grad import LogitsGrad, Source, Term
+from fusedce.head.lazy.grad import LogitsGrad, Source, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.request import Request, project, request_of
 from fusedce.head.lazy.steps import Bias, Projected, Steps
+from fusedce.head.recipe import memory_budget_of_head
 from fusedce.loss.fused_ce import SumApart
 
 _ENGINE = Variable._execution_engine
@@ -127,7 +128,8 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
     p = project(hidden, call.V, steps)
     if p is None:
         return None
-    request = request_of(p.hidden.shape[:-1], call.device, *args, **kwargs)
+    budget = memory_budget_of_head(call.module)
+    request = request_of(p.hidden.shape[:-1], call.device, budget, *args, **kwargs)
     if request is None:
         return None
     bias = None
@@ -158,9 +160,10 @@ class FusedLoss(torch.autograd.Function):
             return None, None
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the fused loss has no second derivative (create_graph=True): call "
-                "fusedce.restore_loss_head(model) for this, or look at the logits before the loss"
+                "the fused loss has no second derivative (create_graph=True): compute the loss "
+                "from logits + 0, which are real ones, or call fusedce.restore_loss_head(model)"
             )
+        check_not_batched(grad)
         way, plan = ctx.way, ctx.way.plan
         *comes_to, bias = way.gradients(ctx.saved_tensors, grad)
         left = tuple([s for s in reversed(plan.steps) if s.undone])
@@ -179,8 +182,8 @@ _apply = super(torch.autograd.Function, FusedLoss).apply
 
 
 def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    if torch._C._functorch.maybe_current_level() is not None:  # torch.func
-        return NotImplemented
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        return NotImplemented  # torch.func, or tangents of the logits
     wanted = torch.is_grad_enabled() and x.requires_grad
     plan = plan_of(x, wanted, *args, **kwargs)
     if plan is None:

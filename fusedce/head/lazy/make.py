@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusedce.head.lazy.undo  # noqa: F401  # what backward nodes do to a gradient
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.grad import LogitsGrad
+from fusedce.head.lazy.grad import LogitsGrad, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.ops import Layout
@@ -42,6 +42,7 @@ class MakeLogits(torch.autograd.Function):
                 terms, dense = (), grad.look("backward of the head")
             parts = [[t.scaled(x) for x in t.comes_to] for t in terms]
         else:
+            check_not_batched(grad)
             dense = real(grad, "backward of the head")
         if dense is not None:
             live = ctx.saved_tensors if torch.is_grad_enabled() else None

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.steps import Steps
+from fusedce.head.clock import version_of
+from fusedce.head.lazy.steps import Same, Steps
 from fusedce.head.lazy.tensor import BELOW, unviewed
 
 
@@ -30,6 +32,7 @@ class Memory:
     """What views of the same logits share: how they are made, and their values once looked at."""
 
     values: Tensor | None = None
+    viewed = False  # whether there have been views
     _written = False
     _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
     _before: Tensor | None = None  # the values when they were given to others unseen
@@ -51,7 +54,7 @@ class Memory:
     def written(self) -> bool:
         """Whether only the values count."""
         if not self._written and (self._compiled or self._before is not None):
-            self._written = any(x._version != before for x, before in self._compiled) or (
+            self._written = any(version_of(x) != before for x, before in self._compiled) or (
                 self._before is not None
                 and self.values is not None
                 and not torch.equal(self.values, self._before)
@@ -65,8 +68,32 @@ class Memory:
     def give_away(self, x: Tensor) -> Tensor:
         """The same memory, but no view of anything: torch.compile has no views of subclasses."""
         new = unviewed(x)
-        self._compiled = (*self._compiled, (new, new._version))
+        self._compiled = (*self._compiled, (new, version_of(new)))
         return new
+
+    def copy(self) -> Memory:
+        """Another memory with the same values, not computed either."""
+        if not self.written:
+            clone = Recorded(torch.ops.aten.clone.default, (), {}, (Same(),))
+            return Memory(self.call, (*self.history, clone), self)
+        new = Memory(self.call)
+        with torch.no_grad(), BELOW():
+            new.values, new.written = self.look("copy").clone(), True
+        return new
+
+    def expose(self) -> None:
+        """Keep the values as they are now: somebody may write into them unseen."""
+        if self._before is None and not self.written and self.values is not None:
+            with torch.no_grad(), BELOW():
+                self._before = self.values.clone()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Make the values now if the step of this optimizer changes them, or may do so."""
+        call = self.call
+        if self.values is None and call.changes_with(optimizer) and not call.has_changed():
+            if call.needs_all_ranks():  # maybe not all of them keep what these are for
+                return
+            self.look("optimizer.step")
 
     def look(self, operation: str) -> Tensor:
         if self.values is None:

@@ -18,9 +18,12 @@ aten = torch.ops.aten
 class Known(NamedTuple):
     """What is known of an operator, asked of its schema and of the table once."""
 
-    writes: tuple[int, ...]  # positions of the arguments that are written into
+    writes: tuple[int, ...]  # positions of the arguments that are, or may be, written into
     written_names: tuple[str, ...]
+    turns: Any  # the view of the first argument that this makes of it in place,
+    moves: bool  # or whether it gives it another memory
     is_view: bool  # of the first argument
+    is_composite: bool  # made of other operators
     symmetric: bool
     recorded: Row | None  # the step it is for logits,
     in_place: Row | None  # or writes into them,
@@ -42,19 +45,46 @@ def _by_op(names: str) -> dict[Any, Row]:
 _RECORDED, _IN_PLACE, _UNDOING = _by_op("ops"), _by_op("in_place"), _by_op("undo_ops")
 
 
+def _view_of(func: Any) -> Any:
+    """The operator that gives the view which ``func`` makes of its argument in place, if any."""
+    packet = getattr(aten, func._opname.removesuffix("_"), None)
+    if packet in (None, func.overloadpacket):
+        return None
+    wanted = [(a.name, str(a.real_type)) for a in func._schema.arguments]
+    for name in packet.overloads():
+        view = getattr(packet, name)
+        given = [(a.name, str(a.real_type)) for a in view._schema.arguments]
+        if given == wanted and known(view).is_view:
+            return view
+    return None
+
+
+# Operators whose schemas say all that is written; collectives and those of others may not.
+_TRUSTED = ("aten", "prim", "prims", "fusedce")
+
+
 @cache
 def known(func: Any) -> Known:
     arguments, returns = func._schema.arguments, func._schema.returns
+    # `set_` makes its first argument share the memory of the second.
+    pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [
         (i, a.name)
         for i, a in enumerate(arguments)
-        if a.alias_info is not None and a.alias_info.is_write
+        if not pure or (a.alias_info is not None and a.alias_info.is_write)
     ]
+    in_place = torch.Tag.inplace_view in func.tags
+    turns = _view_of(func) if in_place else None
     is_view = not written and any(r.alias_info is not None for r in returns)
     return Known(
         tuple(i for i, _ in written),
         tuple(n for _, n in written),
+        turns,
+        in_place and turns is None,
         is_view and bool(arguments) and arguments[0].alias_info is not None,
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+        ),
         func in (aten.mul.Tensor, aten.add.Tensor),
         _RECORDED.get(func),
         _IN_PLACE.get(func),

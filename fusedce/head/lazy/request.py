@@ -30,6 +30,7 @@ class Request(NamedTuple):
     reduction: Literal["none", "mean", "sum"]
     label_smoothing: float
     denominator: Tensor | None
+    memory_budget: int | None  # bytes
 
     def gradient_of_real(self, logits: Tensor, upstream: Tensor) -> Tensor:
         """What the gradient of real logits is, in float32 or better::
@@ -99,6 +100,7 @@ class Request(NamedTuple):
                 softcap=p.cap,
                 logit_scale=p.scale,
                 label_smoothing=float(self.label_smoothing),
+                memory_budget=self.memory_budget,
             )
 
     def fused(self, p: Projected, recipe: Recipe) -> Tensor:
@@ -117,6 +119,7 @@ class Request(NamedTuple):
                     label_smoothing=self.label_smoothing,
                     class_weight=self.weight,
                     reduction=self.reduction,
+                    memory_budget=self.memory_budget,
                 )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
             tap = LossTap.current
@@ -148,6 +151,7 @@ class Request(NamedTuple):
 def request_of(
     p_shape: torch.Size,
     device: torch.device,
+    memory_budget: int | None,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -175,7 +179,9 @@ def request_of(
         return None
     tap = LossTap.current
     denominator = None if tap is None else tap.denominator
-    return Request(target, weight, ignore_index, reduction, label_smoothing, denominator)
+    return Request(
+        target, weight, ignore_index, reduction, label_smoothing, denominator, memory_budget
+    )
 
 
 def project(hidden: Tensor, V: int, steps: Steps) -> Projected | None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.head.clock import version_of
+
 Shape = tuple[int, ...]
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 Steps = tuple["Step", ...]
@@ -160,7 +162,7 @@ class Index(Step):
 
 
 def identity(x: Tensor) -> Any:
-    return x.dtype, x.shape, x.stride(), x.data_ptr(), x._version
+    return x.dtype, x.shape, x.stride(), x.data_ptr(), version_of(x)
 
 
 class Scale(Step):

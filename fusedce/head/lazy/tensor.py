@@ -6,24 +6,39 @@ autograd (printing, pickling, numpy, ``torch.compile``), and what they get.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fusedce.head.lazy.ops import Layout
+from fusedce.head.lazy.ops import Known, Layout, known
 
 T = torch.Tensor
 BELOW = torch._C.DisableTorchFunctionSubclass
 
 
+# Methods that give the memory itself away.
+_STORAGE = (T.storage, T._typed_storage, T.untyped_storage)
+_MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, *_STORAGE)
+
+
 def _values_of(func: Any, x: Lazy, *args: Any, **kwargs: Any) -> Any:
-    """What gives away the memory itself."""
+    """What gives the memory itself away, asked of the numbers."""
+    if func in _STORAGE and _get_current_dispatch_mode() is not None:
+        return func(x, *args, **kwargs)  # torch.compile asks which inputs share one
     values = x.expose(func.__name__)
     if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
         values = values.detach().requires_grad_()  # for torch to refuse it
     return func(values, *args, **kwargs)
+
+
+def _by_pointer(func: Any, *args: Any) -> Any:
+    """What reads and writes the memory of all its arguments itself, element by element."""
+    func(*replaced(args, Lazy, lambda x: x.expose(func.__name__)))
+    return args[0]
 
 
 class Lazy(torch.Tensor):
@@ -31,10 +46,9 @@ class Lazy(torch.Tensor):
 
     like: Layout  # that of these
     # What is taken above autograd: each is given the function, then its arguments.
-    above: ClassVar[dict[Any, Callable[..., Any]]] = {
-        **dict.fromkeys(
-            (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_), _values_of
-        ),
+    above: ClassVar[dict[Any, Any]] = {
+        **dict.fromkeys(_MEMORY, _values_of),
+        **dict.fromkeys((T.apply_, T.map_, T.map2_), _by_pointer),
         T._is_view: lambda func, x: False,  # see `unviewed`
         T.tolist: lambda func, x: x.look("tolist").tolist(),
     }  # fmt: skip
@@ -47,12 +61,22 @@ class Lazy(torch.Tensor):
         """The numbers for somebody who may write into them unseen."""
         raise NotImplementedError
 
+    def begin_write(self, operation: str) -> None:
+        """Before an operator that may write into the numbers; they are what counts from now on."""
+        raise NotImplementedError
+
+    def end_write(self) -> None:
+        """After it."""
+
     def unviewed(self) -> Tensor:
         """Their memory for compiled code: torch.compile has no views of subclasses."""
         return unviewed(self.expose("torch.compile"))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.look("repr"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.look("deepcopy").__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (
@@ -70,6 +94,29 @@ class Lazy(torch.Tensor):
         return inner["looked"]
 
     @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Any operator, below autograd.
+
+        In inference mode autograd has not taken composite operators apart on their way down: what
+        ``to`` or ``reshape`` does, view or copy, is known of their parts alone.
+        """
+        op, kwargs = known(func), kwargs or {}
+        if op.is_composite:
+            return func.decompose(*args, **kwargs)  # type: ignore[attr-defined]
+        return cls.dispatch(func, op, args, kwargs)
+
+    @classmethod
+    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that is not composite."""
+        raise NotImplementedError
+
+    @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -80,11 +127,20 @@ class Lazy(torch.Tensor):
         kwargs = kwargs or {}
         handler = cls.above.get(func)
         with BELOW():
-            if handler is not None and args and isinstance(args[0], cls):
+            if handler and args and (handler is _by_pointer or isinstance(args[0], cls)):
                 result = handler(func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return func(*args, **kwargs)
+
+
+def _method(func: Any) -> Callable[..., Any]:
+    """For who calls it where subclasses are not asked, as hooks on saved tensors do."""
+    return functools.wraps(func)(lambda self, *a, **k: _values_of(func, self, *a, **k))
+
+
+for _func in _MEMORY:
+    setattr(Lazy, _func.__name__, _method(_func))
 
 
 def unviewed(x: Tensor) -> Tensor:
@@ -97,6 +153,23 @@ def unviewed(x: Tensor) -> Tensor:
 def real(x: Any, operation: str) -> Any:
     """``x`` with all lazy tensors in it replaced by real ones."""
     return replaced(x, Lazy, lambda lazy: lazy.look(operation))
+
+
+def write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that writes into some of its arguments, or may do so, on real numbers."""
+    name, leaves = str(func), torch.utils._pytree.tree_leaves
+    written = [args[i] for i in op.writes if i < len(args)]
+    written += [kwargs[n] for n in op.written_names if n in kwargs]
+    targets = [t for t in leaves(written) if isinstance(t, Lazy)]
+    for t in targets:
+        t.begin_write(name)
+    real_args, real_kwargs = real(args, name), real(kwargs, name)
+    pairs = zip(leaves((args, kwargs)), leaves((real_args, real_kwargs)), strict=True)
+    lazy = {id(made): given for given, made in pairs if isinstance(given, Lazy)}
+    out = func(*real_args, **real_kwargs)
+    for t in targets:
+        t.end_write()
+    return torch.utils._pytree.tree_map(lambda t: lazy.get(id(t), t), out)
 
 
 # ---- for logits in traced code, which are no tensors, as well --------------------------------

@@ -28,7 +28,7 @@ from fusedce.head.lazy.methods import (
 from fusedce.head.lazy.request import project, request_of
 from fusedce.head.lazy.steps import Steps
 from fusedce.head.lazy.tensor import replaced, split, unbind
-from fusedce.head.recipe import Recipe, as_they_are
+from fusedce.head.recipe import Recipe, as_they_are, memory_budget_of_head
 from fusedce.head.report import Once, Report
 
 
@@ -251,7 +251,8 @@ def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         p = project(o.hidden, o.recipe.weight.shape[0], x._steps())
         if p is None:
             return NotImplemented
-        request = request_of(p.hidden.shape[:-1], x.device, *args, **kwargs)
+        budget = memory_budget_of_head(o.module)
+        request = request_of(p.hidden.shape[:-1], x.device, budget, *args, **kwargs)
         if request is None:
             return NotImplemented
         loss = request.fused(p, o.recipe)

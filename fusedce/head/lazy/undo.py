@@ -113,7 +113,7 @@ def _copy(func: Any, x: Any, source: Any, *_: Any) -> Any:
         base.dense = None if source.dense is None else source.dense.reshape(shape)
         base.make = source.make and _after(source.make, lambda t: t.reshape(shape))
     x.terms, x.dense, x.make, x.numbers = source.terms, source.dense, source.make, None
-    x.written()
+    x.end_write()
     return x
 
 
@@ -154,7 +154,7 @@ def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Any:
     make: Any = makes[0] if len(makes) == 1 else lambda name: sum(m(name) for m in makes)
     if func is aten.add_.Tensor:
         a.terms, a.dense, a.make, a.numbers = terms, dense, make, None
-        a.written()
+        a.end_write()
         return a
     return LogitsGrad(a.like, a.device, terms, dense, make)
 

@@ -137,6 +137,25 @@ def test_logits_far_above_the_first_ones_are_in_range(masked):
     torch.testing.assert_close(lse.double(), exact, rtol=2e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_logits_have_the_log_sum_exp_of_torch(dtype):
+    """+inf at the label, elsewhere, both beside NaN and -inf; nothing but -inf."""
+    logits = torch.randn(8, 700)
+    logits[0, 300] = logits[1, 1] = logits[2, 690] = logits[3, 3] = torch.inf
+    logits[3, 650] = logits[4, 600] = torch.nan
+    logits[2, 2] = -torch.inf
+    logits[5] = -torch.inf
+    # One token after another, its logits as the bias: inf * 0 is NaN in a product.
+    for n, row in enumerate(logits.to(dtype)):
+        token = slice(n, n + 1)
+        zeros = torch.zeros(8, 16, dtype=dtype), torch.zeros(700, 16, dtype=dtype)
+        loss, _, lse = one_pass(zeros[0][token], zeros[1], torch.arange(8)[token], bias=row)
+        torch.testing.assert_close(lse[0], row.double().logsumexp(0).float(), equal_nan=True)
+        torch.testing.assert_close(
+            loss.isnan(), (row.isnan() | (row == torch.inf)).any() | (n == 5)
+        )
+
+
 def test_a_token_beside_one_out_of_range_has_the_same_bits():
     weight, labels = far_from_their_first_tiles()
     together = one_pass(torch.eye(16), weight, labels)[2]

@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 from fusedce.backends import gradients
 from fusedce.backends import triton as backend
 from fusedce.backends.gradients import of_inputs
-from fusedce.backends.triton import archs, head_gradients, per_token, training
+from fusedce.backends.triton import archs, head_gradients, training, vocab_tiles
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case
@@ -170,7 +170,7 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
         return keys
 
     warm = step()
-    monkeypatch.setattr(per_token, "capturing", lambda device: True)
+    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
     assert step() - warm == set()
 
 

@@ -1,0 +1,162 @@
+"""Divergences of a student from a teacher: a chunk's products by cuBLAS, one kernel between them.
+
+Both heads' logits of a chunk are float32; the kernel writes the factors of the student's gradient
+in the place of the student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is
+read once, since the host sets the sizes of the products; inside a CUDA graph, which nothing may
+wait for, all rows are computed, ignored ones as zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.plan import way_of_divergence
+from fusedce.backends.protocol import Diverged
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.head_gradients import add_to_bias
+from fusedce.backends.triton.operands import multiple, power_of_2, span
+from fusedce.backends.triton.products import add_product, product
+from fusedce.backends.triton.training import rows_and_factor
+from fusedce.contract.divergence import KINDS, Divergence
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.kernels.divergence import divergence_rows_kernel
+
+_AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
+
+
+def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
+    """Each token's loss, and the wanted gradients of their sum; holds two logits a class."""
+    hidden, labels = problem.hidden, problem.labels.contiguous()
+    problem = problem.but(labels=labels)
+    (N, H), device, dtype = hidden.shape, hidden.device, hidden.dtype
+    with on(device):
+        packed, dtypes = compact(problem), waiting(problem)
+        raise_on_cpu(packed.n_valid, problem)
+        graph = capturing(device)
+        if graph:
+            n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
+        else:
+            n, outer, factor = rows_and_factor(problem, packed)
+        way = way_of_divergence(
+            call_of(problem, wanted, n, dtypes, logit=8, triton=True),
+            divergence.weight.shape[1],
+            chunk_tokens=problem.chunk_tokens,
+            memory_budget=problem.memory_budget,
+        )
+        C = min(way.tokens, n)
+        grads = Gradients(problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0)
+        losses = torch.zeros(N, dtype=torch.float32, device=device)
+        if n == 0:
+            return Diverged(losses, packed.n_valid, factor, *grads.written())
+        weights = _weights(problem, graph)
+        rows = torch.arange(N, device=device) if graph else packed.rows[:n].long()
+        chunk = _Chunk(problem, divergence, C, any(wanted.gradients()))
+        outer *= problem.logit_scale / divergence.temperature
+        for begin in range(0, n, C):
+            some = rows[begin : begin + C]
+            h, there = hidden[some], divergence.hidden[some]
+            if graph:
+                left_out = (weights == 0)[some, None]
+                h, there = h.masked_fill(left_out, 0), there.masked_fill(left_out, 0)
+            lost, g, factors = chunk.gradient(h, there, labels[some], weights[some])
+            losses[some] = lost
+            if g is None:
+                continue
+            alpha = outer / chunk.amplify
+            if grads.hidden is not None:
+                dh = torch.empty(len(h), H, dtype=torch.float32, device=device)
+                product(device, dtype)(g, chunk.weight, out=dh)
+                if factors is not None:
+                    dh.mul_(factors[:, None])
+                grads.hidden[some] = dh.mul_(alpha).to(grads.hidden.dtype)
+            if grads.bias is not None:
+                add_to_bias(grads.bias, g, factors, alpha)
+            if grads.weight is not None:
+                largest = None
+                if factors is not None:  # float16 has not their range
+                    largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+                    h = (h.float() * (factors / largest)[:, None]).to(dtype)
+                add_product(grads.weight, g, h, alpha, largest, first=begin == 0)
+        return Diverged(losses, packed.n_valid, factor, *grads.written())
+
+
+def _weights(problem: Problem, graph: bool) -> Tensor:
+    """``(N,)`` fp32, 0 at positions that are left out."""
+    w = problem.token_weight
+    w = torch.ones(problem.labels.shape, device=problem.labels.device) if w is None else w.float()
+    if graph:
+        return w.masked_fill(~problem.valid(), 0)
+    V, y = len(problem.weight), problem.labels
+    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)  # a bad label is seen
+
+
+class _Chunk:
+    """Both heads' logits of one chunk after another, in the same buffers."""
+
+    def __init__(self, problem: Problem, divergence: Divergence, C: int, train: bool) -> None:
+        weight, device = problem.weight, problem.weight.device
+        self.weight, self.teacher = weight, divergence.weight
+        self.arch, self.train = archs.architecture(device), train
+        self.divergence = divergence
+        V = len(weight)
+        self.V, self.width = V, multiple(V)
+        # 16 bytes of what is stored for each thread.
+        self.block = min(power_of_2(V), self.arch.exp_block_v * 2 // weight.element_size())
+        self.of_student, self.of_teacher = (
+            torch.empty(C, self.width, dtype=torch.float32, device=device) for _ in range(2)
+        )
+        self.normalise = weight.dtype == torch.float16 and train
+        self.amplify = _AMPLIFY if self.normalise else 1.0
+        student, teacher = divergence.heads(problem)
+        self.common: dict[str, Any] = {
+            "bias": None if student.bias is None else student.bias.contiguous(),
+            "teacher_bias": None if teacher.bias is None else teacher.bias.contiguous(),
+            "scale": None if student.scale == 1 else student.scale,
+            "softcap": student.softcap,
+            "teacher_scale": None if teacher.scale == 1 else teacher.scale,
+            "teacher_softcap": teacher.softcap,
+            "share": divergence.beta,
+            "of_ce": divergence.ce_weight,
+            "to_plain": divergence.temperature,
+            "KIND": KINDS.index(divergence.kind),
+            "HAS_CE": divergence.ce_weight != 0,
+            "NORMALISE": self.normalise,
+            "AMPLIFY": self.amplify,
+        }
+
+    def gradient(
+        self,
+        h: Tensor,  # (C, H)
+        there: Tensor,  # (C, H of the teacher)
+        y: Tensor,  # (C,)
+        weights: Tensor,  # (C,) fp32
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
+        C, V, device = len(h), self.V, h.device
+        s, t = span(self.of_student, 0, C), span(self.of_teacher, 0, C)
+        product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
+        product(device, there.dtype)(there, self.teacher.t(), out=t[:, :V])
+        g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
+        losses = torch.empty(C, dtype=torch.float32, device=device)
+        factors = torch.empty_like(losses) if self.normalise else None
+        divergence_rows_kernel[(C,)](
+            student=s,
+            teacher=t,
+            grads=g if self.train else None,
+            labels=y,
+            token_weight=weights,
+            losses=losses,
+            row_factors=factors,
+            V=V,
+            width=self.width,
+            stride_g=g.stride(0),
+            BLOCK_V=self.block,
+            num_warps=self.arch.divergence_warps,
+            **self.common,
+        )
+        return losses, g[:, :V] if self.train else None, factors

@@ -1,0 +1,232 @@
+"""Gradients with factors of each token's own, by tiles of the vocabulary.
+
+The log-sum-exp is known, so a tile of logits becomes its own gradient by one kernel, and one
+product of it with the hidden states is all there is of these rows of the weight gradient: they are
+rounded once, and no sum over chunks is held. Parts of ``d_hidden`` are added up in float32.
+
+A token's largest entries leave the tiles and reach the gradients in float32, as in training: the
+label's, and that of another class whose probability is above 1/2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.gradients import Dtypes, Gradients, call_of
+from fusedce.backends.plan import tiles_of
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.chunks import amplification
+from fusedce.backends.triton.compact import capturing, compact, on
+from fusedce.backends.triton.head_gradients import add_entries, add_to_bias
+from fusedce.backends.triton.operands import multiple, padded, pointwise, power_of_2, span
+from fusedce.backends.triton.products import add_product, add_to, product
+from fusedce.contract.objective import Upstream
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.kernels.hidden_grad import hidden_grad_kernel
+from fusedce.kernels.token_grad import token_grad_kernel
+
+
+def token_grads(
+    problem: Problem,
+    wanted: Wanted,
+    lse: Tensor,  # (N,)
+    upstream: Upstream,
+    dtypes: Dtypes,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
+    N, device = len(problem.labels), problem.hidden.device
+    problem = problem.but(labels=problem.labels.contiguous())
+    with on(device):
+        rows, count, *_ = compact(problem, used=upstream.used.float())
+        graph = capturing(device)
+        n = N if graph else int(count)
+        way = tiles_of(
+            call_of(problem, wanted, n, dtypes, triton=True),
+            chunk_tokens=problem.chunk_tokens,
+            memory_budget=problem.memory_budget,
+        )
+        every_row = n == N and not graph
+        grads = Gradients(
+            problem, wanted, dtypes=dtypes, chunks=min(n, 1), every_row=every_row, by_tiles=True
+        )
+        if n == 0:
+            return grads.written()
+        walk = _Walk(problem, rows, n, lse, upstream, every_row=every_row)
+        walk.count = count
+        if graph:  # unused rows take part, as zeros
+            padding = torch.arange(n, device=device) >= count
+            walk.h = walk.h.masked_fill(padding[:, None], 0)
+        dh = None
+        if grads.hidden is not None:
+            in_place = every_row and grads.hidden.dtype == torch.float32
+            dh = grads.hidden if in_place else torch.empty_like(walk.h, dtype=torch.float32)
+            dh.zero_()
+        walk.add_tiles(grads, dh, way.tokens, way.classes)
+        if grads.hidden is not None and dh is not None:
+            walk.finish_hidden(dh, rows, grads.hidden)
+        add_entries(grads, walk.columns, walk.entries, walk.h, 1.0)
+        return grads.written()
+
+
+class _Walk:
+    """The tokens that are used, (n, ...) each, and the buffers of one tile after another."""
+
+    count: Tensor  # () int32: rows from here on are padding
+
+    def __init__(
+        self,
+        problem: Problem,
+        rows: Tensor,  # (N,) int32
+        n: int,
+        lse: Tensor,
+        upstream: Upstream,
+        *,
+        every_row: bool,
+    ) -> None:
+        weight, c = problem.weight, problem.class_weight
+        self.arch = archs.architecture(weight.device)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.pointwise = pointwise(problem)
+        if problem.bias is not None:
+            self.pointwise["bias"] = padded(problem.bias)
+        self.amplify = amplification(weight.dtype, problem.logit_scale)
+        self.class_weight = None if c is None else padded(c.float())
+        chosen: Any = slice(None) if every_row else rows[:n].long()
+        self.h = problem.hidden[chosen]
+        if self.h.stride(1) != 1:
+            self.h = self.h.contiguous()
+        labels = problem.labels[chosen]
+        self.factors, of_rows = _factors(upstream, chosen, self.class_weight, weight.dtype)
+        temperature = problem.temperature
+        self.of_rows = of_rows | {
+            "labels": labels,
+            "lse": lse[chosen].float(),
+            "temperature": None if temperature is None else temperature[chosen].float(),
+        }
+        # Of the labels and of the likeliest others; a column of -1 is none.
+        self.columns = torch.cat([labels, torch.full_like(labels, -1)])
+        self.entries = torch.zeros(2 * n, dtype=torch.float32, device=weight.device)
+
+    def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
+        """Blocks of ``R`` tokens by tiles of ``T`` classes; finds the single entries."""
+        V, n, dtype = len(self.weight), len(self.h), self.weight.dtype
+        device = self.weight.device
+        products = torch.empty(R * multiple(T), dtype=torch.float32, device=device)
+        stored = torch.empty(R, multiple(T), dtype=dtype, device=device)
+        h, largest = self.h, None
+        if self.factors is not None:  # float16, whose range is not that of the factors
+            largest = self.factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
+            h = (h.float() * (self.factors / largest)[:, None]).to(dtype)
+        for begin in range(0, V, T):
+            end = min(begin + T, V)
+            of_tile = None if grads.weight is None else grads.weight[begin:end]
+            d_weight = of_tile
+            if of_tile is not None and n > R and of_tile.dtype != torch.float32:
+                d_weight = torch.empty(of_tile.shape, dtype=torch.float32, device=device)
+            w = span(self.weight, begin, end)
+            for first in range(0, n, R):
+                rows = slice(first, min(first + R, n))
+                g = self._gradient(products, stored, rows, begin, end)
+                if dh is not None:
+                    add_to(dh[rows], g, w, scratch=products)
+                if d_weight is not None:
+                    alpha = 1.0 / self.amplify
+                    add_product(d_weight, g, h[rows], alpha, largest, first=first == 0)
+                if grads.bias is not None:
+                    factors = None if self.factors is None else self.factors[rows]
+                    add_to_bias(grads.bias[begin:end], g, factors, 1.0 / self.amplify)
+            if of_tile is not None and d_weight is not None and d_weight is not of_tile:
+                of_tile.copy_(d_weight)  # rounded once
+        if self.factors is not None:
+            self.entries.view(2, n).mul_(self.factors)
+
+    def _gradient(
+        self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
+    ) -> Tensor:
+        """``(R, T)``: ``amplify`` times the derivative by the products of rows and classes."""
+        C, T = rows.stop - rows.start, end - begin
+        width = multiple(T)
+        block = min(power_of_2(T), self.arch.exp_block_v)
+        logits = products.as_strided((C, T), (width, 1))
+        w = span(self.weight, begin, end)
+        product(w.device, w.dtype)(self.h[rows], w.t(), out=logits)
+        cut = {name: None if x is None else x[rows] for name, x in self.of_rows.items()}
+        bias = self.pointwise["bias"]
+        token_grad_kernel[(C, -(-width // block))](
+            products=products,
+            grads=stored,
+            class_weight=None if self.class_weight is None else self.class_weight[begin:],
+            entries=self.entries[rows.start :],
+            columns=self.columns[rows.start :],
+            count=self.count,
+            first=rows.start,
+            begin=begin,
+            T=T,
+            width=width,
+            stride_pc=width,
+            stride_gc=stored.stride(0),
+            stride_entry=len(self.h),
+            AMPLIFY=self.amplify,
+            BLOCK_V=block,
+            num_warps=self.arch.exp_warps,
+            **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),
+        )
+        return stored[:C, :T]
+
+    def finish_hidden(self, dh: Tensor, rows: Tensor, d_hidden: Tensor) -> None:
+        """Single entries and factors of ``dh (n, H)``, and every row to where it belongs."""
+        (V, H), n = self.weight.shape, len(dh)
+        block = min(power_of_2(H), 1024)
+        hidden_grad_kernel[(n, -(-H // block))](
+            products=dh,
+            weight=self.weight,
+            columns=self.columns,
+            entries=self.entries,
+            row_factors=self.factors,
+            rows=rows,
+            d_hidden=d_hidden,
+            begin=0,
+            first=0,
+            H=H,
+            V=V,
+            stride_wv=self.weight.stride(0),
+            stride_dn=d_hidden.stride(0),
+            stride_row=n,
+            factor=1.0,
+            AMPLIFY=self.amplify,
+            ENTRIES=2,
+            BLOCK_H=block,
+            num_warps=self.arch.exp_warps,
+        )
+
+
+def _factors(
+    upstream: Upstream, rows: Tensor | slice, class_weight: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    """Factors of the rows in fp32, and the upstream ones by name, divided by the former.
+
+    In float16, so that what the kernel stores is at most about 2 times the scale of the logits,
+    whatever comes from upstream; other dtypes have the range, and no factors. A bad label's
+    ``at_label`` is NaN, and so is then all of its row.
+    """
+    at_label = upstream.at_label[rows].double()
+    alpha = upstream.alpha[rows] + at_label * 0
+    beta = None if upstream.beta is None else upstream.beta[rows].double()
+    gamma = None if upstream.gamma is None else upstream.gamma[rows].double()
+    size = None
+    if dtype == torch.float16:
+        size = alpha.abs() + at_label.abs()
+        if beta is not None:
+            size += beta.abs()
+        if gamma is not None:
+            size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
+        # A power of two: the products' other operand takes it in without being rounded again.
+        size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
+    given = {"alpha": alpha, "beta": beta, "gamma": gamma, "at_label": at_label}
+    return None if size is None else size.float(), {
+        name: None if x is None else (x if size is None else x / size).float()
+        for name, x in given.items()
+    }

@@ -1,0 +1,53 @@
+"""The sum of the losses and its gradients in two passes over the logits, for a small budget.
+
+The first pass finds the statistics of every token, and so the losses; the second, by tiles of the
+vocabulary, the gradients: what :func:`token_grads` of a backend does for upstream factors of each
+token's own. Here those are the slopes of the objective, times the factor that is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.gradients import waiting
+from fusedce.backends.protocol import Summed
+from fusedce.contract.objective import Stats, Upstream, expected_upstream, slopes, token_losses
+from fusedce.contract.problem import Problem, Wanted
+
+
+def loss_and_grads(
+    token_stats: Callable[..., Stats],  # of a backend, as its `token_grads`
+    token_grads: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    problem: Problem,
+    wanted: Wanted,
+    argmax: Tensor | None,
+) -> Summed:
+    """As ``loss_and_grads`` of a backend."""
+    V, smoothing = problem.weight.shape[0], problem.label_smoothing > 0
+    statistics = Wanted(lse=True, zmean=smoothing, argmax=argmax is not None)
+    stats = token_stats(problem, statistics, argmax)
+    y = problem.labels.long().clamp(0, V - 1)
+    nll, lse = stats.nll.double(), stats.lse.double()
+    used = problem.valid()
+    if problem.token_weight is not None:  # (a bad label's loss is NaN)
+        used = used & ((problem.token_weight != 0) | nll.isnan())
+    zmean = stats.zmean.double() if smoothing else None
+    # What stands at positions left out may be anything times 0.
+    losses = token_losses(problem, y, nll, lse, zmean).masked_fill(~used, 0)
+    factor = expected_upstream(problem, stats.n_valid)
+    by = slopes(problem, y, lse)
+    nothing = torch.zeros_like(nll)
+    outer = nothing + factor
+    gamma = None
+    at_label = by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll)
+    if smoothing:
+        gamma = outer * by.zmean / V
+        c = 1.0 if problem.class_weight is None else problem.class_weight.double()[y]
+        at_label = at_label + by.zmean * c / V
+    upstream = Upstream(outer * (by.nll + by.lse), None, gamma, outer * at_label, used)
+    grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
+    total = losses.sum().to(stats.nll.dtype)
+    return Summed(total, stats.n_valid, factor, *grads)

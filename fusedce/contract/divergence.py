@@ -1,0 +1,145 @@
+"""A divergence of a student from a teacher: what is asked of it, and its checks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fusedce.contract.checks import (
+    autocast,
+    check_number,
+    check_softcap,
+    check_tensor_types,
+    check_tensors,
+    checked,
+)
+from fusedce.contract.problem import Problem
+from fusedce.contract.projection import Projection
+from fusedce.contract.rounding import acc_dtype
+
+FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
+INFINITE = 1e15
+"""Nats of a token from which its divergence is infinite: see `NEVER`."""
+NEVER = 1e30
+"""A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
+
+
+class Divergence(NamedTuple):
+    """The teacher and how to compare: arguments of the operators behind those of `Problem`."""
+
+    hidden: Tensor  # (N, H of the teacher)
+    weight: Tensor  # (V, H of the teacher)
+    bias: Tensor | None  # (V,)
+    softcap: float | None
+    logit_scale: float
+    kind: str  # one of KINDS
+    beta: float  # of "jsd", in (0, 1)
+    temperature: float
+    ce_weight: float  # of the student's cross-entropy at temperature 1, beside the divergence
+
+    def but(self, **changes: Any) -> Divergence:
+        """The same with other values in some fields."""
+        return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
+
+    def heads(self, problem: Problem) -> tuple[Projection, Projection]:
+        """Student's and teacher's, whose logits are divided by the temperature."""
+        return (
+            _head(problem.weight, problem.bias, problem.logit_scale, problem.softcap, self),
+            _head(self.weight, self.bias, self.logit_scale, self.softcap, self),
+        )
+
+
+def _head(
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    divergence: Divergence,
+) -> Projection:
+    """``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``."""
+    t = divergence.temperature
+    if bias is not None:
+        bias = bias.detach().to(acc_dtype(bias.dtype))
+        # (a scale below 0 would make +inf of it, which stays an error that is seen)
+        bias = bias.clamp(min=-NEVER) if scale > 0 else bias
+    return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
+
+
+def checked_divergence(
+    problem: Problem, divergence: Divergence, labels: object
+) -> tuple[Problem, Divergence]:
+    """Both as all layers below take them: checked, cast, flattened, the teacher detached.
+
+    ``labels`` are what the caller gave, ``None`` included; those of ``problem`` are in their place.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it must be, and what it is.
+    """
+    for name, x in (("weight", problem.weight), ("teacher_weight", divergence.weight)):
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a DTensor: fused_kl does not work on a "
+                f"sharded vocabulary. Pass {name}.full_tensor()"
+            )
+    kind = divergence.kind
+    if kind not in KINDS:
+        raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {kind!r}")
+    beta = check_number("beta", divergence.beta)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must be in [0, 1], got {beta}")
+    if kind == JSD and beta in (0, 1):  # the limits, as TRL takes them
+        kind = REVERSE if beta else FORWARD
+    temperature = check_number("temperature", divergence.temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    ce_weight = check_number("ce_weight", divergence.ce_weight)
+    if ce_weight and labels is None:
+        raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
+    check_tensor_types(problem)
+    teacher = Problem(divergence.hidden, divergence.weight, problem.labels, bias=divergence.bias)
+    try:
+        check_tensor_types(teacher)
+        if teacher.hidden.shape[:-1] != problem.hidden.shape[:-1]:
+            raise ValueError(
+                f"hidden must have the leading shape of the student's, "
+                f"{tuple(problem.hidden.shape[:-1])}, got {tuple(teacher.hidden.shape[:-1])}"
+            )
+        teacher = autocast(teacher)
+        check_tensors(teacher)
+        check_softcap(divergence.softcap)
+        scale = check_number("logit_scale", divergence.logit_scale)
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"teacher_{e}") from None
+    problem = checked(problem)
+    V, of_teacher = len(problem.weight), len(teacher.weight)
+    if of_teacher != V:
+        longer = of_teacher > V
+        raise ValueError(
+            f"teacher_weight must have a row for each of the V={V} classes of weight, got "
+            f"{of_teacher}: "
+            + (f"pass teacher_weight[:{V}]" if longer else f"pass weight[:{of_teacher}]")
+            + ", if those are the same classes and the others are padding"
+        )
+    if teacher.hidden.device != problem.hidden.device:
+        raise ValueError(
+            f"teacher_hidden must be on the device of hidden {problem.hidden.device}, got "
+            f"{teacher.hidden.device}"
+        )
+    if acc_dtype(teacher.hidden.dtype) != acc_dtype(problem.hidden.dtype):
+        raise TypeError(
+            f"teacher_hidden must be float64 exactly where hidden is, got "
+            f"{teacher.hidden.dtype} for {problem.hidden.dtype}"
+        )
+    softcap, bias = divergence.softcap, teacher.bias
+    return problem, Divergence(
+        hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]),
+        weight=teacher.weight.detach(),
+        bias=None if bias is None else bias.detach(),
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=scale,
+        kind=kind,
+        beta=beta,
+        temperature=temperature,
+        ce_weight=ce_weight,
+    )

@@ -1,0 +1,201 @@
+"""Divergences of a student from a teacher over the whole vocabulary, without either's logits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd import divergence as operators
+from fusedce.contract.divergence import Divergence, checked_divergence
+from fusedce.contract.explain import explains_names
+from fusedce.contract.problem import Problem
+from fusedce.contract.results import LossSum
+
+Kind = Literal["forward", "reverse", "jsd"]
+
+
+@explains_names
+def fused_kl(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    teacher_hidden: Tensor,  # (..., H of the teacher)
+    teacher_weight: Tensor,  # (V, H of the teacher) dtype of teacher_hidden
+    labels: Tensor | None = None,  # (...) int64 or int32
+    *,
+    divergence: Kind = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    teacher_bias: Tensor | None = None,  # (V,) dtype of teacher_hidden
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int | None = -100,
+    token_weight: Tensor | None = None,  # (...) numbers or bool
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
+) -> LossSum:
+    """Sum over positions of the divergence of a student from a teacher, without the logits.
+
+    With the logits of :func:`fused_ce` of both, ``p = softmax(teacher's / temperature)`` and
+    ``q = softmax(student's / temperature)``, nats at each position whose label counts::
+
+        "forward"   KL(p || q) = sum over v of p[v] * log(p[v] / q[v])
+        "reverse"   KL(q || p) = sum over v of q[v] * log(q[v] / p[v])
+        "jsd"       beta * KL(p || m) + (1 - beta) * KL(q || m),   m = beta * p + (1 - beta) * q
+
+    The generalised Jensen-Shannon divergence (arXiv:2306.13649) is "forward" at ``beta=0`` and
+    "reverse" at ``beta=1``, as in TRL. ``loss_sum`` is the sum of ``token_weight * (divergence +
+    ce_weight * CE)``, where ``CE`` is the student's ordinary cross-entropy of the label, at
+    temperature 1. No factor ``temperature**2`` is in it: for gradients of the size they have at 1
+    (Hinton et al., arXiv:1503.02531) write ``fused_kl(...) * temperature**2``.
+
+    The teacher is constant: it gets no gradient, whatever it requires. The student's gradients are
+    computed in the forward pass, chunk by chunk: four products of the head's size, one of the
+    teacher and three of the student. Both heads' logits are held for one chunk, in float32.
+
+    The divergence of two nearly equal distributions does not cancel, and it is never negative
+    beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for the
+    student alone makes "forward" infinite, and for the teacher alone "reverse".
+
+    Args:
+        hidden, weight, bias, softcap, logit_scale: the student's, as in :func:`fused_ce`.
+        teacher_hidden: ``(..., H)`` with the leading shape of ``hidden``; its H may be another, and
+            its dtype too (float64 exactly where the student's is).
+        teacher_weight, teacher_bias: ``(V, H)`` and ``(V,)``: the same classes. Where the teacher
+            has more, pass ``teacher_weight[:V]``.
+        teacher_softcap, teacher_logit_scale: of the teacher's logits.
+        labels: ``(...)``, class indices or ``ignore_index``: say which positions count, and are the
+            targets of ``ce_weight``. ``None``: all positions count.
+        divergence: "forward", "reverse" or "jsd".
+        beta: of "jsd", in [0, 1]: the teacher's share of the mixture.
+        temperature: positive divisor of both heads' finished logits.
+        ce_weight: finite weight of the cross-entropy beside the divergence, in the same pass.
+        ignore_index, token_weight: as in :func:`fused_ce`.
+        chunk_tokens: positions whose logits are held at a time; ``None`` chooses.
+        memory_budget: bytes beside inputs and gradients; a small one makes small chunks.
+        backend: as in :func:`fused_ce`.
+
+    Returns:
+        :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
+        for float64 inputs), differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also for another
+            number of classes of the teacher, an unknown ``divergence``, ``beta`` or ``temperature``
+            out of range, or ``ce_weight`` without labels. ``TypeError`` for a sharded head.
+
+    Examples:
+        >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
+        >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
+    """
+    problem, compared = _checked(
+        hidden,
+        labels,
+        Divergence(
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            teacher_softcap,
+            teacher_logit_scale,
+            divergence,
+            beta,
+            temperature,
+            ce_weight,
+        ),
+        weight=weight,
+        bias=bias,
+        token_weight=token_weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
+        backend=backend,
+    )
+    return operators.loss_sum(problem, compared)
+
+
+@explains_names
+def fused_kl_tokens(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) dtype of hidden
+    teacher_hidden: Tensor,  # (..., H of the teacher)
+    teacher_weight: Tensor,  # (V, H of the teacher) dtype of teacher_hidden
+    labels: Tensor | None = None,  # (...) int64 or int32
+    *,
+    divergence: Kind = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    bias: Tensor | None = None,  # (V,) dtype of hidden
+    teacher_bias: Tensor | None = None,  # (V,) dtype of teacher_hidden
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int | None = -100,
+    token_weight: Tensor | None = None,  # (...) numbers or bool
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`fused_kl` position by position: ``(...)`` nats, 0 at ignored positions.
+
+    Exact under any upstream gradient: backward computes both heads' logits once more (six products
+    of the head's size instead of four) and leaves out positions whose upstream gradient is 0.
+
+    Args, Raises: as :func:`fused_kl`.
+
+    Returns:
+        float32 (float64 for float64 inputs), the leading shape of ``hidden``; differentiable in
+        ``hidden``, ``weight`` and ``bias``.
+
+    Examples:
+        >>> hidden, weight = torch.randn(2, 3, 16), torch.randn(100, 16)
+        >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
+        tensor(0.)
+    """
+    problem, compared = _checked(
+        hidden,
+        labels,
+        Divergence(
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            teacher_softcap,
+            teacher_logit_scale,
+            divergence,
+            beta,
+            temperature,
+            ce_weight,
+        ),
+        weight=weight,
+        bias=bias,
+        token_weight=token_weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget,
+        backend=backend,
+    )
+    return operators.token_losses(problem, compared).view(hidden.shape[:-1])
+
+
+def _checked(
+    hidden: Tensor, labels: Tensor | None, divergence: Divergence, **options: object
+) -> tuple[Problem, Divergence]:
+    """Without labels every position has one, a class that always is."""
+    given = labels
+    if labels is None and isinstance(hidden, Tensor):
+        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        options["ignore_index"] = None
+    problem = Problem(hidden=hidden, labels=labels, **options)  # type: ignore[arg-type]
+    return checked_divergence(problem, divergence, given)

@@ -1,0 +1,267 @@
+"""Divergence of a student from a teacher: from both rows of products to the student's gradient.
+
+A program takes a row of the student's logits and one of the teacher's, float32 products as cuBLAS
+made them. It walks over both for their log-sum-exps, again for the divergence, and writes what the
+student's products of the gradient read: in the place of the student's logits, in the inputs' dtype
+(a row of two-byte entries ends before the floats that are still to be read begin; a barrier keeps
+the loads of a block before its stores). Divergences whose gradient needs their own value, all but
+the forward one, take a third walk.
+
+With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e = expm1(-|d|)``:
+see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same terms that sum to
+0, so that nothing cancels near equality. ``k = |d| + e`` is a series there.
+
+Bytes moved a class: 8 for each walk and 2 or 4 to store, beside 8 H FLOPs of the products.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import LOG2E, finish_logits, logits_slope
+
+FORWARD: tl.constexpr = tl.constexpr(0)
+REVERSE: tl.constexpr = tl.constexpr(1)
+JSD: tl.constexpr = tl.constexpr(2)
+# A logit of -inf counts as minus this, and a divergence from `INFINITE` on is infinite.
+NEVER: tl.constexpr = tl.constexpr(1e30)
+INFINITE: tl.constexpr = tl.constexpr(1e15)
+
+
+@triton.jit
+def row_logits(
+    products,  # row of (V,) fp32
+    bias,  # (V,) or None
+    start,
+    V,
+    scale,  # None for 1
+    softcap,  # or None
+    BLOCK_V: tl.constexpr,
+):
+    """Finished logits of a block, -NEVER past V and for -inf."""
+    offs = start + tl.arange(0, BLOCK_V)
+    mask = offs < V
+    z = tl.load(products + offs, mask=mask, other=0.0)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + offs, mask=mask, other=0.0).to(tl.float32)
+    z = finish_logits(z, b, scale, softcap)
+    z = tl.where(z < -NEVER, -NEVER, z)  # (a NaN stays)
+    return tl.where(mask, z, -NEVER)
+
+
+@triton.jit
+def add_to_sum(z, top, total):
+    """A block of logits taken into a running maximum and an fp64 sum of exponentials."""
+    new = tl.maximum(top, tl.max(z, axis=0))
+    total = total * tl.exp2((top - new) * LOG2E).to(tl.float64)
+    # (a NaN is not seen by the maximum, but by the sum)
+    return new, total + tl.sum(tl.exp2((z - new) * LOG2E), axis=0).to(tl.float64)
+
+
+@triton.jit
+def drop_and_rest(size):
+    """``expm1(-size)`` and ``size + expm1(-size)`` for ``size >= 0``, both exact near 0."""
+    # size^2 * (1/2 - size/6 + size^2/24 - ...): below 2^-27 relative for size < 0.5
+    series = 1.0 / 3628800.0
+    series = series * -size + 1.0 / 362880.0
+    series = series * -size + 1.0 / 40320.0
+    series = series * -size + 1.0 / 5040.0
+    series = series * -size + 1.0 / 720.0
+    series = series * -size + 1.0 / 120.0
+    series = series * -size + 1.0 / 24.0
+    series = series * -size + 1.0 / 6.0
+    series = series * -size + 0.5
+    near = size * size * series
+    far = tl.exp2(-size * LOG2E) - 1.0
+    small = size < 0.5
+    return tl.where(small, near - size, far), tl.where(small, near, size + far)
+
+
+@triton.jit
+def log_and_rest(x):
+    """``log(1 + x)`` and ``(1 + x) * log(1 + x) - x`` for ``-1 < x <= 0``, both exact near 0."""
+    # x^2/2 - x^3/6 + x^4/12 - ... = sum of (-x)^n / (n (n - 1)): below 2^-24 relative for 0.1
+    y = -x
+    series = 1.0 / 72.0
+    series = series * y + 1.0 / 56.0
+    series = series * y + 1.0 / 42.0
+    series = series * y + 1.0 / 30.0
+    series = series * y + 1.0 / 20.0
+    series = series * y + 1.0 / 12.0
+    series = series * y + 1.0 / 6.0
+    series = series * y + 0.5
+    near = x * x * series
+    log = tl.log(1.0 + x)
+    small = y < 0.1
+    rest = tl.where(small, near, (1.0 + x) * log - x)
+    return tl.where(small, (x + near) / (1.0 + x), log), rest
+
+
+@triton.jit
+def parts_of(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
+    """Of a block of classes: part of the divergence, q, logarithm, and ``q - p``.
+
+    The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it.
+    """
+    d = (t - z) + shift
+    size = tl.abs(d)
+    e, k = drop_and_rest(size)
+    teacher = d > 0  # gives the larger probability
+    big = tl.exp2(tl.maximum(z - lse, t - lse_t) * LOG2E)
+    q = tl.where(teacher, big * (1.0 + e), big)
+    gap = tl.where(teacher, big * e, -big * e)
+    # The smaller one's divergence from the larger, over big; 1 in the end.
+    lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
+    if KIND == JSD:
+        w = tl.where(teacher, 1.0 - share, share)
+        log, rest = log_and_rest(w * e)
+        # (w (k + size e) + rest) is w |d| (1 + e) + (1 + x) log
+        part = -big * (rest + w * lesser)
+        x = -tl.maximum(d, 0.0) - log
+    elif KIND == FORWARD:
+        part = tl.where(teacher, big * k, -big * lesser)
+        x = tl.zeros_like(d)
+    else:
+        part = tl.where(teacher, -big * lesser, big * k)
+        x = -d
+    return part, q, x, gap
+
+
+@triton.jit(do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share"])
+def divergence_rows_kernel(
+    student,  # (C, width) fp32 products
+    teacher,  # (C, width) fp32 products
+    grads,  # (C, 4 / itemsize * width) out: `student` in the inputs' dtype; or None
+    bias,  # (V,) or None
+    teacher_bias,  # (V,) or None
+    labels,  # (C,) int
+    token_weight,  # (C,) fp32: 0 leaves a row out
+    losses,  # (C,) fp32 out
+    row_factors,  # (C,) fp32 out, or None: what the row of grads is to be multiplied by
+    V,
+    width,  # V rounded up to a multiple of 16
+    stride_g,  # entries of a row of grads
+    scale,  # None for 1; of logits that are divided by the temperature, as those below
+    softcap,  # or None
+    teacher_scale,
+    teacher_softcap,
+    share,  # of the teacher in the mixture
+    of_ce,  # weight of the cross-entropy
+    to_plain,  # the temperature: takes logits back to temperature 1
+    KIND: tl.constexpr,
+    HAS_CE: tl.constexpr,
+    NORMALISE: tl.constexpr,  # the largest entry of grads is AMPLIFY or less
+    AMPLIFY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    c = tl.program_id(0).to(tl.int64)
+    student += c * width
+    teacher += c * width
+    if grads is not None:
+        grads += c * stride_g
+    offs_v = tl.arange(0, BLOCK_V)
+    weight = tl.load(token_weight + c)
+    if weight == 0.0:
+        tl.store(losses + c, weight)
+        if row_factors is not None:
+            tl.store(row_factors + c, 0.0)
+        if grads is not None:
+            for start in range(0, width, BLOCK_V):
+                none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
+                tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+        return
+
+    label = tl.load(labels + c)
+    known = (label >= 0) & (label < V)  # a bad label poisons its row
+    label = tl.where(known, label, -1).to(tl.int32)
+    top_s = tl.full((), float("-inf"), tl.float32)
+    top_t = top_s
+    top_1 = top_s  # the other classes' logits at temperature 1
+    sum_s = tl.zeros((), tl.float64)
+    sum_t = sum_s
+    sum_1 = sum_s
+    z_label = tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
+        t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
+        top_s, sum_s = add_to_sum(z, top_s, sum_s)
+        top_t, sum_t = add_to_sum(t, top_t, sum_t)
+        if HAS_CE:
+            at = start + offs_v == label
+            z_label += tl.sum(tl.where(at, z, 0.0), axis=0) * to_plain
+            z = tl.where(at, -NEVER, z * to_plain)
+            top_1, sum_1 = add_to_sum(z, top_1, sum_1)
+    lse = tl.log(sum_s) + top_s.to(tl.float64)
+    lse_t = tl.log(sum_t) + top_t.to(tl.float64)
+    shift = (lse - lse_t).to(tl.float32)
+    bad = lse - lse + (lse_t - lse_t)  # 0, or NaN
+    lse = lse.to(tl.float32)
+    lse_t = lse_t.to(tl.float32)
+    nll = tl.zeros((), tl.float64)
+    lse_1 = tl.zeros((), tl.float32)
+    g_label = tl.zeros((), tl.float32)
+    if HAS_CE:
+        # log(1 + exp(others - z_label)), and p - 1 = -(probability of the others)
+        own = z_label.to(tl.float64)
+        others = tl.log(sum_1) + top_1.to(tl.float64)
+        gap_1 = others - own
+        nll = tl.log(1.0 + tl.exp(-tl.abs(gap_1))) + tl.maximum(gap_1, 0.0)
+        lse_1 = (own + nll).to(tl.float32)
+        g_label = -(tl.exp(others - own - nll)).to(tl.float32)
+
+    divergence = tl.zeros((), tl.float64)
+    mean = tl.zeros((), tl.float32)
+    largest = tl.zeros((), tl.float32)
+    size = tl.full((), 1.0, tl.float32)
+    amplify = AMPLIFY
+    if NORMALISE:
+        largest += 1.0
+    if KIND != FORWARD or grads is None:
+        for start in range(0, V, BLOCK_V):
+            z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
+            t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
+            part, q, x, gap = parts_of(z, t, lse, lse_t, shift, share, KIND)
+            inside = start + offs_v < V
+            divergence += tl.sum(tl.where(inside, part, 0.0), axis=0).to(tl.float64)
+            mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
+            if NORMALISE:
+                largest = tl.maximum(largest, tl.max(tl.where(inside, q * tl.abs(x), 0.0), axis=0))
+    if NORMALISE:
+        # A power of two, which the products' other operand takes in without being rounded again.
+        size = largest + tl.abs(mean) + tl.maximum(of_ce, -of_ce) * to_plain
+        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+        size = exponent.to(tl.float32, bitcast=True)
+        amplify = AMPLIFY / size
+        tl.store(row_factors + c, weight * size)
+    else:
+        amplify = weight
+
+    if grads is not None:
+        for start in range(0, width, BLOCK_V):
+            z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
+            t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
+            inside = start + offs_v < V
+            part, q, x, gap = parts_of(z, t, lse, lse_t, shift, share, KIND)
+            if KIND == FORWARD:
+                divergence += tl.sum(tl.where(inside, part, 0.0), axis=0).to(tl.float64)
+                g = gap
+            else:
+                g = q * (x - mean)
+            if KIND == JSD:
+                g *= 1.0 - share
+            if HAS_CE:
+                at = start + offs_v == label
+                p_1 = tl.exp2((z * to_plain - lse_1) * LOG2E)
+                g += of_ce * to_plain * tl.where(at, g_label, p_1)
+            slope = logits_slope(z, None, softcap)
+            g *= slope * amplify
+            g = tl.where(known & inside, g, tl.where(inside, float("nan"), 0.0))
+            tl.debug_barrier()
+            tl.store(
+                grads + start + offs_v,
+                g.to(grads.dtype.element_ty),
+                mask=start + offs_v < width,
+            )
+    divergence = tl.where(divergence >= INFINITE, float("inf"), divergence + bad)
+    loss = weight.to(tl.float64) * (divergence + of_ce * nll)
+    tl.store(losses + c, tl.where(known, loss, float("nan")).to(tl.float32))

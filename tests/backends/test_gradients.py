@@ -1,0 +1,16 @@
+"""The buffers of the gradients."""
+
+import torch
+
+from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.contract.problem import Problem, Wanted
+
+
+def test_gradients_that_are_not_wanted_are_empty_on_the_device_of_the_inputs():
+    """As the operators' fake implementations promise."""
+    x = torch.empty(3, 4, device="meta")
+    problem = Problem(x, torch.empty(7, 4, device="meta"), x[:, 0].long())
+    wanted = Wanted(hidden=False, weight=True, bias=False)
+    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
+    assert [grad.device.type for grad in grads] == ["meta"] * 3
+    assert [tuple(grad.shape) for grad in grads] == [(0,), (7, 4), (0,)]

@@ -1,0 +1,21 @@
+"""Compiled code with a barrier, a wait, a mask or a fence left out: the interpreter notices.
+
+One breakage of each kind here; `python tests/mutate_compiled.py` tries all of them.
+"""
+
+import pytest
+from support.compiled import Broken
+
+# Kinds of which some are harmless: see docs/kernels.md.
+SOME_SURVIVE = {"bar.sync left out", "fence.proxy.async left out", "a load without its mask"}
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+def test_one_breakage_of_each_kind_is_noticed(on, arch):
+    broken = Broken(on(arch))
+    kinds = {}
+    for breakage in broken.all():
+        kinds.setdefault(breakage.kind, breakage)
+    assert len(kinds) >= (20 if arch == "sm_90" else 9)
+    survived = [x.name for x in kinds.values() if broken.noticed(x) is None]
+    assert [name for name in survived if name.split(",")[0] not in SOME_SURVIVE] == []

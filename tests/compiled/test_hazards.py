@@ -1,0 +1,333 @@
+"""Every hazard that the PTX interpreter looks for, planted and seen, and the same mended."""
+
+import numpy as np
+import pytest
+from support.ptx import grid  # noqa: F401  all forms
+from support.ptx.assembly import run
+from support.ptx.cta import Fault
+from support.ptx.tensor_map import TensorMap
+
+U32 = np.uint32
+X = np.arange(64, dtype=U32)
+AT = "mul.wide.u32 %rd9, %r0, 4;\nadd.s64 %rd9, %rd9, %rd0;\n"  # %rd9: this thread's word
+SHARED_AT = "shl.b32 %r1, %r0, 2;\n"  # %r1: the same in shared memory
+
+
+def fault(body, *tensors, **how):
+    """What ``body`` is told."""
+    with pytest.raises(Fault) as error:
+        run(body, *tensors, **how)
+    assert "PTX line" in str(error.value)
+    return str(error.value).splitlines()[0]
+
+
+# ---- global memory ------------------------------------------------------------------------------
+
+
+def test_out_of_bounds():
+    assert "out of bounds" in fault(AT + "ld.global.b32 %r2, [%rd9+4];", X[:32])
+    assert "out of bounds" in fault(AT + "st.global.b32 [%rd9+-4], %r2;", X[:32])
+    run(AT + "setp.lt.u32 %p1, %r0, 31;\n@%p1 ld.global.b32 %r2, [%rd9+4];", X[:32])
+
+
+def test_misaligned():
+    assert "misaligned" in fault(AT + "ld.global.b64 %rd10, [%rd9];", X)
+    assert "misaligned" in fault(AT + "ld.global.b32 %r2, [%rd9+2];", X)
+    assert "misaligned" in fault(SHARED_AT + "st.shared.v2.b32 [%r1], {%r0, %r0};", X)
+
+
+def test_a_word_that_another_warp_wrote():
+    write = AT + "st.global.b32 [%rd9], %r0;\n"
+    read = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n" \
+           "ld.global.b32 %r3, [%rd8];"  # fmt: skip
+    assert "race in global memory" in fault(write + read, X, threads=64)
+    run(write + "bar.sync 0;\n" + read, X, threads=64)
+
+
+def test_threads_write_different_values_to_one_place():
+    assert "different values" in fault("st.global.b32 [%rd0], %r0;", X)
+    assert "different values" in fault("mov.b32 %r1, 0;\nst.shared.b32 [%r1], %r0;", X)
+    run("st.global.b32 [%rd0], 7;", X)
+
+
+TICKET = """
+    mov.u32 %r9, %ctaid.x;
+    setp.eq.u32 %p1, %r0, 0;
+    mul.wide.u32 %rd9, %r9, 4;
+    add.s64 %rd9, %rd9, %rd0;
+    @%p1 st.global.b32 [%rd9], 5;
+    {barrier}
+    mov.u32 %r4, 0;
+    @{guard} atom.global.gpu.{order}.add.u32 %r4, [%rd1], 1;
+    shfl.sync.idx.b32 %r4, %r4, 0, 31, -1;
+    setp.eq.u32 %p2, %r4, 2;
+    @!%p2 bra $END;
+    bar.sync 0;
+    mov.u32 %r5, 0;
+    mov.u32 %r6, 0;
+$MORE:
+    mul.wide.u32 %rd8, %r5, 4;
+    add.s64 %rd8, %rd8, %rd0;
+    ld.global.cg.b32 %r7, [%rd8];
+    add.s32 %r6, %r6, %r7;
+    add.s32 %r5, %r5, 1;
+    setp.lt.u32 %p3, %r5, 3;
+    @%p3 bra $MORE;
+    @%p1 st.global.b32 [%rd2], %r6;
+$END:"""
+
+
+def tickets(order="acq_rel", barrier="bar.sync 0;", guard="%p1"):
+    body = TICKET.format(order=order, barrier=barrier, guard=guard)
+    return body, np.zeros(3, U32), np.zeros(1, U32), np.zeros(1, U32)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_last_of_several_ctas_reads_what_they_wrote(order):
+    """By a ticket that releases and acquires."""
+    body, *tensors = tickets()
+    _, ticket, total = run(body, *tensors, ctas=3, order=order)
+    assert ticket == 3
+    assert total == 15
+    body, *tensors = tickets(order="relaxed")
+    assert "race of CTAs" in fault(body, *tensors, ctas=3, order=order)
+    for half in ("acquire", "release"):
+        body, *tensors = tickets(order=half)
+        assert "race of CTAs" in fault(body, *tensors, ctas=3, order=order)
+
+
+def test_a_ticket_releases_what_its_own_warp_wrote_and_what_stood_before_a_barrier():
+    body, *tensors = tickets(barrier="")  # the writer takes the ticket
+    run(body, *tensors, ctas=3)
+    other_warp = TICKET.replace("%r0, 0;\n    mul", "%r0, 32;\n    mul")
+    wide = {"ctas": 3, "threads": 64}
+    mine = "mov.u32 %r10, 0;\nsetp.eq.u32 %p4, %r0, 0;\n"
+    share = "st.shared.b32 [%r10], %r4;\nbar.sync 0;\nld.shared.b32 %r4, [%r10];"
+    for barrier, seen in (("", "race of CTAs"), ("bar.sync 0;", None)):
+        body = mine + other_warp.format(order="acq_rel", barrier=barrier, guard="%p4")
+        body = body.replace("shfl.sync.idx.b32 %r4, %r4, 0, 31, -1;", "@%p4 " + share)
+        tensors = np.zeros(3, U32), np.zeros(1, U32), np.zeros(1, U32)
+        if seen:
+            assert seen in fault(body, *tensors, **wide)
+        else:
+            assert run(body, *tensors, **wide)[2] == 15
+
+
+# ---- shared memory ------------------------------------------------------------------------------
+
+STORE = SHARED_AT + "st.shared.b32 [%r1], %r0;\n"
+READ_OTHER = "xor.b32 %r2, %r1, 128;\nld.shared.b32 %r3, [%r2];\n"
+
+
+def test_races_in_shared_memory():
+    read_after_write = STORE + READ_OTHER
+    assert "read of what another warp wrote" in fault(read_after_write, X, threads=64)
+    write_after_read = STORE + "bar.sync 0;\n" + READ_OTHER + "{}st.shared.b32 [%r1], %r3;"
+    assert "another warp read" in fault(write_after_read.format(""), X, threads=64)
+    run(write_after_read.format("bar.sync 0;\n"), X, threads=64)
+    write_twice = STORE + "xor.b32 %r2, %r1, 128;\n{}st.shared.b32 [%r2], %r0;"
+    assert "write over what another warp wrote" in fault(write_twice.format(""), X, threads=64)
+    run(write_twice.format("bar.sync 0;\n"), X, threads=64)
+
+
+def test_two_warps_read_one_place_and_one_of_them_writes_it():
+    body = ("mov.b32 %r1, 0;\nst.shared.b32 [%r1], 5;\nbar.sync 0;\nld.shared.b32 %r2, [%r1];\n"
+            "setp.ge.u32 %p1, %r0, 32;\n@%p1 st.shared.b32 [%r1], 6;")  # fmt: skip
+    assert "another warp read" in fault(body, X, threads=64)
+
+
+def test_shared_memory_that_nobody_wrote_or_that_is_not_there():
+    assert "never written" in fault(SHARED_AT + "ld.shared.b32 %r2, [%r1];", X)
+    assert "out of the 64 bytes" in fault(STORE, X, shared=64)
+
+
+def test_a_barrier_of_a_part_of_a_warp():
+    body = "setp.lt.u32 %p1, %r0, 16;\n@%p1 bar.sync 0;"
+    assert "part of a warp" in fault(body, X)
+
+
+# ---- asynchronous copies ------------------------------------------------------------------------
+
+COPY = SHARED_AT + AT + "cp.async.ca.shared.global [%r1], [%rd9], 4;\ncp.async.commit_group;\n"
+WAIT = "cp.async.wait_group 0;\n"
+
+
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+def test_a_copy_is_read_after_its_wait_and_by_others_after_a_barrier(timing):
+    read = "ld.shared.b32 %r2, [%r1];\n"
+    assert "still fills" in fault(COPY + read, X, timing=timing)
+    assert "still fills" in fault(COPY + "cp.async.wait_group 1;\n" + read, X, timing=timing)
+    run(COPY + WAIT + read, X, timing=timing)
+    assert "another warp wrote" in fault(COPY + WAIT + READ_OTHER, X, threads=64, timing=timing)
+    run(COPY + WAIT + "bar.sync 0;\n" + READ_OTHER, X, threads=64, timing=timing)
+
+
+def test_copies_over_what_is_in_use():
+    again = COPY.replace(SHARED_AT + AT, "")
+    assert "another copy is on its way" in fault(COPY + again, X)
+    body = STORE + "bar.sync 0;\n" + READ_OTHER + AT + "{}" + again
+    assert "another warp read" in fault(body.format(""), X, threads=64)
+    run(body.format("bar.sync 0;\n"), X, threads=64)
+    assert "out of bounds" in fault(COPY, X[:16])
+
+
+# ---- TMA and mbarriers --------------------------------------------------------------------------
+
+MATRIX = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32)
+
+
+def maps(places):
+    """Handle 64: tiles of (8, 16) of MATRIX, not swizzled."""
+    return {64: TensorMap(places[0], 0, 2, (8, 16), (16, 32), 64)}
+
+
+TILE = """
+    mov.b32 %r20, 1024;
+    mov.b64 %rd10, 64;
+    setp.eq.u32 %p1, %r0, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r20], {count};
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    {before}
+    mov.b32 %r21, {column};
+    mov.b32 %r22, 4;
+    mov.b32 %r23, 0;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], {bytes};
+    @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+        [%r23], [%rd10, {{%r21, %r22}}], [%r20];
+    {wait}
+    shl.b32 %r1, %r0, 3;
+    {read}
+    bar.sync 0;
+    {again}
+    @%p1 mbarrier.inval.shared::cta.b64 [%r20];"""
+TRY = """
+{{
+.reg .pred done;
+again:
+mbarrier.try_wait.parity.shared::cta.b64 done, [%r20], {parity};
+@!done bra.uni again;
+}}"""
+GOOD = {"count": 1, "before": "", "column": 8, "bytes": 256, "wait": TRY.format(parity=0),
+        "read": "ld.shared.b64 %rd11, [%r1];", "again": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+def test_a_tile_arrives(timing):
+    """Rows 4 to 11, columns 24 to 39: the last 8 are outside and zeros."""
+    store = "ld.shared.b64 %rd11, [%r1];\nmul.wide.u32 %rd12, %r0, 8;\n" \
+            "add.s64 %rd12, %rd12, %rd1;\nst.global.b64 [%rd12], %rd11;"  # fmt: skip
+    body = TILE.format(**GOOD | {"read": store, "column": 24})
+    _, out = run(body, MATRIX, np.zeros((8, 16), np.uint16), maps=maps, timing=timing)
+    wanted = np.zeros((8, 16), np.uint16)
+    wanted[:, :8] = MATRIX[4:12, 24:]
+    np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"wait": ""}, "still fills"),
+        ({"wait": TRY.format(parity=1)}, "a phase of an mbarrier missed"),  # over from the start
+        ({"bytes": 128}, "more bytes than its mbarrier expects"),
+        ({"bytes": 512}, "never ends"),
+        ({"count": 2}, "never ends"),
+        ({"before": "shl.b32 %r1, %r0, 3;\nst.shared.b64 [%r1], %rd0;"}, "no fence.proxy.async"),
+        ({"again": "@%p1 mbarrier.init.shared::cta.b64 [%r20], 1;"}, "initialised twice"),
+        ({"again": "@%p1 mbarrier.inval.shared::cta.b64 [%r20];"}, "was not initialised"),
+        ({"again": "ld.shared.b64 %rd11, [%r20];"}, "an mbarrier by an ordinary instruction"),
+        ({"again": TRY.format(parity=1)}, "never ends"),
+    ],
+)
+def test_faults_of_mbarriers(change, seen):
+    assert seen in fault(TILE.format(**GOOD | change), MATRIX, maps=maps)
+
+
+def test_a_copy_that_nobody_waits_for_and_an_mbarrier_that_stays():
+    nobody, stays = (
+        TILE.format(**GOOD | change) for change in ({"wait": "", "read": "ret;"}, {"again": "ret;"})
+    )
+    assert "on their way" in fault(nobody, MATRIX, maps=maps)
+    assert "not invalidated" in fault(stays, MATRIX, maps=maps)
+
+
+def test_a_phase_begins_before_all_warps_saw_the_end_of_the_one_before():
+    one_warp = "setp.lt.u32 %p5, %r0, 32;\n@!%p5 bra $ON;\n" + TRY.format(parity=0) + "\n$ON:"
+    again = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 256;"
+    body = TILE.format(**GOOD | {"wait": one_warp, "read": "", "again": again})
+    assert "before warps [1] have seen" in fault(body, MATRIX, maps=maps, threads=64)
+
+
+# ---- wgmma --------------------------------------------------------------------------------------
+
+ACCUMULATORS = ", ".join(f"%r{i}" for i in range(100, 104))
+WGMMA = """
+    shl.b32 %r1, %r0, 4;
+    st.shared.v4.b32 [%r1], {{%r50, %r50, %r50, %r50}};
+    st.shared.v4.b32 [%r1+2048], {{%r50, %r50, %r50, %r50}};
+    st.shared.v4.b32 [%r1+4096], {{%r50, %r50, %r50, %r50}};
+    st.shared.v4.b32 [%r1+6144], {{%r50, %r50, %r50, %r50}};
+    {fence}
+    {barrier}
+    mov.b64 %rd10, 4611686293305294848;
+    mov.pred %p1, -1;
+    {order}
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+        {{{accumulators}}}, %rd10, %rd10, %p1, 1, 1, 0, 0;
+    {commit}
+    {between}
+    {wait}
+    {after}
+    add.f32 %r60, %r100, %r101;"""
+RIGHT = {"fence": "fence.proxy.async.shared::cta;", "barrier": "bar.sync 0;",
+         "order": "wgmma.fence.sync.aligned;", "accumulators": ACCUMULATORS,
+         "commit": "wgmma.commit_group.sync.aligned;", "between": "",
+         "wait": "wgmma.wait_group.sync.aligned 0;", "after": ""}  # fmt: skip
+
+
+def wgmma(**change):
+    return WGMMA.format(**RIGHT | change)
+
+
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({}, None),
+        ({"fence": ""}, "no fence.proxy.async"),
+        ({"barrier": ""}, "since the last barrier"),
+        ({"order": ""}, None),  # nothing was written to the accumulators
+        ({"order": "wgmma.fence.sync.aligned;\nmov.b32 %r100, 0;"}, "after the last wgmma.fence"),
+        ({"wait": ""}, "C7514"),
+        ({"wait": "wgmma.wait_group.sync.aligned 1;"}, "C7514"),
+        ({"commit": ""}, "C7514"),
+        ({"between": "mov.b32 %r61, %r102;"}, "C7514"),
+        ({"between": "mov.b32 %r102, 0;"}, "C7514"),
+        ({"between": "bar.sync 0;\nst.shared.b32 [%r1], %r0;"}, "wgmma still reads"),
+        ({"after": "bar.sync 0;\nst.shared.b32 [%r1], %r0;"}, None),
+        ({"between": "add.s64 %rd10, %rd10, %rd10;"}, None),
+    ],
+)  # fmt: skip
+def test_faults_of_wgmma(change, seen, timing):
+    body, how = wgmma(**change), {"threads": 128, "shared": 8192, "timing": timing}
+    if seen is None:
+        run(body, X, **how)
+    else:
+        assert seen in fault(body, X, **how)
+
+
+def test_threads_disagree_about_a_product():
+    how = {"threads": 128, "shared": 16384}
+    differ = "wgmma.fence.sync.aligned;\ncvt.u64.u32 %rd11, %r0;\nadd.s64 %rd10, %rd10, %rd11;"
+    assert "different matrix descriptors" in fault(wgmma(order=differ), X, **how)
+    differ = "wgmma.fence.sync.aligned;\nsetp.eq.u32 %p1, %r0, 0;"
+    assert "disagree" in fault(wgmma(order=differ), X, **how)
+    outside = "wgmma.fence.sync.aligned;\nadd.s64 %rd10, %rd10, 4000;"
+    assert "past the end" in fault(wgmma(order=outside), X, **how)
+    unwritten = "wgmma.fence.sync.aligned;\nadd.s64 %rd10, %rd10, 512;"
+    assert "never written" in fault(wgmma(order=unwritten), X, **how)
+
+
+def test_ptxas_serialises_where_accumulators_are_touched_early():
+    """The numbers are right then, and the interpreter can be told to do as it does."""
+    run(wgmma(wait=""), X, threads=128, shared=8192, serialised=True)

@@ -1,0 +1,312 @@
+"""The forward kernel as it is compiled: what the interpreted tests ask, and no hazard."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedce
+from fusedce.backends.triton import archs
+from fusedce.backends.triton.forward import loss
+from fusedce.contract.problem import Problem
+from fusedce.testing import Case, check
+
+ROOT = Path(__file__).parents[2]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
+
+
+def forward(hidden, weight, labels, **options):
+    return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+
+
+def case(N, H, V, dtype=BF16, **more):
+    return Case((N,), H, V, dtype, requires_grad=(), **more)
+
+
+def lse_of(hidden, weight, labels, blocks=None, **options):
+    """What the kernel says of each row, 7 where there is no label; loss and count as well."""
+    lse = torch.full((len(labels),), 7.0)
+    total, n_valid = loss(Problem(hidden, weight, labels, **options), blocks=blocks, lse=lse)
+    return lse, total, n_valid
+
+
+def exact_lse(hidden, weight, bias=None, softcap=None, logit_scale=1.0):
+    z = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    z = z * logit_scale
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)).logsumexp(1)
+
+
+def in_blocks(gpu, dtype=BF16, **fields):
+    """The architecture's row with other blocks of the forward kernel."""
+    name = "four_bytes" if dtype == FP32 else "two_bytes"
+    walks = getattr(gpu.row, name)
+    chosen = {k: getattr(walks, k)._replace(**fields) for k in ("forward", "forward_with_options")}
+    gpu.row = gpu.row._replace(**{name: walks._replace(**chosen)})
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+
+@ARCHS
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_values_are_those_of_the_reference(on, arch, dtype):
+    """H is no multiple of a block, V of nothing."""
+    gpu = on(arch)
+    check(forward, case(140, 200, 515, dtype, ignored=0.2))
+    assert gpu.ran("forward_kernel") == 1
+    text = gpu.texts["forward_kernel"]
+    assert ("cp.async.bulk.tensor" in text) == ("wgmma.mma_async" in text) == (arch == "sm_90")
+
+
+@ARCHS
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+def test_fp32_values(on, arch, tf32):
+    gpu = on(arch)
+    gpu.tf32 = tf32
+    hidden, weight, labels, _ = case(130, 72, 130, FP32).tensors()
+    if tf32:  # inputs that lose nothing
+        hidden, weight = ((x.view(torch.int32) & ~0x1FFF).view(FP32) for x in (hidden, weight))
+    lse, total, _ = lse_of(hidden, weight, labels)
+    torch.testing.assert_close(lse.double(), exact_lse(hidden, weight), rtol=1e-6, atol=1e-6)
+    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0)
+    assert ("tf32" in gpu.texts["forward_kernel"]) == tf32
+
+
+def test_values_without_tma(on):
+    gpu = on("sm_90")
+    in_blocks(gpu, DESCRIPTOR=False, MAX_SPLITS=2)
+    check(forward, case(140, 136, 600, ignored=0.2))
+    text = gpu.texts["forward_kernel"]
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor" not in text
+
+
+@ARCHS
+def test_values_with_options(on, arch):
+    gpu = on(arch)
+    in_blocks(gpu, MAX_SPLITS=2)
+    check(forward, case(40, 72, 600, with_bias=True, options=OPTIONS))
+
+
+@ARCHS
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_rows_at_odd_addresses(on, arch, name):
+    """By the stride they could be loaded 16 bytes at a time, by their address they cannot."""
+    on(arch)
+    hidden, weight, labels, _ = case(20, 72, 300).tensors()
+    shifted = {"hidden": hidden, "weight": weight}
+    x = shifted[name]
+    shifted[name] = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    lse, _, _ = lse_of(**shifted, labels=labels)
+    torch.testing.assert_close(lse.double(), exact_lse(hidden, weight), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@ARCHS
+@DTYPES
+@pytest.mark.parametrize(
+    ("N", "H", "V"),
+    [
+        (1, 8, 2), (9, 64, 1), (70, 8, 64), (128, 64, 257), (129, 64, 256), (129, 128, 255),
+        (40, 64, 512), (70, 328, 300), (70, 65, 333), (70, 33, 130), (20, 1, 127),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_sizes(on, arch, dtype, N, H, V, options):
+    """Aligned and not, full and nearly full tiles, one step of H and several."""
+    on(arch)
+    if dtype == FP32:  # one lane multiplies one number at a time
+        N, V = min(N, 40), min(V, 140)
+    ignored = 0.3 if N > 1 else 0.0
+    check(forward, case(N, H, V, dtype, ignored=ignored, with_bias=bool(options), options=options))
+
+
+def every_choice():
+    """``(architecture, element size, blocks)`` of each row and each candidate for compiled runs."""
+    for name in ("sm_90", "sm_80"):
+        for size in (2, 4):
+            walks = archs.BY_NAME[name].walks(size)
+            for blocks in dict.fromkeys((*walks[:7], *walks.candidates)):
+                yield pytest.param(name, size, blocks, id=f"{name}-{size}-{tuple(blocks)}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "size", "blocks"), list(every_choice()))
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_every_choice_of_blocks(on, arch, size, blocks, options):
+    """Several tiles a split, rows and columns left over, H in several steps."""
+    on(arch)
+    dtype = BF16 if size == 2 else FP32
+    V = 4 * blocks.BLOCK_V - 3
+    hidden, weight, labels, _ = case(blocks.BLOCK_N + 12, 200, V, dtype).tensors()
+    if size == 4:
+        hidden, weight = hidden[:40, :72].contiguous(), weight[:, :72].contiguous()
+        labels = labels[:40]
+    lse, total, _ = lse_of(hidden, weight, labels, blocks._replace(MAX_SPLITS=2), **options)
+    torch.testing.assert_close(
+        lse.double(), exact_lse(hidden, weight, **options), rtol=2e-6, atol=2e-6
+    )
+    exact = fusedce.reference_ce(hidden, weight, labels, **options).loss_sum
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_one_pipeline_over_all_tiles(on):
+    """FLATTEN: the next tile loads while this one's exponentials are made."""
+    on("sm_90")
+    blocks = next(x for x in archs.BY_NAME["sm_90"].two_bytes.candidates if x.FLATTEN)
+    hidden, weight, labels, _ = case(140, 72, 700).tensors()
+    lse, _, _ = lse_of(hidden, weight, labels, blocks._replace(MAX_SPLITS=1))
+    torch.testing.assert_close(lse.double(), exact_lse(hidden, weight), rtol=1e-6, atol=1e-6)
+
+
+# ---- bits -------------------------------------------------------------------------------------
+
+
+@ARCHS
+@pytest.mark.parametrize(("dtype", "H"), [(BF16, 72), (FP32, 33)], ids=["bf16", "fp32 unaligned"])
+def test_a_row_has_the_same_bits_wherever_it_stands(on, arch, dtype, H):
+    """In another order and alone."""
+    gpu = on(arch)
+    in_blocks(gpu, dtype, MAX_SPLITS=2)
+    hidden, weight, labels, _ = case(140, H, 130 if dtype == FP32 else 600, dtype).tensors()
+    lse, _, _ = lse_of(hidden, weight, labels)
+    order = torch.randperm(140)
+    mixed, _, _ = lse_of(hidden[order], weight, labels[order])
+    assert mixed.equal(lse[order])
+    alone, _, _ = lse_of(hidden[71:72], weight, labels[71:72])
+    assert alone.equal(lse[71:72])
+
+
+@ARCHS
+def test_a_row_beside_one_out_of_range_has_the_same_bits(on, arch):
+    """Row 3 has its program walk over its tiles again."""
+    gpu = on(arch)
+    in_blocks(gpu, MAX_SPLITS=1)
+    hidden, weight, labels, _ = case(20, 64, 600).tensors()
+    far = hidden.clone()
+    far[3] = 200 * weight[599] / weight[599].float().square().sum()
+    lse, _, _ = lse_of(hidden, weight, labels)
+    steps = gpu.launches[-1].steps
+    again, _, _ = lse_of(far, weight, labels)
+    assert gpu.launches[-1].steps > 1.5 * steps
+    torch.testing.assert_close(again.double(), exact_lse(far, weight), rtol=1e-6, atol=1e-6)
+    others = torch.arange(20) != 3
+    assert again[others].equal(lse[others])
+
+
+@pytest.mark.parametrize("timing", ["early", "random"])
+@ARCHS
+def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, arch, timing):
+    gpu = on(arch)
+    in_blocks(gpu, MAX_SPLITS=3)
+    hidden, weight, labels, _ = case(140, 136, 1000, ignored=0.2).tensors()
+    hidden = hidden.nan_to_num()
+    found = [lse_of(hidden, weight, labels)]
+    gpu.timing = timing
+    for gpu.order in (1, 2):
+        found.append(lse_of(hidden, weight, labels))
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0], rtol=0, atol=0)
+
+
+# ---- what is not finite, and what is out of range -----------------------------------------------
+
+
+def plain_and(change):
+    """Inputs of three tiles, one thing changed."""
+    hidden, weight, labels, _ = case(20, 64, 600).tensors()
+    bias = torch.zeros(600, dtype=BF16)
+    return change(hidden, weight, labels, bias)
+
+
+def row_of_nan(hidden, weight, labels, bias):
+    hidden[7] = torch.nan
+    return hidden, weight, labels, None
+
+
+def row_of_inf(hidden, weight, labels, bias):
+    """+inf where the weight is positive: lse is inf or, beside a -inf - -inf, NaN, as torch's."""
+    hidden[7] = torch.zeros(64)
+    hidden[7, 0] = torch.inf
+    weight[:, 0] = weight[:, 0].abs()
+    return hidden, weight, labels, None
+
+
+def a_class_of_inf(hidden, weight, labels, bias):
+    bias[300], labels[4], labels[5] = torch.inf, 300, 301
+    return hidden, weight, labels, bias
+
+
+def first_tile_masked(hidden, weight, labels, bias):
+    bias[:256] = -torch.inf
+    return hidden, weight, 256 + labels % 344, bias
+
+
+def everything_masked(hidden, weight, labels, bias):
+    return hidden, weight, labels, bias.fill_(-torch.inf)
+
+
+def one_class_masked(hidden, weight, labels, bias):
+    bias[300] = -torch.inf
+    return hidden, weight, labels.masked_fill(labels == 300, 5), bias
+
+
+def a_class_far_above(hidden, weight, labels, bias):
+    bias[550] = 300.0
+    return hidden, weight, labels, bias
+
+
+def a_class_of_nan(hidden, weight, labels, bias):
+    weight[20] = torch.nan
+    return hidden, weight, labels, None
+
+
+def nothing_to_predict(hidden, weight, labels, bias):
+    return hidden, weight, labels.fill_(-100), None
+
+
+CHANGES = [row_of_nan, row_of_inf, a_class_of_inf, first_tile_masked, everything_masked,
+           one_class_masked, a_class_far_above, a_class_of_nan, nothing_to_predict]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+def test_what_is_not_finite_is_as_in_torch(on, arch, change):
+    gpu = on(arch)
+    in_blocks(gpu, MAX_SPLITS=1)
+    hidden, weight, labels, bias = plain_and(change)
+    lse, total, n_valid = lse_of(hidden, weight, labels, bias=bias)
+    valid = labels != -100
+    exact = exact_lse(hidden, weight, bias)[valid]
+    torch.testing.assert_close(lse[valid].double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert lse[~valid].eq(7).all()
+    assert n_valid == valid.sum()
+    reference = fusedce.reference_ce(hidden, weight, labels, bias=bias).loss_sum
+    torch.testing.assert_close(total.double(), reference, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_bad_label_reads_nothing_out_of_bounds(on):
+    on("sm_90")
+    hidden, weight, labels, _ = case(20, 64, 600).tensors()
+    labels[5] = 600
+    lse, total, n_valid = lse_of(hidden, weight, labels)
+    assert total.isnan()
+    assert n_valid < 0
+    assert lse.isnan().nonzero().tolist() == [[5]]
+
+
+def test_the_script_of_the_developers_page_runs():
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    (script,) = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "forward_kernel" in done.stdout

@@ -1,0 +1,120 @@
+"""Per-token statistics and their gradients as they are compiled, against float64."""
+
+import pytest
+import torch
+from support import oracle
+
+import fusedce
+from fusedce.testing import Case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
+
+
+def compare(case, temperature=1.0, chunk_tokens=None, mean=False):
+    """Statistics to fp32's rounding, gradients to a few roundings of their own dtype."""
+    hidden, weight, labels, bias = case.tensors()
+    hidden = hidden.nan_to_num()
+    exact_inputs = [x.double().requires_grad_() for x in (hidden, weight)]
+    inputs = [x.requires_grad_() for x in (hidden, weight)]
+    ours = fusedce.fused_logprobs(
+        *inputs, labels, bias=bias, temperature=temperature, chunk_tokens=chunk_tokens,
+        mean_logit=mean, backend="triton", **case.options,
+    )  # fmt: skip
+    wide = None if bias is None else bias.double()
+    exact = oracle.token_stats(
+        *exact_inputs, labels, bias=wide, temperature=temperature, **case.options
+    )
+    for name in ("logprob", "entropy", "lse"):
+        a, b = getattr(ours, name), getattr(exact, name)
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    z = oracle.finished_logits(*exact_inputs, wide, **case.options)
+    taken = z.gather(1, ours.argmax.clamp(min=0)[:, None])[:, 0]
+    valid = labels != -100
+    assert (taken >= z.amax(1) - 1e-5 * (1 + z.abs().amax(1)))[valid].all()
+    assert ours.argmax[~valid].eq(-1).all()
+    if mean:
+        exact_mean = torch.where(valid, (z / temperature).mean(1), 0)
+        torch.testing.assert_close(ours.zmean.double(), exact_mean, rtol=1e-5, atol=1e-5)
+    factors = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
+
+    def of(stats):
+        return (factors * stats.logprob.double() + 0.1 * stats.entropy.double()).sum()
+
+    rounding = max(4 * torch.finfo(case.dtype).eps, 5e-5)
+    found, wanted = (
+        torch.autograd.grad(of(ours), inputs),
+        torch.autograd.grad(of(exact), exact_inputs),
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).norm() <= rounding * b.norm()
+
+
+@ARCHS
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_statistics_and_gradients(on, arch, dtype):
+    gpu = on(arch)
+    compare(Case((24,), 72, 515, dtype, ignored=0.2))
+    names = {launch.kernel for launch in gpu.launches}
+    assert names >= {"stats_kernel", "merge_stats_kernel", "token_grad_kernel"}
+
+
+@ARCHS
+def test_statistics_with_options(on, arch):
+    on(arch)
+    compare(Case((24,), 40, 300, BF16, with_bias=True, options=OPTIONS), 0.7, 10)
+
+
+def test_several_classes_of_a_token(on):
+    on("sm_90")
+    hidden, weight, _, _ = Case((12,), 64, 300, BF16).tensors()
+    labels = torch.randint(300, (12, 4))
+    labels[3, 1] = -100
+    ours = fusedce.fused_logprobs(hidden, weight, labels, backend="triton").logprob
+    exact = (hidden.double() @ weight.double().T).log_softmax(1).gather(1, labels.clamp(min=0))
+    torch.testing.assert_close(
+        ours.double(), exact.masked_fill(labels < 0, 0), rtol=1e-5, atol=1e-5
+    )
+
+
+@ARCHS
+def test_a_row_has_the_same_statistics_in_every_batch(on, arch):
+    gpu = on(arch)
+    hidden, weight, labels, _ = Case((140,), 72, 515, BF16).tensors()
+
+    def stats(rows):
+        return fusedce.fused_logprobs(hidden[rows], weight, labels[rows], backend="triton")
+
+    whole = stats(torch.arange(140))
+    gpu.timing, gpu.order = "random", 1
+    for rows in (torch.randperm(140), torch.tensor([71])):
+        for a, b in zip(stats(rows), whole, strict=True):
+            assert a.equal(b[rows])
+
+
+@pytest.mark.exhaustive
+@ARCHS
+@DTYPES
+@pytest.mark.parametrize("logits", ["flat", "peaked"])
+@pytest.mark.parametrize(("H", "V"), [(72, 333), (65, 127), (8, 1)])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("mean", [False, True], ids=["", "mean"])
+def test_sizes(on, arch, dtype, logits, H, V, options, mean):
+    on(arch)
+    V = min(V, 140) if dtype == FP32 else V
+    compare(Case((20,), H, V, dtype, logits=logits, with_bias=bool(options), options=options),
+            0.7 if options else 1.0, 7, mean)  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@ARCHS
+@pytest.mark.parametrize("option", [False, True])
+def test_blocks_of_statistics_with_several_tiles(on, arch, option):
+    gpu = on(arch)
+    walks = gpu.row.two_bytes
+    name = "stats_with_options" if option else "stats"
+    blocks = getattr(walks, name)._replace(MAX_SPLITS=1)
+    gpu.row = gpu.row._replace(two_bytes=walks._replace(**{name: blocks}))
+    compare(Case((140,), 200, 3 * blocks.BLOCK_V + 5, BF16, options=OPTIONS if option else {}))

@@ -1,0 +1,195 @@
+"""The training pass as it is compiled: its kernels between products of the CPU's BLAS."""
+
+import pytest
+import torch
+
+import fusedce
+from fusedce.backends import triton as backend
+from fusedce.backends.triton import archs
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.testing import Case, check
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
+
+
+def train(hidden, weight, labels, **options):
+    return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+
+
+def case(N, H, V, dtype=BF16, **more):
+    inputs = ("hidden", "weight", "bias") if more.get("with_bias") else ("hidden", "weight")
+    return Case((N,), H, V, dtype, requires_grad=inputs, **more)
+
+
+def by_gemm(gpu, **fields):
+    """The architecture's row with exponentials by one GEMM of ours."""
+
+    def chosen(walks):
+        changed = {k: getattr(walks, k)._replace(**fields) for k in ("gemm", "gemm_with_options")}
+        return walks._replace(by_gemm=True, **changed)
+
+    gpu.row = gpu.row._replace(
+        two_bytes=chosen(gpu.row.two_bytes), four_bytes=chosen(gpu.row.four_bytes)
+    )
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+
+@ARCHS
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_gradients_are_those_of_the_reference(on, arch, dtype):
+    gpu = on(arch)
+    check(train, case(24, 72, 515, dtype, ignored=0.2, logits="peaked"))
+    names = {launch.kernel for launch in gpu.launches}
+    assert names >= {"label_logit_kernel", "exp_tile_kernel", "softmax_rows_kernel",
+                     "hidden_grad_kernel", "label_grad_kernel", "scale_kernel"}  # fmt: skip
+
+
+@ARCHS
+@pytest.mark.parametrize("descriptor", [True, False], ids=["tma", "no tma"])
+def test_gradients_by_one_gemm(on, arch, descriptor):
+    gpu = on(arch)
+    if arch == "sm_90":
+        by_gemm(gpu, DESCRIPTOR=descriptor)
+    elif descriptor:
+        pytest.skip("sm_80 has no TMA")
+    else:
+        by_gemm(gpu)
+    check(train, case(24, 136, 515, logits="peaked"))
+    assert gpu.ran("exp_gemm_kernel") == 1
+
+
+@pytest.mark.exhaustive
+@ARCHS
+@DTYPES
+@pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
+@pytest.mark.parametrize("logits", ["flat", "peaked", "huge"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"label_smoothing": 0.2, **OPTIONS}],
+    ids=lambda x: "+".join(x) or "plain",
+)
+def test_options(on, arch, dtype, gemm, logits, options):
+    gpu = on(arch)
+    if gemm:
+        by_gemm(gpu)
+    V, weighted = (140 if dtype == FP32 and gemm else 515), "z_loss" in options
+    check(train, case(20, 40, V, dtype, logits=logits, ignored=0.2, with_bias=bool(options),
+                      options=options, token_weight=weighted, class_weight=weighted))  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@ARCHS
+@DTYPES
+@pytest.mark.parametrize(("N", "H", "V"), [(1, 8, 2), (9, 64, 1), (20, 65, 333), (20, 1, 127),
+                                           (20, 33, 2048), (9, 1100, 2100)])  # fmt: skip
+@pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
+def test_sizes(on, arch, dtype, N, H, V, gemm):
+    gpu = on(arch)
+    if gemm:
+        by_gemm(gpu)
+        V, H = min(V, 333), min(H, 200)
+    if gemm and dtype == FP32:
+        V, H = min(V, 140), min(H, 72)
+    check(train, case(N, H, V, dtype, ignored=0.2 if N > 1 else 0.0))
+
+
+def test_rows_that_are_not_aligned_have_blocks_of_their_own_in_one_gemm(on):
+    """Without them the kernel spills: 464 bytes at 128x256, where nothing is copied ahead."""
+    gpu = on("sm_90")
+    by_gemm(gpu)
+    check(train, case(40, 65, 333))
+    assert gpu.ran("exp_gemm_kernel") == 1
+    assert ".reqntid 128" in gpu.texts["exp_gemm_kernel"]  # the 4 warps of `unaligned`
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 15])
+@pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
+def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
+    """Several tiles a chunk, launched again without asking Triton; argmax; runs of one label."""
+    gpu = on("sm_90")
+    if gemm:
+        by_gemm(gpu)
+    gpu.row = gpu.row._replace(tile_elements=(2**13, 2**13), exp_block_v=256)
+    hidden, weight, labels, _ = case(40, 64, 600, logits="peaked").tensors()
+    labels[::3] = 17
+    labels[5] = -100
+    argmax = torch.empty(40, dtype=torch.int64)
+    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens,
+                      expected_upstream=torch.ones(()))  # fmt: skip
+    found = backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), argmax)
+    x = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    exact = fusedce.reference_ce(*x, labels).loss_sum
+    torch.testing.assert_close(found.loss_sum.double(), exact, rtol=2e-6, atol=1e-6)
+    for ours, theirs in zip((found.d_hidden, found.d_weight), torch.autograd.grad(exact, x),
+                            strict=True):  # fmt: skip
+        assert (ours.double() - theirs).norm() <= 5e-3 * theirs.norm()
+    best = (x[0] @ x[1].T).argmax(1)
+    best[5] = -1
+    assert argmax.equal(best)
+    assert gpu.ran("hidden_grad_kernel") >= 1 + (chunk_tokens is not None)
+
+
+@pytest.mark.parametrize("above", [50.0, 1000.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
+    """Such a row is gone over again where one of its entries has been taken out."""
+    gpu = on("sm_90")
+    gpu.row = gpu.row._replace(exp_block_v=256)
+    hidden, weight, labels, _ = case(12, 64, 600, dtype).tensors()
+    bias = torch.zeros(600, dtype=dtype)
+    bias[[301, 381]] = above  # loaded by different warps; the one that is taken out is stored to
+    bias[520:525] = above - 3
+    labels %= 256
+    problem = Problem(hidden, weight, labels, bias=bias, expected_upstream=torch.ones(()))
+    found = backend.loss_and_grads(problem, Wanted(hidden=True, weight=True, bias=True), None)
+    x = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    exact = torch.autograd.grad(fusedce.reference_ce(*x[:2], labels, bias=x[2]).loss_sum, x)
+    for ours, theirs in zip(found[3:], exact, strict=True):
+        assert (ours.double() - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm()
+
+
+@ARCHS
+def test_gradients_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, arch):
+    gpu = on(arch)
+    by_gemm(gpu)
+    hidden, weight, labels, _ = case(24, 72, 515).tensors()
+    labels[::3] = 17
+    problem = Problem(hidden, weight, labels, expected_upstream=torch.ones(()))
+
+    def gradients():
+        return tuple(backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None))
+
+    first = gradients()
+    gpu.timing = "random"
+    for gpu.order in (1, 2):
+        torch.testing.assert_close(gradients(), first, rtol=0, atol=0)
+
+
+def test_a_bad_label_poisons_its_row_alone(on):
+    on("sm_90")
+    hidden, weight, labels, _ = case(12, 64, 300).tensors()
+    labels[5] = 300
+    found = backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(hidden=True), None)
+    assert found.loss_sum.isnan()
+    assert found.d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
+    """Candidates of the forward kernel, too: the main loop is the same."""
+    gpu = on(arch)
+    row = gpu.row
+    for blocks in dict.fromkeys((*row.two_bytes[:7], *row.two_bytes.candidates)):
+        walks = row.two_bytes._replace(by_gemm=True, gemm=blocks, gemm_with_options=blocks)
+        gpu.row = row._replace(two_bytes=walks)
+        check(train, case(blocks.BLOCK_N + 12, 136, 2 * blocks.BLOCK_V + 3, options=options))
+    assert gpu.ran("exp_gemm_kernel") == len(archs.BY_NAME[arch].two_bytes.candidates) + len(
+        set(row.two_bytes[:7])
+    ) - len(set(row.two_bytes[:7]) & set(row.two_bytes.candidates))

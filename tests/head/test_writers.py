@@ -1,0 +1,220 @@
+"""Writers that do not say so: collectives, others' operators, new data, shapes set in place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.attacks import both
+from support.heads import MODES, V, ce, loss_and_grads, plain_model, tokens
+
+from fusedce import replace_loss_head
+
+_LIBRARY = torch.library.Library("fusedce_test_writers", "DEF")
+_LIBRARY.define("scale_unseen(Tensor x, Tensor[] more) -> ()")
+_LIBRARY.define("sum_of(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "scale_unseen", "CompositeExplicitAutograd")
+def _scale_unseen(x, more):
+    for t in (x, *more):
+        t.mul_(0.5)
+
+
+@torch.library.impl(_LIBRARY, "sum_of", "CompositeExplicitAutograd")
+def _sum_of(x):
+    return x.sum()
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def product_reduced(z):
+    dist.all_reduce(z.mul(1), op=dist.ReduceOp.PRODUCT)
+    dist.all_reduce(z)  # of one rank, changes nothing: but it might have
+
+
+def gathered_into(z):
+    dist.all_gather_into_tensor(z, torch.full(z.shape, 0.25))
+
+
+def gathered_into_a_list(z):
+    dist.all_gather([z], torch.linspace(-1, 1, z.numel()).view(z.shape))
+
+
+def scattered_into(z):
+    dist.scatter(z, [torch.linspace(-1, 1, z.numel()).view(z.shape)])
+
+
+def reduce_scattered_into(z):
+    dist.reduce_scatter_tensor(z, torch.linspace(-1, 1, z.numel()).view(z.shape))
+
+
+def gathered_later(z):
+    work = dist.all_gather_into_tensor(z, torch.full(z.shape, 0.25), async_op=True)
+    work.wait()
+
+
+def gathered_into_a_view(z):
+    rows = torch.linspace(-1, 1, z[0].numel()).view(z[0].shape)
+    dist.all_gather_into_tensor(z[0], rows)
+
+
+def by_an_operator(z):
+    torch.ops.fusedce_test_writers.scale_unseen(z, [])
+
+
+def by_an_operator_in_a_list(z):
+    torch.ops.fusedce_test_writers.scale_unseen(torch.ones(2), [torch.ones(1), z[1]])
+
+
+def through_another_tensor(z):
+    twin = torch.empty(0)
+    twin.set_(z)
+    twin.mul_(0.5)
+
+
+def new_data(z):
+    z.data = torch.linspace(-1, 1, z.numel()).view(z.shape)
+
+
+def new_data_of_itself(z):
+    z.data = z.data * 3 - 1
+
+
+def new_data_of_a_copy(z):
+    z.data = (z * 0.5).data
+
+
+def new_data_of_a_view(z):
+    z.data = torch.linspace(-1, 1, 2 * z.numel()).view(*z.shape, 2)[..., 0]
+
+
+WRITERS = [
+    product_reduced, gathered_into, gathered_into_a_list, scattered_into, reduce_scattered_into,
+    gathered_later, gathered_into_a_view, by_an_operator, by_an_operator_in_a_list,
+    through_another_tensor, new_data, new_data_of_itself,
+    new_data_of_a_copy, new_data_of_a_view,
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_write_counts(write, mode):
+    def loss(z, y):
+        earlier = ce(z, y)
+        with torch.no_grad():
+            write(z)
+        return ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + earlier
+
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    native = loss_and_grads(plain_model(), x, y, loss, mode)
+    found = loss_and_grads(replace_loss_head(plain_model()), x, y, loss, mode)
+    torch.testing.assert_close(found, native)
+
+
+def test_what_an_operator_reads_is_right():
+    def program(m, x, y):
+        z = m(x)
+        with torch.no_grad():
+            seen = torch.ops.fusedce_test_writers.sum_of(z)
+        return ce(z, y), seen
+
+    both(program)
+
+
+def clamped_out(g):
+    torch.clamp(g, -0.01, 0.01, out=g)
+
+
+def many_at_once(g):
+    torch._foreach_mul_([g], 3.0)
+
+
+def of_a_list(g):
+    torch.ops.fusedce_test_writers.scale_unseen(torch.ones(2), [g])
+
+
+def reduced(g):
+    dist.all_gather_into_tensor(g, torch.full(g.shape, 0.25))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("write", [clamped_out, many_at_once, of_a_list, reduced])
+def test_a_hook_that_writes_into_the_gradient_unseen(write):
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(write)
+        return ce(z, y)
+
+    both(program)
+
+
+# ---- shapes changed in place ----------------------------------------------------------------
+
+
+TURNS = {
+    "squeeze_": lambda z: z.unsqueeze(0).clone().squeeze_(0),
+    "unsqueeze_": lambda z: z.unsqueeze_(0),
+    "transpose_": lambda z: z.transpose_(0, 1),
+    "swapaxes_": lambda z: z.swapaxes_(1, 2),
+    "t_": lambda z: z[0].clone().t_(),
+    "as_strided_": lambda z: z.as_strided_((7, 3, V), (V, 7 * V, 1)),
+    "twice": lambda z: z.transpose_(0, 1).unsqueeze_(1).mul_(0.5),
+    "copy": lambda z: (z * 0.5).transpose_(0, 1),
+    "of a view": lambda z: z[:1].squeeze_(0),
+}
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shape_changed_in_place(turn, mode, viewed):
+    """The object itself has another shape then; views made before have their own."""
+
+    def loss(z, y):
+        first = z[0] if viewed else None
+        t = TURNS[turn](z)
+        rows = t.movedim(t.shape.index(V), -1).reshape(-1, V)
+        shapes.append((t.shape, t.stride(), z.shape))
+        value = F.cross_entropy(rows, y.reshape(-1)[: len(rows)]) + z.square().mean()
+        return value if first is None else value + ce(first, y[0])
+
+    shapes, results = [], []
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        try:
+            results.append(loss_and_grads(model, x, y, loss, mode))
+        except RuntimeError as e:
+            results.append(str(e))
+    in_words = turn == "of a view" or (viewed and turn not in ("squeeze_", "t_", "copy"))
+    if mode == "grad" and in_words:
+        assert "the shape of logits that have views" in results[1]
+    else:
+        assert shapes[0] == shapes[1]
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_the_loss_of_a_shape_changed_in_place_is_fused(no_logits):
+    z, y = replace_loss_head(plain_model())(tokens(3, 7)), tokens(3, 7, seed=1)
+    ce(z.transpose_(0, 1), y.t()).backward()
+    with torch.no_grad():
+        z.detach_()
+    assert not z.requires_grad
+
+
+@pytest.mark.parametrize(
+    "change", [lambda z: z.resize_(2, V), lambda z: z.resize_as_(torch.ones(2, 2)),
+               lambda z: z.set_(torch.ones(3, 7, V))]
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_another_memory_is_refused_in_words(change, mode):
+    with MODES[mode]():
+        z = replace_loss_head(plain_model())(tokens(3, 7))
+        with pytest.raises(RuntimeError, match=r"fusedce.*lazy logits.*logits \+ 0"):
+            change(z)

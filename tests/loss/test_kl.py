@@ -1,0 +1,440 @@
+"""Divergences from a teacher: against their definition, near equality, and what is refused."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fusedce
+from fusedce import LossAccumulator, fused_ce, fused_kl, fused_kl_tokens, reference_kl
+from fusedce.autograd.summed import Attached
+from fusedce.contract.divergence import checked_divergence
+from fusedce.contract.problem import Wanted
+
+KINDS = ("forward", "reverse", "jsd")
+BACKENDS = ("torch", "triton")
+EVERYTHING = {
+    "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
+    "teacher_logit_scale": -1.3, "ce_weight": 0.4, "beta": 0.3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and a teacher, drawn from numbers; hidden states of ignored positions are NaN."""
+
+    N: int = 9
+    H: int = 12
+    teacher_H: int = 20
+    V: int = 131
+    dtype: torch.dtype = torch.float32
+    teacher_dtype: torch.dtype | None = None
+    ignored: float = 0.0
+    spread: float = 1.0  # of the logits
+    bias: bool = False
+    token_weight: bool = False
+    seed: int = 0
+
+    def tensors(self):
+        """``(hidden, weight, teacher_hidden, teacher_weight, labels), options``."""
+        rng = torch.Generator().manual_seed(self.seed)
+        of_teacher = self.teacher_dtype or self.dtype
+
+        def draw(*shape):
+            return torch.randn(shape, generator=rng)
+
+        hidden = draw(self.N, self.H) * self.spread / self.H**0.5
+        there = draw(self.N, self.teacher_H) * self.spread / self.teacher_H**0.5
+        labels = torch.randint(self.V, (self.N,), generator=rng)
+        ignored = torch.rand(self.N, generator=rng) < self.ignored
+        labels[ignored] = -100
+        hidden[ignored] = there[ignored] = math.nan
+        options = {}
+        if self.bias:
+            options["bias"] = draw(self.V).to(self.dtype)
+            options["teacher_bias"] = draw(self.V).to(of_teacher)
+        if self.token_weight:
+            options["token_weight"] = draw(self.N) * (torch.rand(self.N, generator=rng) < 0.7)
+        tensors = (
+            hidden.to(self.dtype),
+            draw(self.V, self.H).to(self.dtype),
+            there.to(of_teacher),
+            draw(self.V, self.teacher_H).to(of_teacher),
+            labels,
+        )
+        return tensors, options
+
+
+def run(fn, tensors, options):
+    """Loss, count, and gradients of the mean by hidden, weight and bias."""
+    hidden, weight, *rest = tensors
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    if "bias" in options:
+        leaves.append(options["bias"].detach().requires_grad_())
+        options = options | {"bias": leaves[-1]}
+    out = fn(*leaves[:2], *rest, **options)
+    out.mean().backward()
+    return out.loss_sum.detach(), out.n_valid, [x.grad for x in leaves]
+
+
+def wide(tensors):
+    return [x.double() if x.is_floating_point() else x for x in tensors]
+
+
+def check(pair, backend, **options):
+    tensors, more = pair.tensors()
+    options |= more
+    exact_options = {
+        k: x.double() if isinstance(x, torch.Tensor) else x for k, x in options.items()
+    }
+    loss, n_valid, grads = run(
+        lambda *a, **o: fused_kl(*a, backend=backend, chunk_tokens=4, **o), tensors, options
+    )
+    exact, count, exact_grads = run(reference_kl, wide(tensors), exact_options)
+    _, _, eager_grads = run(
+        lambda *a, **o: reference_kl(*a, dtype=torch.float32, **o), tensors, options
+    )
+    assert n_valid == count
+    acc = torch.float64 if pair.dtype == torch.float64 else torch.float32
+    assert loss.dtype == acc
+    eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
+    size = 1 + 30 * pair.spread
+    # (weights of both signs may cancel in the sum, not in the sum of their sizes)
+    weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
+    scale = float(exact.abs()) + pair.N * weights
+    assert abs(float(loss) - float(exact)) <= 8 * eps * size * scale
+    for ours, truth, eager in zip(grads, exact_grads, eager_grads, strict=True):
+        assert ours.dtype == pair.dtype
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        error = float((ours.double() - truth).abs().max()) if truth.numel() else 0.0
+        of_eager = float((eager.double() - truth).abs().max()) if truth.numel() else 0.0
+        bound = 2 * of_eager + 2 * out * largest + 64 * eps * size * weights
+        assert error <= bound, (error, bound, of_eager, largest)
+
+
+@st.composite
+def pairs(draw, dtypes, max_vocabulary=300):
+    return Pair(
+        N=draw(st.integers(0, 20)),
+        H=draw(st.integers(1, 30)),
+        teacher_H=draw(st.integers(1, 30)),
+        V=draw(st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, max_vocabulary))),
+        dtype=draw(st.sampled_from(dtypes)),
+        ignored=draw(st.sampled_from([0.0, 0.4, 1.0])),
+        spread=draw(st.sampled_from([0.1, 1.0, 20.0])),
+        bias=draw(st.booleans()),
+        token_weight=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def options_of(draw):
+    values = {
+        "temperature": (0.5, 2.0),
+        "softcap": (1.0, 30.0),
+        "teacher_softcap": (5.0,),
+        "logit_scale": (0.25, -1.5),
+        "teacher_logit_scale": (3.0,),
+        "ce_weight": (0.3, -1.0),
+        "beta": (0.0, 0.1, 1.0),
+    }
+    drawn = {k: draw(st.sampled_from([None, None, *x]), label=k) for k, x in values.items()}
+    kind = draw(st.sampled_from(KINDS))
+    return {"divergence": kind} | {k: x for k, x in drawn.items() if x is not None}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(pairs([torch.float32, torch.bfloat16, torch.float16, torch.float64]), options_of())
+def test_any_pair_torch(pair, options):
+    check(pair, "torch", **options)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(pairs([torch.float32, torch.bfloat16, torch.float16], max_vocabulary=600), options_of())
+def test_any_pair_triton(pair, options):
+    check(pair, "triton", **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_options_at_once(kind, dtype, backend):
+    pair = Pair(V=531, dtype=dtype, ignored=0.3, bias=True, token_weight=True)
+    check(pair, backend, divergence=kind, **EVERYTHING)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_teacher_of_another_dtype(backend):
+    check(Pair(teacher_dtype=torch.bfloat16), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearly_equal_distributions_do_not_cancel(kind, backend):
+    """1e-6 nats: what rounding the logits costs, and no more; no token is below 0."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 32, generator=rng) / 32**0.5
+    weight = torch.randn(2000, 32, generator=rng)
+    apart = (1.4e-3 if kind != "jsd" else 2.8e-3) * torch.randn(2000, generator=rng)
+    args = (hidden, weight, hidden, weight)
+    exact = reference_kl(*wide(args), divergence=kind, teacher_bias=apart.double())
+    assert 3e-7 < exact.mean() < 3e-6
+    ours = fused_kl(*args, divergence=kind, teacher_bias=apart, backend=backend)
+    torch.testing.assert_close(ours.loss_sum.double(), exact.loss_sum, rtol=1e-4, atol=0)
+    tokens = fused_kl_tokens(*args, divergence=kind, teacher_bias=apart, backend=backend)
+    assert (tokens > 0).all()
+    same = fused_kl_tokens(*args, divergence=kind, backend=backend)
+    assert same.abs().max() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_masked_class(kind, backend):
+    """-inf for both: no part of it. For one of them: infinite, or what the limit is."""
+    (hidden, weight, there, head, _), more = Pair(bias=True, V=40).tensors()
+    for of_student, of_teacher in ((True, True), (True, False), (False, True)):
+        options = {k: x.clone() for k, x in more.items()}
+        options["bias"][7] = -math.inf if of_student else 0
+        options["teacher_bias"][7] = -math.inf if of_teacher else 0
+        args = (hidden, weight, there, head)
+        ours = fused_kl(*args, divergence=kind, backend=backend, **options).loss_sum
+        exact = reference_kl(
+            *wide(args), divergence=kind, **{k: x.double() for k, x in options.items()}
+        ).loss_sum
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+        infinite = (kind, of_student, of_teacher) in (
+            ("forward", True, False), ("reverse", False, True),
+        )  # fmt: skip
+        assert ours.isinf() == infinite
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_of_a_valid_position_is_seen(backend):
+    (hidden, weight, there, head, labels), _ = Pair().tensors()
+    for x in (hidden, there):
+        kept = x[2].clone()
+        x[2] = math.nan
+        assert fused_kl(hidden, weight, there, head, labels, backend=backend).loss_sum.isnan()
+        x[2] = kept
+    assert fused_kl(hidden, weight, there, head, labels, backend=backend).loss_sum.isfinite()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_have_gradients_of_their_own(kind, backend):
+    pair = Pair(ignored=0.3, bias=True, V=300)
+    (hidden, weight, *rest), more = pair.tensors()
+    upstream = torch.randn(pair.N, generator=torch.Generator().manual_seed(1))
+    upstream[1] = 0
+    options = {"divergence": kind, "backend": backend} | more
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    losses = fused_kl_tokens(*leaves, *rest, **options)
+    ours = torch.autograd.grad((losses * upstream).sum(), leaves)
+    assert losses[rest[-1] == -100].eq(0).all()
+    weighed = fused_kl(*leaves, *rest, token_weight=upstream, **options)
+    for a, b in zip(ours, torch.autograd.grad(weighed.loss_sum, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close((losses * upstream).sum(), weighed.loss_sum)
+    batched = fused_kl_tokens(
+        leaves[0].view(3, 3, -1), leaves[1], rest[0].view(3, 3, -1), rest[1], rest[2].view(3, 3),
+        **options,
+    )  # fmt: skip
+    assert batched.shape == (3, 3)
+
+
+def test_limits_of_beta_are_those_of_trl():
+    (*args, _), _ = Pair().tensors()
+    for beta, kind in ((0.0, "forward"), (1.0, "reverse")):
+        limit = fused_kl(*args, divergence="jsd", beta=beta).loss_sum
+        assert limit == fused_kl(*args, divergence=kind).loss_sum
+
+
+def test_the_loss_of_trl():
+    from trl.experimental.gkd import GKDTrainer
+
+    (hidden, weight, there, head, labels), _ = Pair(ignored=0.3).tensors()
+    hidden, there = hidden.nan_to_num(), there.nan_to_num()
+    for beta in (0.0, 0.3, 1.0):
+        theirs = GKDTrainer.generalized_jsd_loss(
+            (hidden @ weight.T)[None], (there @ head.T)[None], labels[None], beta, 1.7,
+            reduction="sum",
+        )  # fmt: skip
+        ours = fused_kl(
+            hidden, weight, there, head, labels, divergence="jsd", beta=beta, temperature=1.7
+        )
+        torch.testing.assert_close(ours.loss_sum, theirs)
+
+
+def test_cross_entropy_beside_it_is_the_ordinary_one():
+    (*args, labels), _ = Pair(ignored=0.3).tensors()
+    hidden, weight = args[:2]
+    both = fused_kl(*args, labels, temperature=3.0, ce_weight=0.5).loss_sum
+    alone = fused_kl(*args, labels, temperature=3.0).loss_sum
+    torch.testing.assert_close(both - alone, 0.5 * fused_ce(hidden, weight, labels).loss_sum)
+
+
+def test_the_teacher_gets_no_gradient_and_a_frozen_student_none():
+    (*args, labels), _ = Pair().tensors()
+    leaves = [x.requires_grad_() for x in args]
+    fused_kl(*leaves, labels).mean().backward()
+    assert leaves[0].grad is not None
+    assert leaves[2].grad is None
+    assert leaves[3].grad is None
+    with torch.no_grad():
+        assert not fused_kl(*leaves, labels).loss_sum.requires_grad
+    leaves[1].requires_grad_(False)
+    leaves[0].grad = leaves[1].grad = None
+    fused_kl(*leaves, labels).mean().backward()
+    assert leaves[1].grad is None
+
+
+def test_no_valid_label_is_0_with_a_graph():
+    (*args, labels), _ = Pair(ignored=1.0).tensors()
+    out = fused_kl(args[0].requires_grad_(), *args[1:], labels)
+    out.mean().backward()
+    assert out.n_valid == 0
+    assert out.loss_sum == 0
+    assert args[0].grad.eq(0).all()
+
+
+def test_micro_batches_of_a_window_are_one_batch():
+    (*args, labels), _ = Pair(N=10, ignored=0.3).tensors()
+    weight = args[1].requires_grad_()
+    whole = fused_kl(*args, labels)
+    (exact,) = torch.autograd.grad(whole.mean(), weight)
+    acc = LossAccumulator()
+    parts = [slice(0, 3), slice(3, 10)]
+    with acc.window([(labels[p] != -100).sum() for p in parts]):
+        for p in parts:
+            acc.backward(fused_kl(args[0][p], weight, args[2][p], args[3], labels[p]))
+    torch.testing.assert_close(weight.grad, exact)
+    assert acc.metrics()["loss"] == pytest.approx(float(whole.mean().detach()), rel=1e-6)
+
+
+BAD = {
+    "longer teacher": (lambda a, o: a.__setitem__(3, a[3].repeat(2, 1)), r"teacher_weight\[:131\]"),
+    "shorter teacher": (lambda a, o: a.__setitem__(3, a[3][:9]), r"pass weight\[:9\]"),
+    "teacher's H": (
+        lambda a, o: a.__setitem__(3, a[3][:, 1:]), r"teacher_weight must be \(V, H\)"
+    ),
+    "teacher's tokens": (lambda a, o: a.__setitem__(2, a[2][1:]), "teacher_hidden must have"),
+    "kind": (lambda a, o: o.update(divergence="kl"), "divergence must be 'forward'"),
+    "beta": (lambda a, o: o.update(beta=1.5), r"beta must be in \[0, 1\]"),
+    "temperature": (lambda a, o: o.update(temperature=0.0), "temperature must be positive"),
+    "softcap": (lambda a, o: o.update(teacher_softcap=-1.0), "teacher_softcap must be"),
+    "scale": (lambda a, o: o.update(teacher_logit_scale=math.inf), "teacher_logit_scale must be"),
+    "no labels": (lambda a, o: (a.__setitem__(4, None), o.update(ce_weight=1.0)), "labels must"),
+    "label": (lambda a, o: a[4].__setitem__(3, 131), "got 131 at flattened position 3"),
+    "budget": (lambda a, o: o.update(memory_budget=99), "memory_budget must be at least"),
+    "fp64 teacher": (lambda a, o: a.__setitem__(2, a[2].double()), "teacher_weight must have the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said(name):
+    tensors, _ = Pair().tensors()
+    args, options = list(tensors), {}
+    spoil, message = BAD[name]
+    spoil(args, options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        fused_kl(*args, **options)
+
+
+def test_transforms_are_refused():
+    (hidden, weight, there, head, _), _ = Pair().tensors()
+    with pytest.raises(RuntimeError, match="cannot be transformed"):
+        torch.func.grad(lambda h: fused_kl(h, weight, there, head).loss_sum)(hidden)
+
+
+def test_memory_budget_makes_small_chunks():
+    from fusedce.backends.plan import Call, way_of_divergence
+
+    call = Call(4096, 4096, 50_000, 512, 4, 8, on_cpu=True, triton=False)
+    free = way_of_divergence(call, 1024)
+    for budget in (2**26, 2**28, 2**32):
+        way = way_of_divergence(call, 1024, memory_budget=budget)
+        assert way.bytes <= budget
+        assert way.tokens <= free.tokens or way.tokens == 4096
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        way_of_divergence(call, 1024, memory_budget=2**20)
+    (*args, labels), _ = Pair(N=200, V=3000).tensors()
+    exact = fused_kl(*args, labels).loss_sum
+    ours = fused_kl(*args, labels, memory_budget=8 * 2**20).loss_sum
+    torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(backend):
+    from fusedce.loss.kl import Divergence, Problem
+
+    (hidden, weight, there, head, labels), more = Pair(ignored=0.3, bias=True).tensors()
+    problem, divergence = checked_divergence(
+        Problem(hidden, weight, labels, bias=more["bias"], backend=backend),
+        Divergence(there, head, more["teacher_bias"], None, 1.0, "jsd", 0.5, 2.0, 0.3),
+        labels,
+    )
+    for wanted in (Wanted(), Wanted(hidden=True, weight=True, bias=True)):
+        torch.library.opcheck(torch.ops.fusedce.divergence, (*problem, *wanted, *divergence))
+    problem = problem.but(hidden=hidden.requires_grad_(), weight=weight.requires_grad_())
+    torch.library.opcheck(torch.ops.fusedce.token_divergences, (*problem, *divergence))
+    assert "d_hidden" in Attached._fields
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [
+    lambda *a: fused_kl(*a, temperature=2.0).mean(),
+    lambda *a: fused_kl_tokens(*a, divergence="jsd").sum(),
+])  # fmt: skip
+def test_compiled_once_for_all_lengths(fn):
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=None)
+    for n in range(3, 9):
+        (hidden, weight, *rest), _ = Pair(N=n, ignored=0.3).tensors()
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        ours = torch.autograd.grad(compiled(*leaves, *rest), leaves)
+        for a, b in zip(ours, torch.autograd.grad(fn(*leaves, *rest), leaves), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count <= 3
+
+
+def test_sharded_heads_are_refused(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    (hidden, weight, there, head, _), _ = Pair().tensors()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(TypeError, match="weight must be a plain tensor, got a DTensor"):
+            fused_kl(hidden, distribute_tensor(weight, mesh, [Shard(0)]), there, head)
+        with pytest.raises(TypeError, match="teacher_weight must be a plain tensor"):
+            fused_kl(hidden, weight, there, distribute_tensor(head, mesh, [Shard(0)]))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_it_is_public():
+    assert {"fused_kl", "fused_kl_tokens", "reference_kl"} <= set(fusedce.__all__)
+
+
+def test_bad_label_on_a_device_is_nan(monkeypatch):
+    """What a GPU does: a NaN and the evidence, no error of the device."""
+    from fusedce.backends.triton import divergence
+
+    monkeypatch.setattr(divergence, "raise_on_cpu", lambda *args: None)
+    (*args, labels), _ = Pair().tensors()
+    labels[4] = 1000
+    out = fused_kl(args[0].requires_grad_(), *args[1:], labels, backend="triton")
+    (grad,) = torch.autograd.grad(out.loss_sum, args[0])
+    assert out.loss_sum.isnan()
+    assert out.n_valid < 0
+    assert grad[4].isnan().all()
+    assert grad[3].isfinite().all()

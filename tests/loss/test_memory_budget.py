@@ -1,0 +1,298 @@
+"""`memory_budget`: any of them gives the loss and gradients of the reference, and is kept."""
+
+import dataclasses
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.memory import H, N, V  # of the measuring process
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.backends import plan
+from fusedce.backends.torch import per_token, training
+from fusedce.backends.triton import training as triton_training
+from fusedce.backends.triton import vocab_tiles
+from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
+from fusedce.measure import peak_extra_bytes
+from fusedce.testing import OPTIONS, Case, cases, check
+
+BACKENDS = ["torch", "triton"]
+SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EVERY = (*OPTIONS, "class_weight")
+
+
+def summed(hidden, weight, labels, reduction="sum", **options):
+    n_valid = (labels != options.get("ignore_index", -100)).sum()
+    loss = fused_cross_entropy(hidden, weight, labels, reduction=reduction, **options)
+    return loss.sum(), n_valid
+
+
+by_token = partial(summed, reduction="none")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Names of the ways that were taken; no memory of libraries is counted."""
+    names = []
+
+    def watched(*args, **kwargs):
+        names.append(plan.way_of(*args, **kwargs).name)
+        return plan.way_of(*args, **kwargs)
+
+    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
+    for module in (training, triton_training):
+        monkeypatch.setattr(module, "way_of", watched)
+    return names
+
+
+def tiles_alone(monkeypatch, R, T):
+    """Both backends take tiles of ``T`` classes for blocks of ``R`` tokens, whatever is asked."""
+
+    def way(call, **asked):
+        return plan._by_tiles(call, R, T)
+
+    for module in (training, triton_training):
+        monkeypatch.setattr(module, "way_of", way)
+    for module in (per_token, vocab_tiles):
+        monkeypatch.setattr(module, "tiles_of", way)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(options=EVERY, max_vocabulary=2000, max_tokens=150),
+    more=st.floats(0, 6),
+    loss=st.sampled_from([summed, by_token]),
+)
+def test_any_budget_gives_what_the_reference_gives(case, more, loss):
+    n = int(torch.Size(case.leading).numel())
+    call = plan.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
+    least = 2 * plan.least_bytes(call) + 4 * case.V * case.H
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SCRATCH_CPU", 0)
+        check(partial(loss, backend="torch", memory_budget=int(least * 2**more)), case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(options=EVERY),
+    R=st.sampled_from([7, 64, 128]),
+    T=st.integers(5, 300),
+)
+def test_any_tile_torch_matches_the_reference(case, R, T):
+    with pytest.MonkeyPatch.context() as patch:
+        tiles_alone(patch, R, T)
+        for loss in (summed, by_token):
+            check(partial(loss, backend="torch"), case)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(
+    case=cases(dtypes=SMALL_FLOATS, options=EVERY, max_tokens=20, max_vocabulary=150),
+    R=st.sampled_from([3, 16, 128]),
+    T=st.integers(20, 150),
+)
+def test_any_tile_triton_matches_the_reference(case, R, T):
+    with pytest.MonkeyPatch.context() as patch:
+        tiles_alone(patch, R, T)
+        for loss in (summed, by_token):
+            check(partial(loss, backend="triton"), case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("logits", ["flat", "peaked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_on_both_backends(monkeypatch, backend, logits, dtype):
+    """Several blocks and tiles, none of which divides the sizes; every option at once."""
+    case = Case(
+        (50,), 20, 230, dtype, logits=logits, ignored=0.2, with_bias=True, class_weight=True,
+        token_weight=True, options={"label_smoothing": 0.1, "z_loss": 0.1, "logit_scale": -0.7},
+    )  # fmt: skip
+    tiles_alone(monkeypatch, 16, 100)
+    check(partial(summed, backend=backend), case)
+    capped = dataclasses.replace(case, options={"softcap": 5.0}, class_weight=False)
+    check(partial(by_token, backend=backend), capped)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
+    """Rows wait for powers of two there: token weights of 1e-3 to 1e3."""
+    tiles_alone(monkeypatch, 16, 100)
+    hidden, weight, labels, _ = Case((40,), 20, 230, torch.float16).tensors()
+    w = 10.0 ** torch.linspace(-3, 3, 40)
+
+    def gradient(dtype, **options):
+        leaves = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
+        wanted = leaves["weight" if frozen == "hidden" else "hidden"].requires_grad_()
+        loss = fused_ce(**leaves, labels=labels, token_weight=w, **options).loss_sum
+        return torch.autograd.grad(loss / 1e3, wanted)[0].double()
+
+    exact = gradient(torch.float64)
+    assert (gradient(torch.float16, backend="triton") - exact).norm() <= 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sure_and_wrong_token_costs_no_rounding(monkeypatch, backend):
+    """Of bf16: the label's entry and the likeliest other's are alone in their size."""
+    tiles_alone(monkeypatch, 64, 100)
+    rng = torch.Generator().manual_seed(0)
+    hidden = (40 * torch.randn(60, 32, generator=rng)).to(torch.bfloat16).requires_grad_()
+    weight = (torch.randn(300, 32, generator=rng) / 8).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(300, (60,), generator=rng)
+    got = torch.autograd.grad(
+        fused_cross_entropy(hidden, weight, labels, backend=backend), (hidden, weight)
+    )
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad(fused_cross_entropy(*wide, labels), wide)
+    for x, e in zip(got, exact, strict=True):
+        once = (e.to(torch.bfloat16).double() - e).norm()
+        assert (x.double() - e).norm() <= 1.15 * once
+
+
+def test_less_memory_takes_other_ways(taken):
+    hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
+    hidden.requires_grad_(), weight.requires_grad_()
+    for budget in (10**8, 2 * 10**6, 3 * 10**5):
+        fused_ce(hidden, weight, labels, memory_budget=budget)
+    assert taken == list(plan.WAYS)
+    with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes for 300 tok"):
+        fused_ce(hidden, weight, labels, memory_budget=10**4)
+
+
+@pytest.mark.parametrize("function", [fused_cross_entropy, fused_logprobs])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_too_small_is_an_error_without_a_gradient_too(function, backend):
+    hidden, weight, labels, _ = Case((30,), 16, 100).tensors()
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        function(hidden, weight, labels, memory_budget=1000, backend=backend)
+
+
+def test_a_frozen_weight_has_more_room(taken):
+    """No gradient of it, no accumulator."""
+    hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
+    for frozen in (True, False):
+        weight.requires_grad_(not frozen)
+        fused_ce(hidden.requires_grad_(), weight, labels, memory_budget=1_000_000)
+    assert taken == [plan.CHUNKS, plan.TILES]
+
+
+def test_the_environment_says_the_default(taken, monkeypatch):
+    hidden, weight, labels, _ = Case((300,), 24, 3000).tensors()
+    hidden.requires_grad_()
+    monkeypatch.setenv("FUSEDCE_MEMORY_BUDGET", str(3 * 10**5))
+    fused_ce(hidden, weight, labels)
+    fused_ce(hidden, weight, labels, memory_budget=10**8)
+    fused_ce(hidden, weight, labels, chunk_tokens=100)
+    FusedLinearCrossEntropyLoss()(weight, hidden, labels)
+    FusedLinearCrossEntropyLoss(memory_budget=10**8)(weight, hidden, labels)
+    assert taken == [plan.TILES, plan.ONE_CHUNK, plan.CHUNKS, plan.TILES, plan.ONE_CHUNK]
+    monkeypatch.setenv("FUSEDCE_MEMORY_BUDGET", "64 MiB")
+    with pytest.raises(ValueError, match="must be a whole number of bytes, got '64 MiB'"):
+        fused_ce(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [None, 4 * 10**5, 10**6])
+def test_a_token_has_the_same_bits_in_every_batch(taken, dtype, budget):
+    """Losses, and the gradient of its hidden state."""
+    hidden, weight, labels, _ = Case((300,), 24, 3000, dtype).tensors()
+
+    def found(rows):
+        h = hidden[rows].clone().requires_grad_()
+        w = weight.clone().requires_grad_()
+        loss = fused_cross_entropy(h, w, labels[rows], reduction="none", memory_budget=budget)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), h)
+
+    whole = found(slice(0, 300))
+    some = torch.tensor([4, 17, 18, 19, 130, 290])
+    for rows in (slice(0, 70), slice(37, 300), slice(5, 6), some):
+        for x, y in zip(found(rows), whole, strict=True):
+            assert x.equal(y[rows])
+
+
+@pytest.mark.parametrize("budget", [3 * 10**5, 2 * 10**6])
+def test_the_same_budget_gives_the_same_bits_of_a_sum(taken, budget):
+    """Of one token in two batches that are computed the same way; and call by call."""
+    hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
+
+    def gradients(n):
+        leaves = [hidden[:n].clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = fused_ce(*leaves, labels[:n], memory_budget=budget).mean(300)
+        with_factor = loss * 1.0
+        return torch.autograd.grad(with_factor, leaves)
+
+    first, again = gradients(300), gradients(300)
+    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+    assert len(set(taken)) == 1
+
+
+def test_a_budget_inside_a_compiled_program(taken):
+    counter = CompileCounter()
+
+    def loss(hidden, weight, labels):
+        return fused_ce(hidden, weight, labels, memory_budget=4 * 10**5).mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    weight = torch.randn(3000, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for n in (300, 411, 57, 1000):
+        hidden, _, labels, _ = Case((n,), 24, 3000).tensors()
+        hidden.requires_grad_()
+        got = torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight))
+        torch.testing.assert_close(
+            got, torch.autograd.grad(loss(hidden, weight, labels), (hidden, weight))
+        )
+    assert counter.frame_count <= 3
+    assert plan.TILES in taken
+
+
+def test_a_budget_of_fake_tensors():
+    with FakeTensorMode():
+        hidden = torch.empty(4096, 576, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(49152, 576, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(4096, dtype=torch.int64)
+        fused_ce(hidden, weight, labels, memory_budget=2**24).mean().backward()
+        losses = fused_cross_entropy(hidden, weight, labels, reduction="none",
+                                     memory_budget=2**24)  # fmt: skip
+        losses.sum().backward()
+        assert weight.grad.shape == weight.shape
+        assert losses.shape == labels.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("budget", "way"), [(6, plan.TILES), (24, plan.CHUNKS)])
+def test_the_peak_of_a_process_is_within_the_budget(dtype, budget, way):
+    """In MiB; all logits would be 64 in float32."""
+    kind = getattr(torch, dtype)
+    call = plan.Call(N, N, V, H, kind.itemsize, 4, on_cpu=True, triton=False)
+    assert plan.way_of(call, memory_budget=budget << 20).name == way
+    peak = peak_extra_bytes(
+        "support.memory:step", {"dtype": dtype, "grad": True, "memory_budget": budget << 20}
+    )
+    assert peak - kind.itemsize * (N + V) * H <= budget << 20
+
+
+def test_every_public_function_takes_a_budget():
+    """Wherever there is a chunk to choose, and in the same words."""
+    import inspect
+
+    functions = [getattr(fusedce, name) for name in fusedce.__all__]
+    functions += [getattr(fusedce.sharded, name) for name in dir(fusedce.sharded)]
+    for function, (name, other) in itertools.product(
+        [f for f in functions if callable(f)], [("chunk_tokens", "memory_budget")]
+    ):
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:
+            continue
+        if name in parameters:
+            assert parameters[other].default is None, function

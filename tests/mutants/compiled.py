@@ -1,0 +1,88 @@
+"""Mutants of the Triton kernels that show only in what the compiler makes of them."""
+
+from mutants import Mutant
+
+FORWARD = "test_ptx_forward.py"
+TRAINING = "test_ptx_training.py"
+ORDERS = f"{FORWARD} -k order_of_ctas"
+VALUES = f"{FORWARD} -k reference"
+
+MUTANTS = [
+    Mutant(
+        "compiled: rows past the last one are read",
+        "mask=mask_n, other=0).to(tl.int64)\n    label = tl.load(labels + row, mask",
+        ").to(tl.int64)\n    label = tl.load(labels + row, mask",
+        VALUES,
+    ),
+    Mutant(
+        "compiled: more tickets are cleared than there are",
+        "tl.zeros((BLOCK_N,), dtype=tl.int32), mask=offs < n_tickets)",
+        "tl.zeros((BLOCK_N,), dtype=tl.int32))",
+        VALUES,
+    ),
+    Mutant(
+        "compiled: a row block's ticket orders nothing",
+        'atomic_add(tickets + 1 + block, 1, sem="acq_rel"',
+        'atomic_add(tickets + 1 + block, 1, sem="relaxed"',
+        ORDERS,
+    ),
+    Mutant(
+        "compiled: the last ticket releases nothing",
+        'atomic_add(tickets, 1, sem="acq_rel"',
+        'atomic_add(tickets, 1, sem="acquire"',
+        ORDERS,
+    ),
+    Mutant(
+        "compiled: accumulators used before their wait",
+        """    z = tl.where(offs[None, :] == (label - start_v)[:, None], float("-inf"), z)
+    if start_v + BLOCK_V > V:  # only the last tile pays for it
+        z = tl.where((start_v + offs < V)[None, :], z, float("-inf"))
+    return z
+""",
+        """    if start_v + BLOCK_V > V:  # only the last tile pays for it
+        z = tl.where((start_v + offs < V)[None, :], z, float("-inf"))
+    return tl.where(offs[None, :] == (label - start_v)[:, None], float("-inf"), z)
+""",
+        f"{FORWARD} -k one_pipeline",
+    ),
+    Mutant(
+        "compiled: threads of a row disagree about its label's logit",
+        """        products += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(products, axis=1)
+""",
+        """        products += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)[:, None]
+    z = tl.max(products, axis=1)
+""",
+        f"{FORWARD} -k wherever_it_stands",
+    ),
+    Mutant(
+        "compiled: the likeliest class is taken out while its row is gone over",
+        "if (end == 0) & (likeliest >= 0):",
+        "if likeliest >= 0:",
+        f"{TRAINING} -k references_of_their_own",
+    ),
+    Mutant(
+        "compiled: one GEMM of rows that are not aligned in large blocks",
+        "if alignment(problem) == 1:\n                self.gemm = walks.unaligned",
+        "if False:\n                self.gemm = walks.unaligned",
+        f"{TRAINING} -k not_aligned",
+    ),
+    Mutant(
+        "compiled: rows of weight past V are read",
+        "tl.minimum(start_v + tl.arange(0, BLOCK_V), V - 1)",
+        "start_v + tl.arange(0, BLOCK_V)",
+        VALUES,
+    ),
+    Mutant(
+        "compiled: wide loads from addresses that are not aligned",
+        "return x.data_ptr() % 16 == 0 and stride > 0",
+        "return stride > 0",
+        f"{FORWARD} -k odd_addresses",
+    ),
+    Mutant(
+        "compiled: the end of a run is looked for past all entries",
+        "tl.load(columns + tl.minimum(start, n - 1))",
+        "tl.load(columns + start)",
+        f"{TRAINING} -k likeliest",
+    ),
+]

@@ -1,0 +1,113 @@
+"""Mutants of memory budgets: the ways, and backward by tiles of the vocabulary."""
+
+from mutants import Mutant
+
+BUDGET = "test_memory_budget.py"
+PLAN = "backends/test_plan.py"
+TILES = f"{BUDGET} -k on_both_backends"
+SHARDED = "loss/test_sharded.py"
+
+MUTANTS = [
+    Mutant(
+        "plan: the accumulator is not counted",
+        'held["d_weight in float32"] = acc * V * H',
+        "pass",
+        PLAN,
+    ),
+    Mutant(
+        "plan: a budget that is too small takes the least way",
+        "        raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))",
+        "        return way",
+        f"{BUDGET} -k too_small",
+    ),
+    Mutant(
+        "plan: chunks of the fewest tokens",
+        "return _with_larger_chunks(call, way, memory_budget) if way.name == CHUNKS else way",
+        "return way",
+        f"{PLAN} -k never_slower",
+    ),
+    Mutant(
+        "plan: a tile of a CPU as wide as the tokens let it",
+        "    tokens = 2048 if call.triton else 128",
+        "    tokens = call.n",
+        f"{PLAN} -k width_of_a_tile",
+    ),
+    Mutant(
+        "budget: the environment is not asked",
+        "    given = os.environ.get(BUDGET_VARIABLE",
+        '    given = "" and os.environ.get(BUDGET_VARIABLE',
+        f"{BUDGET} -k environment",
+    ),
+    Mutant(
+        "budget: that of a replaced head is forgotten",
+        "    attached.memory_budget = memory_budget\n    attached.install()",
+        "    attached.install()",
+        "head/test_heads.py -k budget",
+    ),
+    Mutant(
+        "budget: beside it a small head waits in float32",
+        "return memory_budget is None and elements <= small",
+        "return elements <= small",
+        f"{PLAN} bench/test_model.py",
+    ),
+    Mutant(
+        "two passes: the denominator is forgotten",
+        "outer = nothing + factor",
+        "outer = nothing + 1",
+        TILES,
+    ),
+    Mutant(
+        "two passes: the mean logit's slope dropped at the label",
+        "at_label = at_label + by.zmean * c / V",
+        "pass",
+        TILES,
+    ),
+    Mutant(
+        "tiles, torch: a repeated row counts twice",
+        "again[1:] = rows[1:] == rows[:-1]",
+        "pass",
+        f"{BUDGET} -k any_tile_torch",
+    ),
+    Mutant(
+        "tiles, torch: the last rows of a matrix as they come",
+        "missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE",
+        "missing = 0",
+        f"{BUDGET} -k same_bits_in_every_batch",
+    ),
+    Mutant(
+        "tiles, torch: blocks overwrite each other",
+        "h.to(gemm), first=number == 0",
+        "h.to(gemm), first=True",
+        TILES,
+    ),
+    Mutant(
+        "tiles, triton: blocks overwrite each other",
+        "largest, first=first == 0",
+        "largest, first=True",
+        TILES,
+    ),
+    Mutant(
+        "tiles, triton: the likeliest other class is dropped",
+        "tl.store(entries + stride_entry + c, single",
+        "tl.store(entries + stride_entry + c, 0.0 * single",
+        f"{BUDGET} -k sure_and_wrong",
+    ),
+    Mutant(
+        "tiles, triton: float16's entries without their factors",
+        "self.entries.view(2, n).mul_(self.factors)",
+        "pass",
+        f"{BUDGET} -k float16",
+    ),
+    Mutant(
+        "tiles, triton: products that are added in scratch replace what was there",
+        "some += product(",
+        "some[:] = product(",
+        TILES,
+    ),
+    Mutant(
+        "shards: chunks under any budget",
+        "return _by_tiles(problem, shard)",
+        "pass",
+        f"{SHARDED} -k budget",
+    ),
+]

@@ -1,0 +1,105 @@
+"""The Triton backend on a simulated GPU: unchanged host code, compiled kernels, tensors of the CPU.
+
+Only what asks for the kind of device is answered otherwise: the architecture's row, how many
+multiprocessors there are, whether kernels are interpreted, and whether a bad label raises at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
+from unittest import mock
+
+import torch
+
+from support.ptx.breakages import Breakage, breakages
+from support.ptx.device import on_device
+
+_BACKEND = "fusedce.backends.triton"
+
+
+@contextlib.contextmanager
+def backend_on(name: str):
+    """Inside, the backend runs as on architecture ``name`` of `archs.py`; see :class:`Device`.
+
+    The device given has two attributes more: ``row``, to be replaced where a test wants other
+    blocks, and ``tf32``, whether fp32 products are in TF32.
+    """
+    from fusedce.backends import choose
+    from fusedce.backends.triton import archs, head_gradients, operands
+
+    row = archs.BY_NAME[name]
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(on_device(row.compiler[1]))
+        device.row, device.tf32, device.shared_limit = row, False, row.shared_limit
+        for of, attribute, value in (
+            (choose, "why_not_triton", lambda *_: None),
+            (archs, "architecture", lambda _: device.row),
+            (archs, "processors", lambda _: 3),
+            (operands, "interpreted", lambda _: False),
+            (operands, "_cuda", lambda _: True),
+            (operands, "tf32_allowed", lambda: device.tf32),
+        ):
+            stack.enter_context(mock.patch.object(of, attribute, value))
+        for module in ("forward", "training", "row_stats"):
+            module = import_module(f"{_BACKEND}.{module}")
+            stack.enter_context(mock.patch.object(module, "raise_on_cpu"))
+        head_gradients.compile_for_sums.cache_clear()
+        # What torch.empty gives holds NaN and the largest integers: no launch may count on zeros.
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield device
+        finally:
+            torch.use_deterministic_algorithms(before)
+            head_gradients.compile_for_sums.cache_clear()
+
+
+class Broken:
+    """The forward kernel with one place of its compiled code broken."""
+
+    def __init__(self, device) -> None:
+        from fusedce.testing import Case
+
+        blocks = device.row.two_bytes.forward._replace(MAX_SPLITS=2)
+        self.device, self.blocks = device, blocks
+        V = 3 * blocks.BLOCK_V + 1  # two tiles in one split, one and a column in the other
+        # H of several steps of the pipeline, and of less than one; rows of a second block.
+        sizes = ((blocks.BLOCK_N + 12, 328, V), (20, 56, V))
+        self.inputs = [Case((N,), H, V, torch.bfloat16).tensors()[:3] for N, H, V in sizes]
+        for _, _, labels in self.inputs:
+            labels[5] = -100
+        # Beside the rows of the second, NaN stands: whoever reads on past H finds it.
+        hidden, *others = self.inputs[1]
+        wide = torch.full((20, 64), torch.nan, dtype=torch.bfloat16)
+        wide[:, :56] = hidden
+        self.inputs[1] = wide[:, :56], *others
+        self.right = self._run()
+        self.text = device.texts["forward_kernel"]
+
+    def all(self) -> Iterator[Breakage]:
+        return breakages(self.text)
+
+    def noticed(self, breakage: Breakage) -> str | None:
+        """How the breakage shows; ``None`` where it does not."""
+        self.device.edit = lambda name, text: breakage.text if name == "forward_kernel" else text
+        try:
+            for a, b in zip(self._run(), self.right, strict=True):
+                if not a.equal(b):
+                    return "other numbers"
+            return None
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        finally:
+            self.device.edit = None
+
+    def _run(self) -> list[torch.Tensor]:
+        from fusedce.backends.triton.forward import loss
+        from fusedce.contract.problem import Problem
+
+        found = []
+        for inputs in self.inputs:
+            lse = torch.zeros(len(inputs[2]))
+            found += [*loss(Problem(*inputs), blocks=self.blocks, lse=lse), lse]
+        return found

@@ -1,0 +1,390 @@
+"""Instructions of one lane: integers, floating point, comparisons, conversions.
+
+Rounding is to nearest even, as the instructions here say or imply. Approximate ones (``ex2``,
+``div.full``, ``rcp.approx``) give the nearest number, where hardware may be off by an ulp or two.
+"""
+
+import numpy as np
+
+from support.ptx.decode import TYPES, form
+
+INTEGERS = r"[su](?:16|32|64)"
+_SMALLEST = np.float32(2.0**-126)
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """``.ftz``: subnormal float32 as zeros of their sign."""
+    return np.where(np.abs(x) < _SMALLEST, np.copysign(np.float32(0), x), x)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bf16; NaN becomes the canonical one."""
+    bits = x.view(np.uint32)
+    tie = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + tie) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def _halves(bits: np.ndarray) -> np.ndarray:
+    """``(lanes, 2)`` of 16 bits from registers of 32."""
+    return np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2)
+
+
+def _whole(halves: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(halves).view(np.uint32).reshape(-1)
+
+
+# ---- integers ---------------------------------------------------------------------------------
+
+
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded to zero; of a division by 0, which PTX leaves open, all bits set."""
+    some = np.where(b == 0, 1, b).astype(a.dtype)
+    q = a // some
+    q = q + ((q < 0) & (q * some != a)).astype(a.dtype)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), q)
+
+
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where(b == 0, a, a - _quotient(a, b) * b)
+
+
+_TWO = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum,
+        "div": _quotient, "rem": _remainder, "mul.lo": np.multiply}  # fmt: skip
+
+
+@form(rf"(add|sub|min|max|div|rem|mul\.lo)\.({INTEGERS})")
+def _integers(d, operation, kind):
+    t = TYPES[kind]
+    return d.elementwise(_TWO[operation], t, t, t)
+
+
+@form(rf"mad\.lo\.({INTEGERS})")
+def _multiply_add(d, kind):
+    t = TYPES[kind]
+    return d.elementwise(lambda a, b, c: a * b + c, t, t, t, t)
+
+
+@form(r"(mul|mad)\.wide\.([su])(16|32)")
+def _wide(d, operation, sign, bits):
+    t, wide = TYPES[sign + bits], TYPES[f"{sign}{2 * int(bits)}"]
+    if operation == "mul":
+        return d.elementwise(lambda a, b: a.astype(wide) * b.astype(wide), wide, t, t)
+    return d.elementwise(lambda a, b, c: a.astype(wide) * b.astype(wide) + c, wide, t, t, wide)
+
+
+@form(r"mul\.hi\.([su])32")
+def _high(d, sign):
+    t, wide = TYPES[f"{sign}32"], TYPES[f"{sign}64"]
+    high = lambda a, b: ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(t)  # noqa: E731
+    return d.elementwise(high, t, t, t)
+
+
+@form(r"(neg|abs)\.(s(?:16|32|64))")
+def _sign(d, operation, kind):
+    t = TYPES[kind]
+    return d.elementwise(np.negative if operation == "neg" else np.abs, t, t)
+
+
+@form(r"(and|or|xor)\.(pred|b16|b32|b64)")
+def _logic(d, operation, kind):
+    t = TYPES[kind]
+    function = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[operation]
+    return d.elementwise(function, t, t, t)
+
+
+@form(r"not\.(pred|b16|b32|b64)")
+def _not(d, kind):
+    return d.elementwise(np.invert, TYPES[kind], TYPES[kind])
+
+
+@form(r"lop3\.b32")
+def _lop3(d):
+    """A table of what any three bits give."""
+    table = d.integer(d.operands[4])
+    d.operands = d.operands[:4]
+
+    def look_up(a, b, c):
+        found = np.zeros_like(a)
+        for i in range(8):
+            if table >> i & 1:
+                found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return found
+
+    return d.elementwise(look_up, *[np.uint32] * 4)
+
+
+@form(r"shl\.(b16|b32|b64)")
+def _left(d, kind):
+    t = TYPES[kind]
+    bits = np.uint32(8 * np.dtype(t).itemsize)
+
+    def shift(a, n):
+        return np.where(n >= bits, t(0), a << np.minimum(n, bits - np.uint32(1)).astype(t))
+
+    return d.elementwise(shift, t, t, np.uint32)
+
+
+@form(r"shr\.([bus])(16|32|64)")
+def _right(d, sign, width):
+    t = TYPES[sign + width]
+    last = np.uint32(int(width) - 1)
+
+    def shift(a, n):
+        shifted = a >> np.minimum(n, last).astype(t)
+        return shifted if sign == "s" else np.where(n > last, t(0), shifted)
+
+    return d.elementwise(shift, t, t, np.uint32)
+
+
+@form(r"bfe\.([us])32")
+def _extract(d, sign):
+    """``length`` bits from ``begin`` on, the last of them the sign."""
+    d.count(4)
+    begin, length = (d.integer(x) for x in d.operands[2:])
+    d.need(begin >= 0 and length > 0 and begin + length <= 32, "bits outside of the register")
+    d.operands = d.operands[:2]
+    t = TYPES[f"{sign}32"]
+    left, right = t(32 - begin - length), t(32 - length)
+    return d.elementwise(lambda a: (a << left) >> right, t, t)
+
+
+@form(r"popc\.b32")
+def _ones(d):
+    def count(a):
+        bits = np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 4), axis=1)
+        return bits.sum(1).astype(np.uint32)
+
+    return d.elementwise(count, np.uint32, np.uint32)
+
+
+@form(r"prmt\.b32")
+def _bytes(d):
+    """Four bytes chosen out of eight."""
+
+    def choose(a, b, chosen):
+        eight = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)
+        at = (chosen[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & np.uint32(15)
+        if (at > 7).any():
+            raise NotImplementedError("prmt that spreads a sign")
+        found = np.take_along_axis(eight, at.astype(np.int64), 1)
+        return np.ascontiguousarray(found).view(np.uint32).reshape(-1)
+
+    return d.elementwise(choose, *[np.uint32] * 4)
+
+
+# ---- floating point ---------------------------------------------------------------------------
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` in the next longer format, where float32's product is exact, then rounded.
+
+    (The sum is rounded twice, which shows once in 2^29. Of float64 the CPU's longest format has at
+    least 11 bits more than the product's result; its own product is not exact there.)
+    """
+    wide = np.float64 if a.dtype == np.float32 else np.longdouble
+    return (a.astype(wide) * b + c).astype(a.dtype)
+
+
+_FLOAT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+          "min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}  # fmt: skip
+
+
+@form(r"(add|sub|mul)(?:\.rn)?(\.ftz)?\.(f32|f64)|(div)\.(?:rn|full)(\.ftz)?\.(f32|f64)")
+def _floats(d, operation, ftz, kind, division, ftz_, kind_):
+    return _float(d, operation or division, ftz or ftz_, TYPES[kind or kind_])
+
+
+@form(r"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64)")
+def _extremes(d, operation, ftz, nan, kind):
+    return _float(d, operation + (nan or ""), ftz, TYPES[kind])
+
+
+def _float(d, operation, ftz, t):
+    d.need(not ftz or t is np.float32, "ftz of float64")
+    function = _FLOAT[operation]
+    if ftz:
+        return d.elementwise(lambda a, b: flushed(function(flushed(a), flushed(b))), t, t, t)
+    return d.elementwise(function, t, t, t)
+
+
+@form(r"fma\.rn(\.ftz)?\.(f32|f64)")
+def _fma(d, ftz, kind):
+    def of_flushed(a, b, c):
+        return flushed(fma(flushed(a), flushed(b), flushed(c)))
+
+    return d.elementwise(of_flushed if ftz else fma, *[TYPES[kind]] * 4)
+
+
+@form(r"(neg|abs)(\.ftz)?\.(f32|f64)")
+def _float_sign(d, operation, ftz, kind):
+    t, function = TYPES[kind], np.negative if operation == "neg" else np.abs
+    return d.elementwise((lambda a: function(flushed(a))) if ftz else function, t, t)
+
+
+@form(r"ex2\.approx(\.ftz)?\.f32")
+def _exp2(d, ftz):
+    def exp2(a):
+        return flushed(np.exp2(flushed(a).astype(np.float64)).astype(np.float32))
+
+    def exactly(a):
+        return np.exp2(a.astype(np.float64)).astype(np.float32)
+
+    return d.elementwise(exp2 if ftz else exactly, np.float32, np.float32)
+
+
+@form(r"rcp\.(?:rn|approx)\.f32")
+def _reciprocal(d):
+    return d.elementwise(lambda a: np.float32(1) / a, np.float32, np.float32)
+
+
+@form(r"rcp\.approx\.ftz\.f64")
+def _rough_reciprocal(d):
+    """Of the upper 32 bits alone: what Newton's steps begin with."""
+    mask = np.uint64(0xFFFFFFFF00000000)
+
+    def rough(a):
+        a = (a.view(np.uint64) & mask).view(np.float64)
+        return ((1.0 / a).view(np.uint64) & mask).view(np.float64)
+
+    return d.elementwise(rough, np.float64, np.float64)
+
+
+@form(r"(add|sub|mul|fma\.rn)(?:\.rn)?\.(bf16|f16)(x2)?")
+def _halves_arithmetic(d, operation, kind, two):
+    read = from_bf16 if kind == "bf16" else lambda a: a.view(np.float16).astype(np.float32)
+    write = to_bf16 if kind == "bf16" else lambda a: a.astype(np.float16).view(np.uint16)
+    function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma.rn": fma}[operation]
+
+    def compute(*values):
+        if two:
+            values = [_halves(v) for v in values]
+        result = write(function(*(read(np.ascontiguousarray(v)) for v in values)))
+        return _whole(result) if two else result
+
+    t = np.uint32 if two else np.uint16
+    return d.elementwise(compute, *[t] * (4 if operation == "fma.rn" else 3))
+
+
+# ---- comparisons ------------------------------------------------------------------------------
+
+_ORDER = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+          "gt": np.greater, "ge": np.greater_equal}  # fmt: skip
+
+
+@form(r"setp\.(eq|ne|lt|le|gt|ge)\.([bsu](?:16|32|64))")
+def _compare(d, relation, kind):
+    d.need(kind[0] != "b" or relation in ("eq", "ne"), "order of bits")
+    t = TYPES[kind]
+    return d.elementwise(_ORDER[relation], np.bool_, t, t)
+
+
+@form(r"setp\.(eq|ne|lt|le|gt|ge|num|nan)(u?)(\.ftz)?\.(f32|f64|f16|bf16)")
+def _compare_floats(d, relation, unordered, ftz, kind):
+    """``u``: true where one of the two is NaN, where all the others are false."""
+    t = TYPES[kind]
+    d.need(not (unordered and relation in ("num", "nan")), relation)
+
+    def compare(a, b):
+        if kind == "bf16":
+            a, b = from_bf16(a), from_bf16(b)
+        if ftz:
+            a, b = flushed(a), flushed(b)
+        nan = np.isnan(a) | np.isnan(b)
+        if relation in ("num", "nan"):
+            return nan if relation == "nan" else ~nan
+        found = _ORDER[relation](a, b)
+        return found | nan if unordered else found & ~nan
+
+    return d.elementwise(compare, np.bool_, t, t)
+
+
+@form(r"selp\.([bsuf](?:16|32|64))")
+def _select(d, kind):
+    t = TYPES[kind]
+    return d.elementwise(lambda a, b, p: np.where(p, a, b), t, t, t, np.bool_)
+
+
+# ---- conversions ------------------------------------------------------------------------------
+
+
+@form(r"cvt\.([us](?:8|16|32|64))\.([us](?:8|16|32|64))")
+def _integer_to_integer(d, to, of):
+    """Registers may be wider: of the source the lowest bits count."""
+    d.count(2)
+    source, result = d.wider(d.operands[1], TYPES[of]), d.wider(d.operands[0], TYPES[to])
+    read, put = d.value(d.operands[1], source), d.put(d.operands[0], result)
+    narrow, wide = (
+        TYPES[f"u{of[1:]}"],
+        np.dtype(f"{'i' if to[0] == 's' else 'u'}{result(0).nbytes}"),
+    )
+
+    def step(cta):
+        value = read(cta).astype(narrow).view(TYPES[of]).astype(TYPES[to])
+        put(cta, value.astype(wide).view(result))
+
+    return step
+
+
+_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+@form(r"cvt\.(rni|rzi|rmi|rpi)(\.ftz)?\.(f32|f64)\.(f32|f64)")
+def _to_whole(d, rounding, ftz, to, of):
+    d.need(to == of, "another type by the way")
+    t, function = TYPES[to], _ROUNDING[rounding]
+    return d.elementwise((lambda a: function(flushed(a))) if ftz else function, t, t)
+
+
+@form(r"cvt\.(rni|rzi|rmi|rpi)(\.ftz)?\.([us](?:32|64))\.(f32|f64)")
+def _float_to_integer(d, rounding, ftz, to, of):
+    """Out of range: the nearest there is; NaN: 0."""
+    t, function = TYPES[to], _ROUNDING[rounding]
+    least, most = float(np.iinfo(t).min), float(np.iinfo(t).max)
+
+    def convert(a):
+        a = function(flushed(a) if ftz else a).astype(np.float64)
+        inside = np.where(np.isnan(a) | (a >= most) | (a <= least), 0, a).astype(t)
+        inside = np.where(a >= most, np.iinfo(t).max, inside)
+        return np.where(a <= least, np.iinfo(t).min, inside).astype(t)
+
+    return d.elementwise(convert, t, TYPES[of])
+
+
+@form(r"cvt\.rn\.(f32|f64)\.([us](?:16|32|64))")
+def _integer_to_float(d, to, of):
+    return d.elementwise(lambda a: a.astype(TYPES[to]), TYPES[to], TYPES[of])
+
+
+@form(r"cvt(?:\.rn)?\.(f32|f64)\.(f32|f64)")
+def _float_to_float(d, to, of):
+    return d.elementwise(lambda a: a.astype(TYPES[to]), TYPES[to], TYPES[of])
+
+
+@form(r"cvt\.f32\.(bf16|f16)")
+def _widen(d, of):
+    if of == "bf16":
+        return d.elementwise(from_bf16, np.float32, np.uint16)
+    return d.elementwise(lambda a: a.astype(np.float32), np.float32, np.float16)
+
+
+@form(r"cvt\.rn\.(bf16|f16)\.f32")
+def _narrow(d, to):
+    if to == "bf16":
+        return d.elementwise(to_bf16, np.uint16, np.float32)
+    return d.elementwise(lambda a: a.astype(np.float16), np.float16, np.float32)
+
+
+@form(r"cvt\.rn\.(bf16|f16)x2\.f32")
+def _narrow_two(d, to):
+    """The first source goes to the upper half."""
+    half = to_bf16 if to == "bf16" else lambda a: a.astype(np.float16).view(np.uint16)
+
+    def pack(high, low):
+        return _whole(np.stack([half(low), half(high)], 1))
+
+    return d.elementwise(pack, np.uint32, np.float32, np.float32)
