@@ -22,7 +22,7 @@ from support.vocabulary import (
     watched_collectives,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
@@ -198,6 +198,10 @@ def errors(rank):
     bad = x["labels"].clone()
     bad[3] = sum(sizes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def weight(placements):
+        return distribute_tensor(x["weight"], mesh, placements)
+
     return {
         "different labels": message({"labels": x["labels"].roll(rank)}),
         "label": message({"labels": bad}),
@@ -205,8 +209,13 @@ def errors(rank):
         "vocab_size type": message(vocab_size=3.0),
         "smoothing": message(label_smoothing=1.5),
         "group": message(process_group="tp"),
-        "columns": ranks.error_of(
-            fused_ce, x["hidden"], distribute_tensor(x["weight"], mesh, [Shard(1)]), x["labels"]
+        "columns": ranks.error_of(fused_ce, x["hidden"], weight([Shard(1)]), x["labels"]),
+        "replicated": ranks.error_of(fused_ce, x["hidden"], weight([Replicate()]), x["labels"]),
+        "hidden columns": ranks.error_of(
+            fused_ce,
+            distribute_tensor(x["hidden"], mesh, [Shard(1)]),
+            weight([Shard(0)]),
+            x["labels"],
         ),
         "triton": ranks.error_of(
             fused_ce, x["hidden"], x["weight"], x["labels"], process_group=group, backend="triton"
@@ -352,6 +361,9 @@ def test_errors_are_raised_on_all_ranks(world):
         assert "ValueError: label_smoothing must be in [0, 1], got 1.5" in found["smoothing"]
         assert "TypeError: process_group must be a process group" in found["group"]
         assert "ValueError: weight must have Shard(0)" in found["columns"]
+        assert "pass weight.redistribute(placements=[Shard(0)])" in found["columns"]
+        assert "pass weight.to_local()" in found["replicated"]
+        assert "pass hidden.redistribute(placements=[Replicate()])" in found["hidden columns"]
         assert "RuntimeError: backend='triton' cannot run" in found["triton"]
 
 

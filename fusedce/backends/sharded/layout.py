@@ -77,10 +77,18 @@ def shard_dim(name: str, x: Any) -> int:
         ValueError: it is placed in another way.
     """
     sharded = [i for i, p in enumerate(x.placements) if not p.is_replicate()]
+    if not sharded:
+        raise ValueError(
+            f"{name} must have Shard(0) over one dimension of its mesh, got {x.placements}: every "
+            f"rank holds the whole {name}, so pass {name}.to_local()"
+        )
     if len(sharded) != 1 or not x.placements[sharded[0]].is_shard(0):
+        mended = ["Replicate()"] * x.device_mesh.ndim
+        mended[sharded[-1]] = "Shard(0)"
         raise ValueError(
             f"{name} must have Shard(0) over one dimension of its mesh and Replicate() over the "
-            f"others, got {x.placements}"
+            f"others, got {x.placements}: pass "
+            f"{name}.redistribute(placements=[{', '.join(mended)}])"
         )
     return sharded[0]
 
@@ -91,6 +99,7 @@ def _tokens_sharded(hidden: Any, dim: int) -> bool:
         if not placement.is_replicate() and not (i == dim and tokens):
             raise ValueError(
                 f"hidden must be replicated, or sharded over tokens on the weight's mesh "
-                f"dimension, got {hidden.placements}"
+                f"dimension, got {hidden.placements}: pass hidden.redistribute(placements="
+                f"[{', '.join(['Replicate()'] * len(hidden.placements))}])"
             )
     return not hidden.placements[dim].is_replicate()
