@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.attacks import both
 from support.heads import V, ce, compiled, plain_model, tokens
 
-from fusedce import replace_loss_head
+from fusedce import head_report, replace_loss_head
 
 
 def compiled_loss(z, y):
@@ -58,13 +58,26 @@ def test_a_compiled_function_that_writes_into_logits():
     both(program)
 
 
-def test_a_compiled_loss_twice_in_a_row_compiles_once():
+def test_lazy_logits_are_not_compiled_and_their_loss_is_fused():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     run = torch.compile(compiled_loss, backend=counter)
     for _ in range(3):
         both(lambda m, x, y: run(m(x), y))
-    assert counter.frame_count <= 2  # real logits and lazy ones
+    assert counter.frame_count <= 1  # that of real logits
+    model = replace_loss_head(plain_model())
+    run(model(tokens(3, 7)), tokens(3, 7, seed=1)).backward()
+    report = head_report(model)
+    assert (report.losses_fused, report.logits_made) == (1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+def test_inductor_is_handed_lazy_logits():
+    """Generated code reads memory by its address, and lazy logits have none."""
+    torch._dynamo.reset()
+    run = torch.compile(compiled_loss)
+    both(lambda m, x, y: run(m(x), y))
 
 
 def test_a_compiled_function_of_what_the_loss_is_differentiated_by():

@@ -110,9 +110,6 @@ class LazyLogits(Lazy):
         self.memory, self.views, self.like = other.memory, other.views, other.like
         return self
 
-    def unviewed(self) -> Tensor:
-        return self.memory.give_away(self.look("torch.compile"))
-
     @classmethod
     def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.writes:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import version_of
 from fusedce.head.lazy.steps import Same, Steps
-from fusedce.head.lazy.tensor import BELOW, unviewed
+from fusedce.head.lazy.tensor import BELOW
 
 
 class Recorded(NamedTuple):
@@ -34,7 +33,6 @@ class Memory:
     values: Tensor | None = None
     viewed = False  # whether there have been views
     _written = False
-    _compiled: tuple[tuple[Tensor, int], ...] = ()  # what compiled code got, and its version
     _before: Tensor | None = None  # the values when they were given to others unseen
     # A copy can be made from what it is a copy of, as long as that has not changed since.
     parent: weakref.ref[Memory] | None = None
@@ -53,23 +51,13 @@ class Memory:
     @property
     def written(self) -> bool:
         """Whether only the values count."""
-        if not self._written and (self._compiled or self._before is not None):
-            self._written = any(version_of(x) != before for x, before in self._compiled) or (
-                self._before is not None
-                and self.values is not None
-                and not torch.equal(self.values, self._before)
-            )
+        if not self._written and self._before is not None and self.values is not None:
+            self._written = not torch.equal(self.values, self._before)
         return self._written
 
     @written.setter
     def written(self, value: bool) -> None:
         self._written = value
-
-    def give_away(self, x: Tensor) -> Tensor:
-        """The same memory, but no view of anything: torch.compile has no views of subclasses."""
-        new = unviewed(x)
-        self._compiled = (*self._compiled, (new, version_of(new)))
-        return new
 
     def copy(self) -> Memory:
         """Another memory with the same values, not computed either."""

@@ -27,8 +27,6 @@ _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, *_ST
 
 def _values_of(func: Any, x: Lazy, *args: Any, **kwargs: Any) -> Any:
     """What gives the memory itself away, asked of the numbers."""
-    if func in _STORAGE and _get_current_dispatch_mode() is not None:
-        return func(x, *args, **kwargs)  # torch.compile asks which inputs share one
     values = x.expose(func.__name__)
     if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
         values = values.detach().requires_grad_()  # for torch to refuse it
@@ -49,7 +47,6 @@ class Lazy(torch.Tensor):
     above: ClassVar[dict[Any, Any]] = {
         **dict.fromkeys(_MEMORY, _values_of),
         **dict.fromkeys((T.apply_, T.map_, T.map2_), _by_pointer),
-        T._is_view: lambda func, x: False,  # see `unviewed`
         T.tolist: lambda func, x: x.look("tolist").tolist(),
     }  # fmt: skip
 
@@ -68,10 +65,6 @@ class Lazy(torch.Tensor):
     def end_write(self) -> None:
         """After it."""
 
-    def unviewed(self) -> Tensor:
-        """Their memory for compiled code: torch.compile has no views of subclasses."""
-        return unviewed(self.expose("torch.compile"))
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.look("repr"))
 
@@ -84,14 +77,21 @@ class Lazy(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Compiled code that is handed these gets real ones."""
-        if "looked" not in self.__dict__:
-            self.looked = self.unviewed()
-        return ["looked"], None
+        """``torch.compile`` calls this to learn what memory it compiles for, and there is none.
+
+        The frame that was handed these runs uncompiled, and its loss is fused.
+        """
+        from torch._dynamo.exc import SkipFrame  # loaded by whoever asks; slow to load otherwise
+
+        _keep_compiler_out()
+        raise SkipFrame(
+            f"{type(self).__name__} has no memory to compile for: this frame runs uncompiled. To "
+            "compile it, compile the model in the same graph, or pass logits + 0"
+        )
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Tensor:
-        return inner["looked"]
+    def __tensor_unflatten__(*_: Any) -> Tensor:
+        raise AssertionError("nothing was flattened")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
@@ -143,11 +143,15 @@ for _func in _MEMORY:
     setattr(Lazy, _func.__name__, _method(_func))
 
 
-def unviewed(x: Tensor) -> Tensor:
-    """The same memory, but no view of anything."""
-    with torch.no_grad():
-        new = torch.empty(0, dtype=x.dtype, device=x.device)
-        return new.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+@functools.cache
+def _keep_compiler_out() -> None:
+    """``torch.compile`` would go on with the frames of :class:`Lazy` that a skipped frame calls.
+
+    Only from the first such frame on, since each call takes 1 us more then.
+    """
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        method = torch.compiler.disable(Lazy.__dict__[name].__func__)
+        setattr(Lazy, name, classmethod(method))
 
 
 def real(x: Any, operation: str) -> Any:
