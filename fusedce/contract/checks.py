@@ -149,10 +149,17 @@ def check_tensors(problem: Problem) -> None:
                 f"{name}.to(hidden.dtype), or call it under torch.autocast"
             )
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(
-                f"{name} must be on the device of hidden {hidden.device}, got {tensor.device}"
-            )
+        if tensor is not None:
+            check_device(name, tensor, hidden)
+
+
+def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
+    """Raise a ValueError unless ``x`` is where ``hidden`` is."""
+    if x.device != hidden.device:
+        raise ValueError(
+            f"{name} must be on the device of hidden {hidden.device}, got {x.device}: pass "
+            f"{name}.to(hidden.device)"
+        )
 
 
 def _explained(problem: Problem) -> str:
@@ -201,13 +208,12 @@ def _check_weights(
     if x is None:
         return
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise not_a_tensor(name, x)
     if x.is_complex():
         raise TypeError(f"{name} must be real numbers or a mask, got {x.dtype}")
     if x.shape != shape:
         raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
-    if x.device != hidden.device:
-        raise ValueError(f"{name} must be on the device of hidden {hidden.device}, got {x.device}")
+    check_device(name, x, hidden)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} must not require grad: it receives none here. Detach it, or, for weights of "
@@ -239,7 +245,7 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
 
 def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
     if not isinstance(argmax_out, Tensor):
-        raise TypeError(f"argmax_out must be a tensor, got {type(argmax_out).__name__}")
+        raise not_a_tensor("argmax_out", argmax_out)
     if argmax_out.dtype != torch.int64:
         raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
     if argmax_out.shape != labels.shape or argmax_out.device != labels.device:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedce.contract.checks import (
     autocast,
+    check_device,
     check_number,
     check_softcap,
     check_tensor_types,
@@ -121,11 +122,7 @@ def checked_divergence(
             + (f"pass teacher_weight[:{V}]" if longer else f"pass weight[:{of_teacher}]")
             + ", if those are the same classes and the others are padding"
         )
-    if teacher.hidden.device != problem.hidden.device:
-        raise ValueError(
-            f"teacher_hidden must be on the device of hidden {problem.hidden.device}, got "
-            f"{teacher.hidden.device}"
-        )
+    check_device("teacher_hidden", teacher.hidden, problem.hidden)
     if acc_dtype(teacher.hidden.dtype) != acc_dtype(problem.hidden.dtype):
         raise TypeError(
             f"teacher_hidden must be float64 exactly where hidden is, got "

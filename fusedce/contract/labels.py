@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fusedce.contract.explain import not_a_tensor
+
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -123,7 +125,7 @@ def count_valid(
 
 def check_labels(labels: object) -> None:
     if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+        raise not_a_tensor("labels", labels)
     if labels.dtype not in (torch.int64, torch.int32):
         whole = not (labels.is_floating_point() or labels.is_complex())
         raise TypeError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import checked, checked_temperature
-from fusedce.contract.explain import explains_names
+from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.loss.sharded_tokens import sharded_argmax, statistics
@@ -202,7 +202,7 @@ def fused_argmax(
             backend=backend,
         )
     if not isinstance(hidden, Tensor):
-        raise TypeError(f"hidden must be a tensor, got {type(hidden).__name__}")
+        raise not_a_tensor("hidden", hidden)
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     problem = checked(
         Problem(

@@ -91,6 +91,10 @@ MISTAKES = {
         lambda f, h, w, y: f(h, w, y.tolist()),
         r"labels must be a tensor, got list: pass torch.as_tensor\(labels\)",
     ),
+    "another device": (
+        lambda f, h, w, y: f(h, w, y.to("meta")),
+        r"labels must be on the device of hidden cpu, got meta: pass labels.to\(hidden.device\)",
+    ),
     "sparse": (
         lambda f, h, w, y: f(h.detach().to_sparse(), w, y),
         r"hidden must be a dense tensor, got torch.sparse_coo: pass hidden.to_dense\(\)",
