@@ -101,7 +101,7 @@ def _widths(found: dict[str, int]) -> str:
 
 
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What no kernel may have that runs by default: spilled registers, serialised wgmma.
+    """List spilled registers and serialised wgmma of kernels that run by default.
 
     Spills of :data:`KNOWN_SPILLS` are let pass up to their number of bytes. Candidates of tuning
     may spill: measuring tells.

@@ -1,4 +1,4 @@
-"""What agreement between ranks costs: a window beside none, and requests to the processes' store.
+"""Measure what agreement between ranks costs: a window over no window, requests a store serves.
 
     python bench/ranks.py            # time of a window of a replaced head under DDP, as a ratio
     python bench/ranks.py --store    # requests per second that one store serves, on loopback

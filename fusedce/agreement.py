@@ -29,7 +29,7 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 
 class Table(NamedTuple):
-    """What all ranks have sent, ``(ranks, TEXT + n)`` int64, equal on all of them."""
+    """The rows that all ranks have sent, ``(ranks, TEXT + n)`` int64, equal on all of them."""
 
     rows: Tensor
 
@@ -42,12 +42,12 @@ class Table(NamedTuple):
         return (self.rows[:, :TEXT] != self.rows[:1, :TEXT]).any()
 
     def read(self) -> list[Told]:
-        """Of each rank, on the host; waits for it."""
+        """Copy the rows of all ranks to the host; waits for them."""
         return [_decoded(row) for row in self.rows.tolist()]
 
 
 class Told(NamedTuple):
-    """What one rank has sent: ``settings`` or the words of an ``error``, and ``numbers``."""
+    """The row of one rank: ``settings`` or the text of an ``error``, and ``numbers``."""
 
     settings: dict[str, Any]
     error: str  # "KeyError: 'labels' (on rank 3)", with the rank among all processes
@@ -75,7 +75,7 @@ def send(row: Tensor, group: dist.ProcessGroup) -> tuple[Table, dist.Work]:
 
 
 def words_of(error: BaseException) -> str:
-    """What the others are told of an error: its kind, where it was raised, its text."""
+    """Describe an error to other ranks: its kind, where it was raised, its text."""
     text = f"{type(error).__name__}: {error}"
     return f"{text[:400]} (on rank {dist.get_rank()})"
 
@@ -120,7 +120,7 @@ def _decoded(row: list[int]) -> Told:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where rows of ``group`` are sent from: its accelerator, if that has a backend of its own.
+    """The device that rows of ``group`` are sent from: its accelerator, if that has a backend.
 
     So it is the same on all ranks, wherever the numbers of each of them lie.
     """
@@ -134,7 +134,7 @@ _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Where ranks of ``group`` may meet while gradients are still on their way in ``group``.
+    """Return a group of the same ranks for exchanges while ``group`` still reduces gradients.
 
     Under gloo another group of the same ranks: a rank that has left a window early would meet
     another one in the middle of an all-reduce of gradients there, and gloo ends the process of
@@ -155,7 +155,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def timeout_for(group: dist.ProcessGroup) -> timedelta | None:
-    """For a group beside ``group``: its timeout, or that of ``init_process_group`` if it is less.
+    """Timeout for a group beside ``group``: its own, or that of ``init_process_group`` if less.
 
     Torch gives the groups of a ``DeviceMesh`` its own default, whatever the user has set.
     """
@@ -177,5 +177,5 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def _backend(group: dist.ProcessGroup, device: str) -> str | None:
-    """Who works for a type of device: "gloo" of "cpu:gloo,cuda:nccl"."""
+    """Name of the backend for a type of device: "gloo" of "cpu:gloo,cuda:nccl"."""
     return dict(x.split(":", 1) for x in dist.get_backend_config(group).split(",")).get(device)

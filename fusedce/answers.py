@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
 
 
 def of_check(found: Check, saved: dict[str, int], device: str) -> str:
-    """What `check` found, and what `plan` predicts for the model.
+    """The findings of `check` and the prediction of `plan` for the model.
 
     Args:
         found: the comparison.

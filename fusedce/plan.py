@@ -39,7 +39,7 @@ class Method:
 
 
 class Point(NamedTuple):
-    """What a memory budget buys."""
+    """Memory and predicted time that a memory budget gives."""
 
     budget: int  # bytes
     way: str  # "one chunk", "chunks" or "tiles"

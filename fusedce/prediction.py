@@ -71,7 +71,7 @@ SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
 
 
 class Plan(NamedTuple):
-    """How fast the parts of our training pass are: a row of the table of predictions.
+    """Predicted times of the parts of a training pass: a row of the table.
 
     The numbers of ``NOW`` are read off the code and off compiled kernels; those of the others are
     what the code would be. Where a number is an assumption it says so. Sizes of chunks and tiles,
@@ -182,7 +182,7 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 def call(
     N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False
 ) -> Call:
-    """What the backend of a GPU, or of a CPU, asks its plan: ``b`` bytes an element, all valid.
+    """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
 
     A CPU computes bf16 and fp16 in float32.
     """

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public names."""
+"""Types of the public names, as a type checker sees them."""
 
 import re
 import subprocess

@@ -31,7 +31,7 @@ class Engine:
         return self._divisor
 
     def upstreams(self) -> tuple[float, ...]:
-        """What the loss may be multiplied by on the way to its backward, the likeliest first."""
+        """Factors that may multiply the loss on its way to backward, the likeliest first."""
         return (1.0, 1 / self._divisor)  # the engine divides the gradient, or the loss
 
     def backward(self, loss: Tensor) -> None:

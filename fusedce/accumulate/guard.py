@@ -140,7 +140,7 @@ class Guard:
         return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
 
     def _parameters(self) -> Iterator[Tensor]:
-        """Of guarded optimizers and modules, some of them twice."""
+        """Yield the parameters of guarded optimizers and modules; some come twice."""
         yield from (p for x in self._optimizers for g in x.param_groups for p in g["params"])
         yield from (p for module in self._modules for p in module.parameters())
 

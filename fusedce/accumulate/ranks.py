@@ -1,4 +1,4 @@
-"""Where the ranks of an accumulator meet: one exchange of sums, settings and errors."""
+"""The exchange between the ranks of an accumulator: sums, settings and errors at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Sent:
         return self._sums
 
     def told(self) -> list[Told]:
-        """What all ranks have said, if it comes within :data:`GRACE`, on a CPU."""
+        """Return what all ranks sent, if it arrives within :data:`GRACE`; on a CPU."""
         if self.table is not None and _faults.readable(self.table.rows.device):
             assert self.work is not None
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone

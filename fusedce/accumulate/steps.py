@@ -282,7 +282,7 @@ class Steps:
             )
 
     def equal(self) -> dict[str, object]:
-        """What must be equal on all ranks, whatever they meet for."""
+        """Settings that must be equal on all ranks at every exchange."""
         return {
             "grad_reduction": self.grad_reduction,
             "on_empty": self.on_empty,
@@ -290,7 +290,7 @@ class Steps:
         }
 
     def _of_losses(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
-        """What must be equal on all ranks that compute losses."""
+        """Settings that must be equal on all ranks that compute losses."""
         names = zlib.crc32(json.dumps(losses).encode())
         return (1 + micro_batches, names) if self.has_loss else (0, 0)
 

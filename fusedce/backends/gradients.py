@@ -49,7 +49,7 @@ def call_of(
     logit: int | None = None,  # bytes a chunk holds of each; by default those of the inputs
     triton: bool = False,
 ) -> Call:
-    """What a plan asks of a problem."""
+    """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     element = problem.hidden.element_size()
     return Call(

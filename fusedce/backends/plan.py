@@ -1,4 +1,4 @@
-"""Which way a loss goes within a memory budget, and what each way holds: decided here alone.
+"""Choose the way a loss is computed within a memory budget, and count what each way holds.
 
 Three ways, each slower than the one before it where both fit:
 
@@ -51,7 +51,7 @@ ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
 class Call(NamedTuple):
-    """What the memory of one forward and backward pass depends on."""
+    """Sizes and dtypes that decide the memory of one forward and backward pass."""
 
     n: int  # tokens that are computed
     N: int  # positions, with those that are ignored
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a call is computed."""
+    """The way one call is computed."""
 
     name: str  # one of WAYS
     tokens: int  # of a chunk, or of a block of a tile; at least 1
@@ -119,7 +119,7 @@ def least_bytes(call: Call) -> int:
 
 
 def _ways(call: Call, classes: int) -> Iterator[Way]:
-    """What may be tried with tiles of at most so many classes, the fastest first."""
+    """Tile sizes to try, of at most so many classes, the fastest first."""
     least = _LEAST_TOKENS_CPU if call.on_cpu else _LEAST_TOKENS_DEVICE
     n = max(call.n, 1)
     for tokens in (n, least):
@@ -251,7 +251,7 @@ def way_of_divergence(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
 ) -> Way:
-    """How a divergence from a teacher is computed: by one chunk or by chunks, never by tiles.
+    """Choose the way a divergence is computed: one chunk or several, never tiles.
 
     Tiles would need eight products for some of them. So a small budget makes small chunks.
 
@@ -306,7 +306,7 @@ def _tilings(call: Call, classes: int) -> Iterator[Way]:
 
 
 def _rows(call: Call) -> int:
-    """What the tokens of a block are a multiple of."""
+    """The number that the tokens of a block are a multiple of."""
     return 128 if call.triton else ROW_MULTIPLE
 
 
@@ -360,7 +360,7 @@ def _by_tiles(call: Call, R: int, T: int) -> Way:
 
 
 def _always(call: Call) -> dict[str, int]:
-    """What every way holds."""
+    """Bytes that every way holds."""
     narrow = call.element < call.acc
     return {
         "d_hidden in float32": call.N * call.H * call.acc if narrow and call.hidden else 0,
@@ -377,7 +377,7 @@ def _always(call: Call) -> dict[str, int]:
 
 
 def _rows_of_weight(call: Call, T: int) -> dict[str, int]:
-    """Of the torch backend, which widens them."""
+    """Bytes of weight rows that the torch backend widens."""
     return {"rows of weight": min(T, call.V) * call.H * call.acc if call.element < call.acc else 0}
 
 

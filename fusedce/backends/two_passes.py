@@ -25,7 +25,7 @@ def loss_and_grads(
     wanted: Wanted,
     argmax: Tensor | None,
 ) -> Summed:
-    """As ``loss_and_grads`` of a backend."""
+    """Compute loss and gradients as a backend's ``loss_and_grads`` does."""
     V, smoothing = problem.weight.shape[0], problem.label_smoothing > 0
     statistics = Wanted(lse=True, zmean=smoothing, argmax=argmax is not None)
     stats = token_stats(problem, statistics, argmax)

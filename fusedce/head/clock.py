@@ -1,4 +1,4 @@
-"""What has changed since: version counters, and the steps of optimizers.
+"""Tell whether tensors have changed: version counters, and the steps of optimizers.
 
 Fused optimizers change parameters and no version counter.
 """
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written into; inference tensors do not count that."""
+    """Count of writes into a tensor; 0 for inference tensors, which do not count them."""
     return 0 if x.is_inference() else x._version
 
 

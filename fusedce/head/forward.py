@@ -94,7 +94,7 @@ class Attached:
 
 
 def attached_to(module: nn.Module) -> Attached | None:
-    """What a module knows of itself that is a replaced head; ``None`` for others."""
+    """State of a module that is a replaced head; ``None`` for others."""
     attached: Attached | None = module.__dict__.get(ATTACHED)
     return attached if attached is not None and attached.module() is module else None
 
@@ -131,7 +131,7 @@ class HeadForward:
 
 
 def _state_of(module: Any) -> dict[str, Any]:
-    """What is copied and pickled. A shallow copy is an original head with the same parameters."""
+    """State to copy and pickle. A shallow copy is an original head with the same parameters."""
     own = getattr(type(module()), "__getstate__", None)
     usual = own in (None, getattr(object, "__getstate__", None))
     state = module().__dict__ if usual or own is None else own(module())
@@ -191,7 +191,7 @@ def _misfit(weight: Tensor, hidden: Tensor) -> str | None:
 def _products_of(
     module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor
 ) -> Products | None:
-    """How the original head would multiply, or ``None`` if it is not linear here."""
+    """The recipe by which the original head multiplies, or ``None`` if it is not linear here."""
     cast = cast_of(hidden, autocast_dtype(hidden.device))
     usual = Products(cast, cast)
     if is_plain(type(module)):

@@ -53,7 +53,7 @@ def can_probe(weight: Tensor) -> bool:
 
 
 class Products(NamedTuple):
-    """How a head makes logits in one mode."""
+    """The result of probing how a head makes logits in one mode."""
 
     dtype: torch.dtype  # in which it multiplies
     logits: torch.dtype
@@ -112,7 +112,7 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def cast_of(hidden: Tensor, autocast: torch.dtype | None) -> torch.dtype:
-    """What ``F.linear`` multiplies such a hidden state in."""
+    """Dtype in which ``F.linear`` multiplies such a hidden state."""
     return hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
 
 

@@ -104,7 +104,7 @@ ATTACHED = "_fusedce_head"  # where a replaced head keeps what it knows of itsel
 
 
 def memory_budget_of_head(module: nn.Module) -> int | None:
-    """What :func:`fusedce.replace_loss_head` was given for it, or the environment says."""
+    """The argument of :func:`fusedce.replace_loss_head`, or the environment variable."""
     attached = module.__dict__.get(ATTACHED)
     return memory_budget_of(None if attached is None else attached.memory_budget)
 

@@ -1,4 +1,4 @@
-"""What a loop does to losses and gradients behind an accumulator's back: named, not trained."""
+"""Loops that change losses or gradients behind an accumulator get an error that says so."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_a_factor_after_scale_is_named(streaming, factor):
 
 @pytest.mark.parametrize(("factor", "named"), [(0.25, True), (1 / 3, True), (8.0, False)])
 def test_a_factor_on_a_device_is_named_when_metrics_are_read(monkeypatch, factor, named):
-    """With a test double: CPU tensors that may not be looked at. A loss scale may be any 2**k."""
+    """A loss scale may be any 2**k; the test double is a CPU tensor that must not be read."""
     monkeypatch.setattr(_faults, "readable", lambda device: False)
     weight, acc = new_weight(), LossAccumulator()
     with acc.window(SIZES):

@@ -174,7 +174,7 @@ def collate(rows):
 
 
 def marked(case):
-    """With the marks of ended windows that TORCH_DISTRIBUTED_DEBUG turns on."""
+    """Ended windows leave marks, as TORCH_DISTRIBUTED_DEBUG asks for."""
 
     def run(rank):
         dist.set_debug_level(dist.DebugLevel.INFO)

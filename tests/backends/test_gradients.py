@@ -7,7 +7,7 @@ from fusedce.contract.problem import Problem, Wanted
 
 
 def test_gradients_that_are_not_wanted_are_empty_on_the_device_of_the_inputs():
-    """As the operators' fake implementations promise."""
+    """Shapes and dtypes are those of the operators' fake implementations."""
     x = torch.empty(3, 4, device="meta")
     problem = Problem(x, torch.empty(7, 4, device="meta"), x[:, 0].long())
     wanted = Wanted(hidden=False, weight=True, bias=False)

@@ -1,4 +1,4 @@
-"""Which way a loss goes, and what it holds."""
+"""The way that a plan chooses, and the bytes it counts."""
 
 import pytest
 from hypothesis import given

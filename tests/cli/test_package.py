@@ -54,7 +54,7 @@ def test_a_missing_extra_is_named():
 
 
 def test_the_layout_of_a_kernel_repository_loads(tmp_path):
-    """As Hugging Face's `kernels` imports it: the variant's file, under a name of its own."""
+    """Import the variant's file under another name, as Hugging Face's `kernels` does."""
     pytest.importorskip("tomllib", reason="the layout is written with Python 3.11 or newer")
     script = ROOT / ".ci" / "hub_kernel.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)

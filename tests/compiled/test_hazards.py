@@ -14,7 +14,7 @@ SHARED_AT = "shl.b32 %r1, %r0, 2;\n"  # %r1: the same in shared memory
 
 
 def fault(body, *tensors, **how):
-    """What ``body`` is told."""
+    """First line of the fault that ``body`` raises."""
     with pytest.raises(Fault) as error:
         run(body, *tensors, **how)
     assert "PTX line" in str(error.value)

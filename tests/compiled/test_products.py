@@ -50,7 +50,7 @@ def tile_product_kernel(
 
 
 def rounded(x, precision):
-    """What a tensor core sees."""
+    """The value that a tensor core reads."""
     return (x.view(torch.int32) & ~0x1FFF).view(FP32) if precision == "tf32" else x
 
 

@@ -31,7 +31,7 @@ def case(N, H, V, dtype=BF16, **more):
 
 
 def lse_of(hidden, weight, labels, blocks=None, **options):
-    """What the kernel says of each row, 7 where there is no label; loss and count as well."""
+    """Each row's statistics from the kernel, 7 where there is no label; loss and count too."""
     lse = torch.full((len(labels),), 7.0)
     total, n_valid = loss(Problem(hidden, weight, labels, **options), blocks=blocks, lse=lse)
     return lse, total, n_valid

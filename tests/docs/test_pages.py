@@ -183,7 +183,7 @@ def test_the_api_page_has_every_public_name():
 
 
 def test_examples_in_docstrings_are_sections_that_render_as_code():
-    """Of Google's headings, "Examples:" is the one whose prompts become code."""
+    """Prompts become code under the heading "Examples:" alone, in Google's style."""
     sources = [p for p in (ROOT / "fusedce").rglob("*.py") if "kernels" not in p.parts]
     lines = [line.strip() for p in sources for line in p.read_text().splitlines()]
     assert lines.count("Examples:") > 25

@@ -170,7 +170,7 @@ def test_generation(llama, mode, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", WITHOUT_GRAD)
 def test_decoding_with_a_static_cache_and_a_compiled_forward(llama, mode):
-    """As ``mode="reduce-overhead"`` does on a GPU, with the captured graph left out."""
+    """The steps of ``mode="reduce-overhead"`` on a GPU, without the captured graph."""
     replaced, ids, found = replace_loss_head(copy.deepcopy(llama)), tokens(2, 9), []
     for model in (copy.deepcopy(llama), replaced):
         torch._dynamo.reset()

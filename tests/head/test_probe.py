@@ -42,7 +42,7 @@ def test_a_head_that_upcasts(when):
 
 
 class MultipliesInFloat32(nn.Linear):
-    """As reinforcement learning and mixtures of experts do for stability."""
+    """Heads of reinforcement learning and mixtures of experts multiply in float32 for stability."""
 
     def forward(self, x):
         with torch.autocast(x.device.type, enabled=False):

@@ -40,7 +40,7 @@ def expected():
 
 
 def alone(rank, look):
-    """What rank 0 gets, and how long it takes."""
+    """The result or error on rank 0, and its seconds."""
     result = ranks.timed(look) if rank == 0 else None
     dist.barrier()
     return result

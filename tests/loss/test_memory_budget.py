@@ -220,7 +220,7 @@ def test_a_token_has_the_same_bits_in_every_batch(taken, dtype, budget):
 
 @pytest.mark.parametrize("budget", [3 * 10**5, 2 * 10**6])
 def test_the_same_budget_gives_the_same_bits_of_a_sum(taken, budget):
-    """Of one token in two batches that are computed the same way; and call by call."""
+    """The bits of one token in two batches computed the same way, and from call to call."""
     hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
 
     def gradients(n):

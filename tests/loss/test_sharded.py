@@ -249,7 +249,7 @@ def tiles(options, tokens_sharded, rank):
 
 
 def budgets(rank):
-    """What is taken under which, and errors of one that is too small or another rank's."""
+    """The way taken under each budget, and errors for a small one or another rank's."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
     weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()

@@ -82,7 +82,7 @@ class Broken:
         return breakages(self.text)
 
     def noticed(self, breakage: Breakage) -> str | None:
-        """How the breakage shows; ``None`` where it does not."""
+        """The failure that the breakage causes; ``None`` if there is none."""
         self.device.edit = lambda name, text: breakage.text if name == "forward_kernel" else text
         try:
             for a, b in zip(self._run(), self.right, strict=True):

@@ -31,7 +31,7 @@ _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: oth
 
 
 def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> dict[str, Any]:
-    """What ranks must share: numbers of the loss, and what decides which collectives run."""
+    """Settings that ranks must share: options of the loss, and those that decide the collectives."""
     problem, c = layout.problem, layout.problem.class_weight
     grad = torch.is_grad_enabled()
     return {
@@ -76,7 +76,7 @@ def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> 
 
 
 def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
-    """What the ranks that share the vocabulary hold, after one all-gather in each of ``groups``.
+    """Gather what the ranks that share the vocabulary hold: one all-gather in each of ``groups``.
 
     Every rank takes part in all of them, one that knows of an error too: so it gets from one
     dimension of the mesh to the next, and all ranks raise it.

@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """What a plan asks of a rank, the same on all ranks: that of the largest shard's.
+    """Sizes for a plan, those of the largest shard, hence the same on all ranks.
 
     ``N``: of all ranks' tokens.
     """

@@ -25,7 +25,7 @@ _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, *_ST
 
 
 def _values_of(func: Any, x: Lazy, *args: Any, **kwargs: Any) -> Any:
-    """What gives the memory itself away, asked of the numbers."""
+    """Call a function that exposes memory on the computed values."""
     values = x.expose(func.__name__)
     if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
         values = values.detach().requires_grad_()  # for torch to refuse it
@@ -33,7 +33,7 @@ def _values_of(func: Any, x: Lazy, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_pointer(func: Any, *args: Any) -> Any:
-    """What reads and writes the memory of all its arguments itself, element by element."""
+    """Call a function that reads and writes memory element by element on the computed values."""
     func(*replaced(args, Lazy, lambda x: x.expose(func.__name__)))
     return args[0]
 
@@ -134,7 +134,7 @@ class Lazy(torch.Tensor):
 
 
 def _method(func: Any) -> Callable[..., Any]:
-    """For who calls it where subclasses are not asked, as hooks on saved tensors do."""
+    """Method for callers that torch does not dispatch, such as hooks on saved tensors."""
     return functools.wraps(func)(lambda self, *a, **k: _values_of(func, self, *a, **k))
 
 

@@ -244,7 +244,7 @@ def _reciprocal(d):
 
 @form(r"rcp\.approx\.ftz\.f64")
 def _rough_reciprocal(d):
-    """Of the upper 32 bits alone: what Newton's steps begin with."""
+    """Reciprocal of the upper 32 bits alone, which Newton's steps begin with."""
     mask = np.uint64(0xFFFFFFFF00000000)
 
     def rough(a):

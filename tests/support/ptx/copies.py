@@ -36,7 +36,7 @@ class Barrier:
 
 
 class Copies:
-    """Those of a CTA that are on their way."""
+    """Asynchronous copies of a CTA that have not completed."""
 
     def __init__(self, cta: Cta) -> None:
         self.cta = cta
@@ -158,7 +158,7 @@ class Copies:
     # ---- TMA ----------------------------------------------------------------------------------
 
     def start_tile(self, to: int, name: int, column: int, row: int, at: int, warp: int) -> None:
-        """Of tensor map ``name``, reporting to the mbarrier at ``at``."""
+        """A copy through tensor map ``name`` that reports to the mbarrier at ``at``."""
         cta, shared = self.cta, self.cta.shared
         tensor = cta.grid.maps.get(name)
         if tensor is None:
@@ -244,7 +244,7 @@ def _fence(d):
 
 
 def _one(cta: Cta, *values: np.ndarray) -> list[int]:
-    """Of the only active lane: the values there, and its warp."""
+    """Values of the only active lane, and its warp."""
     lanes = np.flatnonzero(cta.active)
     if len(lanes) != 1:
         cta.fault(f"{len(lanes)} threads at an instruction for one")

@@ -25,7 +25,7 @@ class Fault(RuntimeError):
 
 
 class Cta:
-    """What the steps of :mod:`support.ptx.decode` work on."""
+    """State of a CTA, which the steps of :mod:`support.ptx.decode` read and write."""
 
     def __init__(self, kernel: Kernel, grid: Grid, number: int, index: tuple[int, ...]) -> None:
         T = kernel.program.threads

@@ -118,7 +118,7 @@ class Decoder:
     # ---- registers and values -------------------------------------------------------------
 
     def slot(self, name: object, width: type) -> int:
-        """Of a register that holds ``width``."""
+        """Slot of the register ``name``, which must hold ``width``."""
         self.need(isinstance(name, str) and name in self.slots, f"no register {name}")
         self._must_hold(name, width)
         self.reads.add(self.slots[name])
@@ -202,7 +202,7 @@ class Decoder:
         return put
 
     def wider(self, operand: object, dtype: type) -> type:
-        """What a register holds that ld, st or cvt may take for ``dtype``, as wide or wider.
+        """Dtype of a register that ld, st or cvt may use for ``dtype``, as wide or wider.
 
         (PTX ISA, "Operand Size Exceeding Instruction-Type Size".)
         """

@@ -77,7 +77,7 @@ class Device:
         return None, binary.decode(), 0, 0, 1024
 
     def ran(self, kernel: str) -> int:
-        """How often a kernel was launched."""
+        """Number of launches of each kernel."""
         return sum(launch.kernel == kernel for launch in self.launches)
 
 
@@ -108,7 +108,7 @@ def decoded(text: str) -> Kernel:
 
 
 class _Launcher:
-    """What Triton calls to launch one compilation."""
+    """The callable by which Triton launches one compilation."""
 
     def __init__(self, device: Device, source: Any, metadata: Any) -> None:
         self.device, self.shared = device, metadata.shared

@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
 
 class Acquired(NamedTuple):
-    """What a CTA may see of another: its writes before ``by``, from ``since`` on."""
+    """Writes of another CTA that a CTA may read: before ``by``, from ``since`` on."""
 
     by: Moment  # of the other
     since: Moment  # of one's own

@@ -1,4 +1,4 @@
-"""Who last touched each 2 bytes of a memory, warp by warp and epoch by epoch."""
+"""Record the last access to each 2 bytes of a memory, by warp and epoch."""
 
 from __future__ import annotations
 
