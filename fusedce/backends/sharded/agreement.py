@@ -31,7 +31,7 @@ _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: oth
 
 
 def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> dict[str, Any]:
-    """Settings that ranks must share: options of the loss, and those that decide the collectives."""
+    """Settings that ranks must share: options of the loss, and what decides the collectives."""
     problem, c = layout.problem, layout.problem.class_weight
     grad = torch.is_grad_enabled()
     return {
