@@ -16,16 +16,17 @@ from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case, check
 
-BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
+# Blocks of the interpreter's configuration. None divides the shapes below, whose largest has a last
+# block after three of rows, two of columns and five of the vocabulary, and three chunks.
+BLOCKS = (32, 64, 32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("V", [1, 2, 127, 1031])
+@pytest.mark.parametrize("V", [1, 2, 127, 327])
 @pytest.mark.parametrize("H", [1, 96, 123])
-@pytest.mark.parametrize("N", [1, 257])
+@pytest.mark.parametrize("N", [1, 97])
 def test_odd_shapes_match_the_reference(V, H, N):
-    heavy = N * V > 100_000
-    for dtype in (torch.float32,) if heavy else (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         case = Case(
             (N,), H, V, dtype, ignored=0.3 if N > 1 else 0.0, with_bias=True,
             options={"softcap": 5.0, "logit_scale": 0.7},
@@ -33,7 +34,7 @@ def test_odd_shapes_match_the_reference(V, H, N):
         for need in ((), ("hidden", "weight", "bias")):
 
             def fn(*args, **kwargs):
-                return fusedce.fused_ce(*args, backend="triton", chunk_tokens=100, **kwargs)
+                return fusedce.fused_ce(*args, backend="triton", chunk_tokens=40, **kwargs)
 
             check(fn, Case(**{**vars(case), "requires_grad": need}))
 
