@@ -35,7 +35,8 @@ class Guard:
         # Since our window was opened:
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # other accumulators' gradients
         self._reduced: dict[int, Any] = {}  # what DDP had noted of its last reduced backward
-        self._kept: weakref.ref[Tensor] | None = None  # a parameter that has a gradient
+        # A parameter that has a gradient, and the version of that after the last backward.
+        self._kept: tuple[weakref.ref[Tensor], int] | None = None
         self._lost = False  # its gradient was set to zero
 
     def __reduce__(self) -> Any:
@@ -102,15 +103,23 @@ class Guard:
 
     def keep(self) -> None:
         """After a micro-batch's backward: remember a parameter that has a gradient now."""
-        if self._kept is None:
-            found = (p for p in self._parameters() if p.grad is not None)
-            p = next(found, None)
-            self._kept = None if p is None else weakref.ref(p)
+        p = None if self._kept is None else self._kept[0]()
+        if p is None:
+            p = next((p for p in self._parameters() if p.grad is not None), None)
+        if p is not None and p.grad is not None:
+            self._kept = weakref.ref(p), _local(p.grad)._version
 
-    def check_kept(self) -> None:
-        """Raise if gradients of this window's earlier micro-batches are gone."""
-        p = None if self._kept is None else self._kept()
-        if self._lost or (p is not None and p.grad is None):
+    def check_kept(self, between: bool = False) -> None:
+        """Raise if gradients of this window's earlier micro-batches are gone.
+
+        ``between`` micro-batches a gradient that was written into is read as well, on the host.
+        """
+        p, version = (None, 0) if self._kept is None else (self._kept[0](), self._kept[1])
+        gone = p is not None and p.grad is None
+        if between and p is not None and p.grad is not None:
+            grad = _local(p.grad)
+            gone = grad._version != version and not grad.any()
+        if self._lost or gone:
             raise RuntimeError(
                 "zero_grad() was called between the micro-batches of a window: the gradients of "
                 "the earlier ones are gone, though their tokens count. Call it once a window, "
@@ -239,6 +248,11 @@ class Guard:
                 "multiply those of the other one too. Use one accumulator, whose window has "
                 'several losses: `with acc.window({"next": [...], "second": [...]}):`'
             )
+
+
+def _local(x: Tensor) -> Tensor:
+    """The tensor that is written into: this rank's part of a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _instances(kind: type) -> list[Any]:

@@ -241,7 +241,7 @@ class Steps:
             factor = (grad.double() / upstream[0]).reshape(1).view(torch.int64)[0]
             wrong = ~self.guard.is_expected(grad, upstream)
             self.window.faults.note(_faults.multiplied, wrong, factor)
-        self.guard.check_kept()
+        self.guard.check_kept(between=True)
         if self.window is not None and self.window.declared is not None:
             self.guard.touch_others(lambda: leaves_of(roots))
 

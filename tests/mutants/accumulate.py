@@ -269,9 +269,27 @@ MUTANTS = [
     ),
     Mutant(
         "guard: zero_grad of the model unseen",
-        "if self._lost or (p is not None and p.grad is None):",
-        "if self._lost:",
+        "        gone = p is not None and p.grad is None\n",
+        "        gone = False\n",
         "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: gradients of the model filled with zeros unseen",
+        "gone = grad._version != version and not grad.any()",
+        "gone = False",
+        "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: gradients that were written into count as gone",
+        "gone = grad._version != version and not grad.any()",
+        "gone = grad._version != version",
+        "test_misuse.py -k written",
+    ),
+    Mutant(
+        "guard: gradients that are zero count as gone",
+        "gone = grad._version != version and not grad.any()",
+        "gone = not grad.any()",
+        "test_misuse.py -k written",
     ),
     Mutant(
         "guard: steps inside backward unseen",
