@@ -12,7 +12,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,9 +178,7 @@ def _divergence_loss(
     """In place of TRL's function: the same arguments and results, in nats and tokens."""
     hidden, teacher = student_hidden_states, teacher_hidden_states
     labels = completion_mask.long().sub(1).masked_fill(completion_mask != 0, 0)  # 0, or ignored: -1
-    weight, bias = (
-        _whole(x, hidden.dtype) for x in (student_lm_head_weight, student_lm_head_bias)
-    )
+    weight, bias = (_whole(x, hidden.dtype) for x in (student_lm_head_weight, student_lm_head_bias))
     teacher_weight, teacher_bias = (
         _whole(x, teacher.dtype) for x in (teacher_lm_head_weight, teacher_lm_head_bias)
     )
@@ -230,7 +228,7 @@ def _whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             "or the trainer without the mixin"
         )
     if hasattr(x, "placements"):  # one gather, and one reduction in backward
-        x = x.full_tensor()  # type: ignore[operator]
+        x = cast(Any, x).full_tensor()
     return x.to(dtype)
 
 

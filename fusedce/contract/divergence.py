@@ -1,4 +1,4 @@
-"""A student's distribution beside another one, a teacher's or a given one: what is asked, checked."""
+"""A student's distribution beside a teacher's or a given one: what is asked, and its checks."""
 
 from __future__ import annotations
 

@@ -130,10 +130,11 @@ def fused_cross_entropy(
     return dispatch.loss_sum(problem)[0].loss_sum / denominator
 
 
-def _are_probabilities(hidden: object, labels: object) -> bool:
+def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
     """Whether these are labels with one dimension more than class indices have."""
-    tensors = isinstance(labels, Tensor) and isinstance(hidden, Tensor)
-    return tensors and labels.is_floating_point() and labels.dim() == hidden.dim()
+    if not (isinstance(labels, Tensor) and isinstance(hidden, Tensor)):
+        return False
+    return labels.is_floating_point() and labels.dim() == hidden.dim()
 
 
 def _of_probabilities(

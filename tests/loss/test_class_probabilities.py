@@ -267,15 +267,15 @@ def test_leading_shapes_strides_and_no_position(backend):
 
 
 BAD = {
-    "shape": (dict(labels=torch.ones(9, 130)), ValueError, r"\(\.\.\., V\) = \(9, 131\)"),
-    "tokens": (dict(labels=torch.ones(8, 131)), ValueError, r"must be \(\.\.\., V\)"),
-    "wide": (dict(labels=torch.ones(9, 131).double()), TypeError, "float64 exactly where"),
-    "grad": (dict(labels=torch.ones(9, 131, requires_grad=True)), ValueError, "require grad"),
-    "ignore": (dict(ignore_index=0), ValueError, "ignore_index must be negative"),
-    "reduction": (dict(reduction="avg"), ValueError, "reduction"),
-    "budget": (dict(memory_budget=99), ValueError, "memory_budget must be at least"),
-    "indices": (dict(labels=torch.ones(9)), TypeError, "class indices"),
-    "group": (dict(process_group=object()), ValueError, "with a sharded vocabulary"),
+    "shape": ({"labels": torch.ones(9, 130)}, ValueError, r"\(\.\.\., V\) = \(9, 131\)"),
+    "tokens": ({"labels": torch.ones(8, 131)}, ValueError, r"must be \(\.\.\., V\)"),
+    "wide": ({"labels": torch.ones(9, 131).double()}, TypeError, "float64 exactly where"),
+    "grad": ({"labels": torch.ones(9, 131, requires_grad=True)}, ValueError, "require grad"),
+    "ignore": ({"ignore_index": 0}, ValueError, "ignore_index must be negative"),
+    "reduction": ({"reduction": "avg"}, ValueError, "reduction"),
+    "budget": ({"memory_budget": 99}, ValueError, "memory_budget must be at least"),
+    "indices": ({"labels": torch.ones(9)}, TypeError, "class indices"),
+    "group": ({"process_group": object()}, ValueError, "with a sharded vocabulary"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import memory
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedce
@@ -14,6 +15,7 @@ from fusedce import LossAccumulator, fused_ce, fused_kl, fused_kl_tokens, refere
 from fusedce.autograd.summed import Attached
 from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.problem import Wanted
+from fusedce.measure import peak_extra_bytes
 
 KINDS = ("forward", "reverse", "jsd")
 BACKENDS = ("torch", "triton")
@@ -367,6 +369,20 @@ def test_memory_budget_makes_small_chunks():
     exact = fused_kl(*args, labels).loss_sum
     ours = fused_kl(*args, labels, memory_budget=8 * 2**20).loss_sum
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*KINDS, None])
+@pytest.mark.parametrize("budget", [16, 40])
+def test_the_peak_of_a_process_is_within_the_budget(dtype, kind, budget):
+    """In MiB; the logits of one head would be 64, and so would given probabilities in float32."""
+    peak = peak_extra_bytes(
+        "support.memory:compared",
+        {"dtype": dtype, "memory_budget": budget << 20, "divergence": kind},
+    )
+    gradients = getattr(torch, dtype).itemsize * (memory.N + memory.V) * memory.H
+    assert peak - gradients <= budget << 20
 
 
 @pytest.mark.slow

@@ -204,9 +204,7 @@ def test_every_option_of_trls_divergence(num_items):
         found = []
         for function in (trainer_rl._divergence_loss, theirs):
             leaves = [student.clone().requires_grad_(), weight.clone().requires_grad_()]
-            loss, entropy, n = function(
-                leaves[0], teacher, leaves[1], there, mask, beta, **options
-            )
+            loss, entropy, n = function(leaves[0], teacher, leaves[1], there, mask, beta, **options)
             found.append((loss, entropy, n, *torch.autograd.grad(loss, leaves)))
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
