@@ -27,6 +27,20 @@ NEVER = 1e30
 """A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
 
 
+def forward_parts(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """``p log(p/q) - p + q`` of each class, never negative; differentiable in ``log_q``.
+
+    ``(p + q) * (h * (tanh(h) - 1) + tanh(h))`` with ``h = (log q - log p) / 2``: where all classes
+    are there the sum is ``KL(p || q)``, and near equality it does not cancel. 0 where both are
+    -inf.
+    """
+    none = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_q, log_p = (x.clamp(min=-NEVER).masked_fill(none, -NEVER) for x in (log_q, log_p))
+    half = (log_q - log_p) / 2
+    tanh = half.tanh()
+    return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)
+
+
 class Teacher(NamedTuple):
     """The head and the hidden states that a student is compared with."""
 
