@@ -20,6 +20,7 @@ from fusedce.backends.plan import (
     rows_of_hidden,
     tile_shape,
     way_of,
+    way_of_divergence,
 )
 
 MiB, GiB = 2**20, 2**30
@@ -251,6 +252,36 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
     return terms
 
 
+def fused_kl(
+    N: int,
+    H: int,
+    V: int,
+    device: Device,
+    *,
+    training: bool = True,
+    memory_budget: int | None = None,
+) -> Prediction:
+    """The forward divergence from a teacher of the same sizes: four products, one kernel."""
+    way = way_of_divergence(call(N, H, V, 2, memory_budget), H, memory_budget=memory_budget)
+    C = min(way.tokens, N)
+    chunks = -(-N // C)
+    terms = {"logits products": 2 * product(device, C, V, H) * (N / C)}
+    # Both float32 results are written, and read by each of two walks.
+    terms["divergence kernel"] = _move(device, (8 + 16 + (2 if training else 0)) * N * V)
+    terms["rows"] = _move(device, 8 * N * H)
+    launches = 5
+    if training:
+        terms["d_hidden product"] = product(device, C, H, V) * (N / C)
+        terms["d_hidden"] = _move(device, 14 * N * H)
+        terms["d_weight product"] = product(device, V, H, C) * (N / C)
+        launches += 6
+        if chunks > 1:
+            terms["d_weight of chunks"] = _move(device, 8 * chunks * V * H)
+            terms["d_weight to bf16"] = _move(device, 6 * V * H)
+    terms["launches"] = _CALL + chunks * launches * _LAUNCH
+    return Prediction(terms, way.held)
+
+
 def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
     """The statistics' kernel, then three products a tile, of which one is a logits' again."""
     R, T = min(way.tokens, N), way.classes
@@ -294,6 +325,7 @@ METHODS: dict[str, Callable[..., Prediction]] = {
     "bare GEMMs": bare_gemms,
     "eager": eager,
     "compiled eager": compiled_eager,
+    "fused_kl": fused_kl,
 }
 
 
@@ -317,4 +349,5 @@ def predict(
         )
     if method not in METHODS:
         raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")
-    return METHODS[method](N, H, V, device, training=training)
+    options = {"memory_budget": memory_budget} if method == "fused_kl" else {}
+    return METHODS[method](N, H, V, device, training=training, **options)

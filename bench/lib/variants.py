@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
 from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.divergence import divergence_rows_kernel
+from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.hidden_grad import hidden_grad_kernel
@@ -47,7 +47,7 @@ _TYPES = dict.fromkeys(
     "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
     "teacher_scale": "fp32", "teacher_softcap": "fp32", "of_ce": "fp32", "share": "fp32",
-    "to_plain": "fp32",
+    "to_plain": "fp32", "largest": "*i64", "smoothing": "fp32", "z_loss": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
@@ -274,6 +274,19 @@ def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
                 constants["row_factors"] = None
             label = f"divergence_rows {dtype} {name}{' bias+scale+cap+ce' if option else ''}"
             yield Variant(label, divergence_rows_kernel, dtype, constants, wide=wide)
+    for option in (False, True):
+        constants = {
+            "NORMALISE": dtype == "fp16",
+            "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
+            "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
+            "num_warps": row.divergence_warps,
+        }
+        if not option:
+            constants |= dict.fromkeys((*OPTIONS, "class_weight"))
+        if dtype != "fp16":
+            constants["row_factors"] = None
+        label = f"target_rows {dtype}{' bias+scale+cap+weights' if option else ''}"
+        yield Variant(label, target_rows_kernel, dtype, constants, wide=wide)
 
 
 def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:

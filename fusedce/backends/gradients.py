@@ -66,6 +66,7 @@ def call_of(
         triton=triton,
         copies=2 if problem.softcap is None else 4,
         fp16=problem.hidden.dtype == torch.float16,
+        threads=torch.get_num_threads(),
     )
 
 

@@ -43,6 +43,7 @@ ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in ever
 _BLOCK_TOKENS_CPU, _BLOCK_TOKENS_DEVICE = 1024, 8192
 _TILE_CLASSES_CPU, _TILE_CLASSES_DEVICE = 1024, 8192
 _LEAST_CLASSES = 64
+_COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
 
 SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # whose range the factors of rows do not fit
     fixed: int = 0  # bytes that whoever asks holds besides
+    threads: int = 1  # of a CPU
 
     @property
     def acc(self) -> int:
@@ -245,34 +247,36 @@ def tiles_of(
 
 
 def way_of_divergence(
-    call: Call,  # whose `logit` counts those of both heads
-    teacher_H: int,
+    call: Call,
+    teacher_H: int | None,  # None: probabilities are given, and there is no teacher
     *,
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
 ) -> Way:
-    """Choose the way a divergence is computed: one chunk or several, never tiles.
+    """Choose how a student is compared with a teacher: one chunk or several, never tiles.
 
-    Tiles would need eight products for some of them. So a small budget makes small chunks.
+    Tiles would need eight products for some divergences. So a small budget makes small chunks.
 
     Raises:
         ValueError: the budget is less than chunks of the fewest tokens need.
     """
-
     # As many tokens as of a loss with one head: fewer make the products slower.
-    of_one_head = call._replace(logit=call.logit // 2)
+    of_one_head = call._replace(logit=call.acc)
+    heads, H = (1, 0) if teacher_H is None else (2, teacher_H)
+    both = call._replace(logit=heads * call.acc)
 
     def way(C: int, classes: int | None = None) -> Way:
         C = min(C, max(call.n, 1))
-        found = chunked(call, C, classes)
+        found = chunked(both, C, classes or _compared_classes(call, C))
         rows, element = found.tokens, call.acc
-        held = {"hidden states of the teacher": rows * teacher_H * element}
+        held = {"hidden states of the teacher": rows * H * element}
         if call.triton:
             held["d_hidden of a chunk"] = rows * call.H * element
+            held["probabilities of a chunk"] = rows * call.V * element if heads == 1 else 0
         else:
             held["tiles of divergences"] = 6 * rows * found.classes * element
             held["rows of the teacher's weight"] = (
-                found.classes * teacher_H * element if call.element < call.acc else 0
+                found.classes * H * element if call.element < call.acc else 0
             )
         return found._replace(held=_without_zeros(found.held | held))
 
@@ -292,6 +296,13 @@ def way_of_divergence(
         fits = way(middle * multiple, classes).bytes <= memory_budget
         low, high = (middle, high) if fits else (low, middle - 1)
     return way(min(_equal(call.n, low * multiple, multiple), low * multiple), classes)
+
+
+def _compared_classes(call: Call, C: int) -> int | None:
+    """Classes of a tile that is walked over so often that it must stay in a core's own cache."""
+    if not call.on_cpu:
+        return None
+    return min(max(_COMPARED_ELEMENTS_CPU * call.threads // C, 128), 8192)
 
 
 def _tilings(call: Call, classes: int) -> Iterator[Way]:

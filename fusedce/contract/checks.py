@@ -131,8 +131,8 @@ def check_tensors(problem: Problem) -> None:
     if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], V):
         raise TypeError(
             f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}: class probabilities are as large as the logits and not "
-            f"supported. For few classes per token see fusedce.recipes.distillation_loss"
+            f"{tuple(labels.shape)}: class probabilities are labels of fused_cross_entropy. For "
+            f"few classes per token see fusedce.recipes.distillation_loss"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(

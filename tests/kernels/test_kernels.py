@@ -108,7 +108,7 @@ def test_every_kernel_compiles(arch):
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "label_logit", "exp_tile", "softmax_rows", "hidden_grad",
         "label_grad", "token_grad", "stats", "merge_stats", "scale", "compact",
-        "divergence_rows",
+        "divergence_rows", "target_rows",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(
@@ -119,7 +119,14 @@ def test_every_kernel_compiles(arch):
         assert row["warnings"] == [], name  # C75xx: ptxas serialises wgmma
         if name.startswith(tensor_cores):
             assert row["matrix"], f"no tensor-core instruction in {name} on {arch}"
-        of_rows = ("label_", "softmax_rows", "exp_tile", "hidden_grad", "divergence_rows")
+        of_rows = (
+            "label_",
+            "softmax_rows",
+            "exp_tile",
+            "hidden_grad",
+            "divergence_rows",
+            "target_",
+        )
         if name.startswith(of_rows) and version("triton").startswith("3.7."):
             assert row["spill_bytes"] == 0 or name in SPILLING, name
     if arch != "sm_90":
