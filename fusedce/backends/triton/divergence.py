@@ -105,8 +105,8 @@ class _Chunk:
         self.divergence = divergence
         V = len(weight)
         self.V, self.width = V, multiple(V)
-        # 16 bytes of what is stored for each thread.
-        self.block = min(power_of_2(V), self.arch.exp_block_v * 2 // weight.element_size())
+        # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
+        self.block = min(power_of_2(V), self.arch.divergence_block_v)
         self.of_student, self.of_teacher = (
             torch.empty(C, self.width, dtype=torch.float32, device=device) for _ in range(2)
         )
