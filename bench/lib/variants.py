@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
+from fusedce.backends.triton.operands import power_of_2
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
@@ -246,7 +247,8 @@ def _softmax_rows(
             constants["row_factors"] = None
     yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
     if not option:
-        many = constants | {"BLOCKS": 512, "BLOCK_V": 256}
+        block = row.walks(BYTES[dtype]).gemm.BLOCK_V
+        many = constants | {"BLOCKS": power_of_2(-(-128256 // block)), "BLOCK_V": block}
         label_ = f"softmax_rows {label} after exp_gemm"
         yield Variant(label_, softmax_rows_kernel, dtype, many, wide=wide)
         odd = frozenset(("V",))
@@ -264,7 +266,7 @@ def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
                 "HAS_CE": option,
                 "NORMALISE": dtype == "fp16",
                 "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
-                "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
+                "BLOCK_V": row.divergence_block_v,
                 "num_warps": row.divergence_warps,
             }
             if not option:

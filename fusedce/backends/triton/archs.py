@@ -63,7 +63,8 @@ class Architecture(NamedTuple):
         plan.EXP_BLOCK_V
     )  # vocabulary entries of a row that share one maximum in training
     exp_warps: int = 4
-    divergence_warps: int = 8  # two rows at once, and the divergence between them
+    divergence_block_v: int = 1024  # two rows at once, and the divergence between them
+    divergence_warps: int = 8
     # Float32 products at a time.
     tile_elements: tuple[int, int] = plan.TILE_ELEMENTS
     tile_flops: int = plan.TILE_FLOPS
@@ -197,6 +198,7 @@ ARCHITECTURES = (
         _same(_TINY._replace(DESCRIPTOR=True))._replace(unaligned=_TINY),
         _same(_TINY),
         exp_block_v=256,
+        divergence_block_v=128,
     ),
 )
 BY_NAME = {row.name: row for row in ARCHITECTURES}
