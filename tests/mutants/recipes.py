@@ -32,9 +32,15 @@ MUTANTS = [
         f"{RECIPES} -k scaled",
     ),
     Mutant(
+        "distillation: what sums to 0 is left out",
+        "(half * (tanh - 1) + tanh)",
+        "(half * (tanh - 1))",
+        f"{RECIPES} -k below_0",
+    ),
+    Mutant(
         "distillation: no tail",
-        "- q_tail * log_tail",
-        "- 0 * log_tail",
+        "forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
+        "forward_parts(log_p, log_q)",
         f"{RECIPES} -k distillation",
     ),
     Mutant(
