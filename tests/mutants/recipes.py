@@ -65,13 +65,13 @@ MUTANTS = [
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
     Mutant(
         "trainers: other temperature",
-        "temperature=float(temperature),",
-        "temperature=1.0,",
+        "temperature=float(temperature),\n                mean_logit=mean_logit",
+        "temperature=1.0,\n                mean_logit=mean_logit",
         "test_policy_trainers.py -k grpo",
     ),
     Mutant(
         "trainers: TRL's function stays",
-        "setattr(trl_utils, _NAME, _Fused)",
+        "setattr(module, name, ours)",
         "pass",
         "test_policy_trainers.py -k same",
     ),

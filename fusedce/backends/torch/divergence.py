@@ -31,7 +31,7 @@ from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.torch.products import add_product, gemm_dtype
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, label_entry, tiles
+from fusedce.backends.torch.tiles import TileStats, label_entry, log_sum_exp, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -100,9 +100,7 @@ class _Exponentials:
 
     def lse(self) -> Tensor:
         """``(C,)`` float64."""
-        maxima, sums = (torch.stack(x).double() for x in (self.maxima, self.sums))
-        top = maxima.amax(0)
-        return top + (sums * (maxima - top).exp_()).sum(0).log()
+        return log_sum_exp(self.maxima, self.sums)
 
 
 class _CrossEntropy(NamedTuple):
