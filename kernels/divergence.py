@@ -61,6 +61,13 @@ def add_to_sum(z, top, total):
 
 
 @triton.jit
+def label_loss(top, total, own):
+    """``log(1 + exp(excess))`` and the excess: the others' log-sum-exp over the label's logit."""
+    excess = tl.log(total) + top.to(tl.float64) - own
+    return tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0), excess
+
+
+@triton.jit
 def drop_and_rest(size):
     """``expm1(-size)`` and ``size + expm1(-size)`` for ``size >= 0``, both exact near 0."""
     # size^2 * (1/2 - size/6 + size^2/24 - ...): below 2^-27 relative for size < 0.5
@@ -203,13 +210,10 @@ def divergence_rows_kernel(
     lse_1 = tl.zeros((), tl.float32)
     g_label = tl.zeros((), tl.float32)
     if HAS_CE:
-        # log(1 + exp(others - z_label)), and p - 1 = -(probability of the others)
         own = z_label.to(tl.float64)
-        others = tl.log(sum_1) + top_1.to(tl.float64)
-        gap_1 = others - own
-        nll = tl.log(1.0 + tl.exp(-tl.abs(gap_1))) + tl.maximum(gap_1, 0.0)
+        nll, excess = label_loss(top_1, sum_1, own)
         lse_1 = (own + nll).to(tl.float32)
-        g_label = -(tl.exp(others - own - nll)).to(tl.float32)
+        g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
     divergence = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float32)
@@ -354,14 +358,13 @@ def target_rows_kernel(
         if NORMALISE:
             size = tl.maximum(size, tl.max(tl.abs(t), axis=0))
     own = z_own.to(tl.float64)
-    gap = tl.log(total) + top.to(tl.float64) - own
-    nll = tl.log(1.0 + tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0)
+    nll, excess = label_loss(top, total, own)
     lse = own + nll
     of_lse = 2.0 * z_loss * lse
     of_all = others + t_own.to(tl.float64)
     alpha = (of_all + of_lse).to(tl.float32)
     # p - 1 = -(probability of the others)
-    at_label = (others - of_all * tl.exp(gap - nll) + of_lse * tl.exp(-nll)).to(tl.float32)
+    at_label = (others - of_all * tl.exp(excess - nll) + of_lse * tl.exp(-nll)).to(tl.float32)
     loss = of_all * nll + z_loss * lse * lse
     lse = lse.to(tl.float32)
     amplify = weight

@@ -274,7 +274,7 @@ def way_of_divergence(
             held["d_hidden of a chunk"] = rows * call.H * element
             held["probabilities of a chunk"] = rows * call.V * element if heads == 1 else 0
         else:
-            held["tiles of divergences"] = 6 * rows * found.classes * element
+            held["tiles of divergences"] = 4 * rows * found.classes * element
             held["rows of the teacher's weight"] = (
                 found.classes * H * element if call.element < call.acc else 0
             )

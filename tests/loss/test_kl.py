@@ -102,6 +102,25 @@ def test_nearly_equal_distributions_do_not_cancel(kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
+def test_differences_of_logits_are_not_those_of_log_probabilities(kind, backend):
+    """Each token within 3e-5, where logits are far smaller than their log-sum-exp."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = 0.01 * torch.randn(100, 8, generator=rng)
+    weight = torch.randn(200, 8, generator=rng)
+    apart = 1.4e-3 * torch.randn(200, generator=rng)
+    exact = torch.stack([
+        reference_kl(*wide((h, weight, h, weight)), divergence=kind,
+                     teacher_bias=apart.double()).loss_sum
+        for h in hidden.split(1)
+    ])  # fmt: skip
+    ours = fused_kl_tokens(
+        hidden, weight, hidden, weight, divergence=kind, teacher_bias=apart, backend=backend
+    )
+    torch.testing.assert_close(ours.double(), exact, rtol=3e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_masked_class(kind, backend):
     """-inf for both: no part of it. For one of them: infinite, or what the limit is."""
     (hidden, weight, there, head, _), more = Pair(bias=True, V=40).tensors()

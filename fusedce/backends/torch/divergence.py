@@ -31,7 +31,7 @@ from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.torch.products import add_product, gemm_dtype
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, label_entry, tiles
+from fusedce.backends.torch.tiles import TileStats, label_entry, log_sum_exp, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -100,9 +100,7 @@ class _Exponentials:
 
     def lse(self) -> Tensor:
         """``(C,)`` float64."""
-        maxima, sums = (torch.stack(x).double() for x in (self.maxima, self.sums))
-        top = maxima.amax(0)
-        return top + (sums * (maxima - top).exp_()).sum(0).log()
+        return log_sum_exp(self.maxima, self.sums)
 
 
 class _CrossEntropy(NamedTuple):
@@ -249,23 +247,25 @@ class _ToTargets:
         """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
         V, C = len(self.problem.weight), len(h)
         self.chunk, self.s = chunk, self.of_student[: V * C].view(V, C)
-        largest = [self._given(*tile).max(1) for tile in tiles(V, self.step)]
-        top = torch.stack([x.values for x in largest]).max(0).indices
-        within = torch.stack([x.indices for x in largest]).gather(0, top[None])[0]
-        self.y = within + top * self.step
+        largest, at, others = [], [], []
+        for begin, end in tiles(V, self.step):
+            t = self._weighed(begin, end)
+            value, place = t.max(1)
+            largest.append(value.double())
+            at.append(place + begin)
+            others.append(t.scatter_(1, place[:, None], 0).sum(1).double())
+        top = torch.stack(largest).max(0).indices[None]
+        self.y = torch.stack(at).gather(0, top)[0]
+        of_label = torch.stack(largest).gather(0, top)[0]
+        # of all classes but y
+        total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
         stats = TileStats(self.y, h.dtype)
-        total = torch.zeros_like(self.y, dtype=torch.float64)  # of all classes but y
-        self.of_label = torch.zeros_like(total)
         for begin, end in tiles(V, self.step):
             s = self.student.logits(h, begin, end, out=self.s[begin:end])
             stats.add(self.scratch[0][: s.numel()].view_as(s).copy_(s), begin)
-            t = self._weighed(begin, end)
-            at, inside = label_entry(self.y, begin, len(t))
-            self.of_label += t.gather(0, at)[0].masked_fill(~inside, 0)
-            total += t.scatter_(0, at, t.gather(0, at).masked_fill(inside, 0)).sum(0)
         nll, lse = stats.losses(), stats.lse()
         z_loss = self.problem.z_loss
-        of_all = total + self.of_label
+        of_all = total + of_label
         of_lse = 2 * z_loss * lse
         self.z_label, self.lse = stats.z_label, lse.to(h.dtype)
         self.alpha = (of_all + of_lse).to(h.dtype)
@@ -280,7 +280,8 @@ class _ToTargets:
         """``(v, C)`` of a tile, once."""
         s = self.s[begin:end]
         slope = self.student.slope(s)
-        t = self._weighed(begin, end)
+        t = self._weighed(begin, end).t()
+        t = self.scratch[1][: t.numel()].view_as(s).copy_(t)
         behind = torch.sub(self.z_label, s, out=self.scratch[0][: s.numel()].view_as(s))
         self.loss += behind.mul_(t).sum(0)
         g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
@@ -288,18 +289,13 @@ class _ToTargets:
         g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
         return g if slope is None else g.mul_(slope)
 
-    def _given(self, begin: int, end: int) -> Tensor:
-        """``(C, v)`` of a tile, as they were given."""
-        return self.divergence.given()[:, begin:end].index_select(0, self.chunk)
-
     def _weighed(self, begin: int, end: int) -> Tensor:
-        """``(v, C)``: class weights times smoothed probabilities."""
-        given = self._given(begin, end).t()
-        t = self.scratch[1][: given.numel()].view_as(given).copy_(given)
-        if s := self.problem.label_smoothing:
-            t.mul_(1 - s).add_(s / len(self.problem.weight))
+        """``(C, v)`` of a tile: class weights times smoothed probabilities."""
+        t = self.divergence.given()[:, begin:end].index_select(0, self.chunk).to(self.s.dtype)
+        if smoothing := self.problem.label_smoothing:
+            t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))
         if self.problem.class_weight is not None:
-            t.mul_(self.problem.class_weight[begin:end, None].to(t.dtype))
+            t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
         return t
 
 

@@ -30,6 +30,13 @@ def clear_labels(tile: Tensor, at: Tensor, inside: Tensor, value: float = 0) -> 
     tile.scatter_(0, at, tile.gather(0, at).masked_fill_(inside, value))
 
 
+def log_sum_exp(maxima: list[Tensor], sums: list[Tensor]) -> Tensor:
+    """``(C,)`` float64: of tiles' maxima and sums of ``exp(z - maximum)``, ``(C,)`` each."""
+    k = torch.stack(maxima).double()  # (tiles, C)
+    top = k.amax(0)
+    return top + (torch.stack(sums).double() * (k - top).exp_()).sum(0).log()
+
+
 class TileStats:
     """Label logits, and of the others maxima and sums of exponentials, gathered tile by tile."""
 
@@ -76,10 +83,7 @@ class TileStats:
 
     def _others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
-        maxima = torch.stack(self.maxima).double()  # (tiles, C)
-        top = maxima.amax(0)
-        others = (torch.stack(self.sums).double() * (maxima - top).exp_()).sum(0)
-        return top + others.log()
+        return log_sum_exp(self.maxima, self.sums)
 
     def factors(self, lse: Tensor) -> Tensor:
         """``exp(k - lse) (tiles, C)`` float64: what turns each tile into probabilities."""
