@@ -27,9 +27,9 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
-from fusedce.backends.torch.products import add_product, gemm_dtype
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, label_entry, tiles
+from fusedce.backends.torch.tiles import Logits, TileStats, label_entry, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -42,7 +42,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     (V, H), (N, device) = problem.weight.shape, (len(hidden), hidden.device)
     rows, n_valid = valid_rows(problem)
     student, teacher = divergence.heads(problem)
-    acc, gemm = student.acc, gemm_dtype(hidden)
+    products = Products.of(hidden)
+    acc, gemm = products.acc, products.gradients
+    of_s, of_t = Logits(student, products), Logits(teacher, Products.of(divergence.hidden))
     way = way_of_divergence(
         call_of(problem, wanted, len(rows), waiting(problem), logit=2 * acc.itemsize),
         divergence.weight.shape[1],
@@ -63,9 +65,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     for at, chunk in enumerate(parts):
         h, y, C = hidden[chunk].to(acc), problem.labels[chunk].long(), len(chunk)
         s, t = of_student[: V * C].view(V, C), of_teacher[: V * C].view(V, C)
-        there = divergence.hidden[chunk].to(teacher.acc)
-        stats = _logits(student, h, y, s, step, scratch[0])
-        lse_t = _logits(teacher, there, y, t, step, scratch[0]).lse()
+        there = of_t.operand(divergence.hidden[chunk])
+        stats = _logits(of_s, of_s.operand(h), y, s, step, scratch[0])
+        lse_t = _logits(of_t, there, y, t, step, scratch[0]).lse()
         del there
         pair = _Pair(student, divergence, s, t, stats.lse(), lse_t, scratch)
         ce = _CrossEntropy.of(divergence, stats, s, step) if divergence.ce_weight else None
@@ -86,9 +88,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         for begin, end in tiles(V, step):
             g = pair.gradient(begin, end, mean).to(gemm)  # (v, C)
             if dh is not None:
-                dh += torch.mm(g.t(), problem.weight[begin:end].to(gemm))
+                products(g.t(), of_s.rows(begin, end, gemm), dh, add=True)
             if grads.weight is not None:
-                add_product(grads.weight[begin:end], g, scaled, first=at == 0)
+                products(g, scaled, grads.weight[begin:end], add=at > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += torch.mv(g.to(acc), of_rows[:, 0])
         if grads.hidden is not None and dh is not None:
@@ -97,12 +99,12 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
 
 
 def _logits(
-    head: Projection, h: Tensor, y: Tensor, out: Tensor, step: int, scratch: Tensor
+    logits: Logits, h: Tensor, y: Tensor, out: Tensor, step: int, scratch: Tensor
 ) -> TileStats:
     """``out (V, C)`` filled with logits of ``h (C, H)``; what their log-sum-exp is made of."""
-    stats = TileStats(y, head.acc)
+    stats = TileStats(y, logits.head.acc)
     for begin, end in tiles(len(out), step):
-        z = head.logits(h, begin, end, out=out[begin:end])
+        z = logits.tile(h, begin, end, out=out[begin:end])
         stats.add(scratch[: z.numel()].view_as(z).copy_(z), begin)
     return stats
 

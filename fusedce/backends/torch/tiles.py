@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from fusedce.backends.plan import Way
+from fusedce.backends.torch.products import Products
+from fusedce.contract.projection import Projection
+
+# Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
+# times gradients and weights of tokens of 1e-20.
+ABOVE = 30
+_SAMPLE = 128  # classes that the first reference is of
+_ELEMENTS, _LEAST = 2**18, 256  # of a tile where its products take no longer than a pass over it
 
 
 def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
@@ -30,32 +41,130 @@ def clear_labels(tile: Tensor, at: Tensor, inside: Tensor, value: float = 0) -> 
     tile.scatter_(0, at, tile.gather(0, at).masked_fill_(inside, value))
 
 
-class TileStats:
-    """Label logits, and of the others maxima and sums of exponentials, gathered tile by tile."""
+class Logits:
+    """Logits of a head, tile by tile, in memory that every tile uses again."""
 
-    def __init__(self, y: Tensor, acc: torch.dtype, *, argmax: bool = False) -> None:
+    def __init__(self, head: Projection, products: Products) -> None:
+        self.head, self.products = head, products
+        self._z = self._w = head.weight.new_empty(0, dtype=head.acc)
+        self._widened = (0, 0)  # the rows that are in `_w`
+
+    def operand(self, hidden: Tensor) -> Tensor:
+        """``hidden (C, H)`` as :meth:`tile` takes it."""
+        return hidden.to(self.products.logits)
+
+    def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
+        """``(v, C)`` logits of classes ``begin`` to ``end``, in ``out`` or until the next tile."""
+        w = self.rows(begin, end, self.products.logits)
+        return self.finished(self._product(w, h, out), slice(begin, end))
+
+    def step(self, way: Way) -> int:
+        """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
+        if not self.products.exact_bf16:
+            return way.classes
+        return min(way.classes, max(_ELEMENTS // max(way.tokens, 1), _LEAST))
+
+    def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
+        """``(K, C)`` logits of ``classes (K,)``, until the next tile."""
+        w = self.head.weight[classes].to(self.products.logits)
+        return self.finished(self._product(w, h, None), classes[:, None])
+
+    def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""
+        w = self.head.weight[begin:end]
+        if w.dtype == dtype:
+            return w
+        self._w = _as_large_as(self._w, w.numel())
+        wide = self._w[: w.numel()].view(w.shape)
+        if self._widened != (begin, end):
+            wide.copy_(w)
+            self._widened = (begin, end)
+        return wide
+
+    def _product(self, w: Tensor, h: Tensor, out: Tensor | None) -> Tensor:
+        if self.products.by_onednn(w):
+            z: Tensor = torch.ops.mkldnn._linear_pointwise(w, h, None, "none", [], "")
+            return z if out is None else out.copy_(z)
+        if out is None:
+            self._z = _as_large_as(self._z, len(w) * len(h))
+            out = self._z[: len(w) * len(h)].view(len(w), len(h))
+        return self.products(w, h.t(), out)
+
+    def finished(self, z: Tensor, classes: Tensor | slice) -> Tensor:
+        """Logits of products ``z`` with rows of the weight, in their place."""
+        head = self.head
+        if head.bias is not None:
+            bias = head.bias[classes].to(z.dtype)
+            z.add_(bias[:, None] if isinstance(classes, slice) else bias)
+        if head.scale != 1.0:
+            z.mul_(head.scale)
+        if head.softcap is not None:
+            z.div_(head.softcap).tanh_().mul_(head.softcap)
+        return z
+
+
+def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
+    return buffer if buffer.numel() >= elements else buffer.new_empty(elements)
+
+
+class TileStats:
+    """What is gathered of logits tile by tile: the labels', and of the others sums and maxima.
+
+    Exponentials are ``exp(z - k)``. All tiles of a token share one reference ``k (C,)`` as long as
+    no logit is more than `ABOVE` above it; where one is, its tile and those that follow take its
+    logit as reference. Rows of NaN keep theirs.
+    """
+
+    def __init__(
+        self,
+        y: Tensor,  # (C,) labels
+        acc: torch.dtype,
+        *,
+        argmax: bool = False,
+        k: Tensor | None = None,  # (C,) the first reference; by default that of the first tile
+    ) -> None:
         self.y = y
+        lowest = torch.finfo(acc).min
+        self.k = torch.full((len(y),), lowest, dtype=acc, device=y.device) if k is None else k
+        self.sum = torch.zeros(len(y), dtype=torch.float64, device=y.device)
         # NaN stays where no tile holds the label.
         self.z_label = torch.full((len(y),), math.nan, dtype=acc, device=y.device)
         self.maxima: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        self.likeliest: list[Tensor] | None = [] if argmax else None
+        self.spans: list[tuple[int, Tensor]] = [(0, self.k)]  # first classes, references
+        self._likeliest: list[Tensor] | None = [] if argmax else None
+        in_order, self._tokens = y.sort()
+        self._in_order, self._rows = in_order.tolist(), in_order
 
-    def add(self, z: Tensor, begin: int) -> None:
-        """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place."""
-        at, inside = label_entry(self.y, begin, len(z))
-        self.z_label = torch.where(inside, z.gather(0, at)[0], self.z_label)
-        clear_labels(z, at, inside, -math.inf)
-        if self.likeliest is None:
-            k = z.amax(0)
+    def add(self, z: Tensor, begin: int) -> Tensor | None:
+        """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
+
+        Returns what turns exponentials of earlier tiles, (C,), into those of the new reference;
+        ``None`` where that is the old one.
+        """
+        first, last = (bisect.bisect_left(self._in_order, x) for x in (begin, begin + len(z)))
+        if first < last:
+            tokens, rows = self._tokens[first:last], self._rows[first:last] - begin
+            self.z_label[tokens] = z[rows, tokens]
+            z[rows, tokens] = -math.inf
+        if self._likeliest is None:
+            top = z.amax(0)
         else:  # costs as much as three exponentials on a CPU
-            k, best = z.max(0)
-            self.likeliest.append(best + begin)
-        # A tile of nothing but -inf must give exp(-inf) = 0, not exp(-inf + inf).
-        k = k.clamp_(min=torch.finfo(z.dtype).min)
-        z.sub_(k).exp_()
-        self.maxima.append(k)
-        self.sums.append(z.sum(0))
+            top, best = z.max(0)
+            self._likeliest.append(best + begin)
+        self.maxima.append(top)
+        ratio = None
+        higher = top > self.k + ABOVE
+        if higher.any():
+            k = torch.where(higher, top, self.k)
+            ratio = (self.k - k).exp_()
+            self.sum *= ratio
+            self.k = k
+            if begin == self.spans[-1][0]:
+                self.spans.pop()
+            self.spans.append((begin, k))
+        # A tile of nothing but -inf gives exp(-inf) = 0: the reference is never -inf.
+        self.sum += z.sub_(self.k).exp_().sum(0)
+        return ratio
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
@@ -69,21 +178,30 @@ class TileStats:
 
     def argmax(self) -> Tensor:
         """``(C,)`` int64: the likeliest class."""
-        assert self.likeliest is not None
+        assert self._likeliest is not None
         top, tile = torch.stack(self.maxima).max(0)
-        best = torch.stack(self.likeliest).gather(0, tile[None])[0]
+        best = torch.stack(self._likeliest).gather(0, tile[None])[0]
         return torch.where(self.z_label > top, self.y, best)
+
+    def factors(self, lse: Tensor) -> list[tuple[int, Tensor]]:
+        """``exp(k - lse) (C,)`` float64 for each reference, and the first class that has it."""
+        return [(begin, (k.double() - lse).exp_()) for begin, k in self.spans]
 
     def _others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
-        maxima = torch.stack(self.maxima).double()  # (tiles, C)
-        top = maxima.amax(0)
-        others = (torch.stack(self.sums).double() * (maxima - top).exp_()).sum(0)
-        return top + others.log()
+        return self.k.double() + self.sum.log()
 
-    def factors(self, lse: Tensor) -> Tensor:
-        """``exp(k - lse) (tiles, C)`` float64: what turns each tile into probabilities."""
-        return (torch.stack(self.maxima).double() - lse).exp_()
+
+def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
+    """``(C,)``: the largest logit but the label's of some classes, evenly chosen.
+
+    With it nearly always the only one, a chunk's exponentials can be multiplied as a whole.
+    """
+    V = len(logits.head.weight)
+    classes = torch.arange(0, V, -(-V // _SAMPLE), device=h.device)
+    z = logits.of_classes(h, classes)
+    z.masked_fill_(classes[:, None] == y, -math.inf)
+    return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
 
 def nan_at_inf(z: Tensor) -> Tensor:
