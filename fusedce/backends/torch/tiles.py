@@ -16,8 +16,10 @@ from fusedce.contract.projection import Projection
 # Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
 # times gradients and weights of tokens of 1e-20.
 ABOVE = 30
+_HIGHEST = math.exp(ABOVE)
+_NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 _SAMPLE = 128  # classes that the first reference is of
-_ELEMENTS, _LEAST = 2**18, 256  # of a tile where its products take no longer than a pass over it
+_ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
 
 
 def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
@@ -107,12 +109,19 @@ def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
     return buffer if buffer.numel() >= elements else buffer.new_empty(elements)
 
 
+class ReferenceTooLow(Exception):
+    """A logit is so far above the reference that its exponential leaves its range."""
+
+
 class TileStats:
     """What is gathered of logits tile by tile: the labels', and of the others sums and maxima.
 
     Exponentials are ``exp(z - k)``. All tiles of a token share one reference ``k (C,)`` as long as
     no logit is more than `ABOVE` above it; where one is, its tile and those that follow take its
     logit as reference. Rows of NaN keep theirs.
+
+    With a first reference that fits nearly always, nobody looks for maxima before a sum of
+    exponentials shows that it did not fit.
     """
 
     def __init__(
@@ -124,46 +133,62 @@ class TileStats:
         k: Tensor | None = None,  # (C,) the first reference; by default that of the first tile
     ) -> None:
         self.y = y
-        lowest = torch.finfo(acc).min
-        self.k = torch.full((len(y),), lowest, dtype=acc, device=y.device) if k is None else k
-        self.sum = torch.zeros(len(y), dtype=torch.float64, device=y.device)
+        self._trusted = k is not None and not argmax
+        self._refer_to(torch.full_like(y, torch.finfo(acc).min, dtype=acc) if k is None else k)
+        self.spans = [(0, self.k)]  # first classes, references
         # NaN stays where no tile holds the label.
-        self.z_label = torch.full((len(y),), math.nan, dtype=acc, device=y.device)
-        self.maxima: list[Tensor] = []
-        self.spans: list[tuple[int, Tensor]] = [(0, self.k)]  # first classes, references
-        self._likeliest: list[Tensor] | None = [] if argmax else None
-        in_order, self._tokens = y.sort()
-        self._in_order, self._rows = in_order.tolist(), in_order
+        self.z_label = torch.full_like(self.k, math.nan)
+        self.sums: list[Tensor] = []  # of each tile, relative to the reference of its span
+        self._total = torch.zeros_like(self.k, dtype=torch.float64)
+        self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax else None
+        self._in_order, self._tokens = y.sort()
+        self._classes = self._in_order.tolist()
+
+    def _refer_to(self, k: Tensor) -> None:
+        self.k, self._limit = k, k + ABOVE
+        self._shifted = bool(k.any())
 
     def add(self, z: Tensor, begin: int) -> Tensor | None:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns what turns exponentials of earlier tiles, (C,), into those of the new reference;
-        ``None`` where that is the old one.
+        Returns what turns sums over earlier tiles, (C,), into those of a new reference; ``None``
+        where that is the old one.
+
+        Raises:
+            ReferenceTooLow: the tile must be made again and given again. Only with ``k``.
         """
-        first, last = (bisect.bisect_left(self._in_order, x) for x in (begin, begin + len(z)))
+        first, last = (bisect.bisect_left(self._classes, x) for x in (begin, begin + len(z)))
         if first < last:
-            tokens, rows = self._tokens[first:last], self._rows[first:last] - begin
+            tokens, rows = self._tokens[first:last], self._in_order[first:last] - begin
             self.z_label[tokens] = z[rows, tokens]
             z[rows, tokens] = -math.inf
+        ratio = None if self._trusted else self._raise_reference(z, begin)
+        if self._shifted:  # a tile of nothing but -inf gives exp(-inf) = 0: k is never -inf
+            z.sub_(self.k)
+        sums = z.exp_().sum(0)
+        if self._trusted and bool((sums > _HIGHEST).any()):
+            self._trusted = False
+            raise ReferenceTooLow
+        self.sums.append(sums)
+        self._total += sums
+        return ratio
+
+    def _raise_reference(self, z: Tensor, begin: int) -> Tensor | None:
         if self._likeliest is None:
             top = z.amax(0)
         else:  # costs as much as three exponentials on a CPU
             top, best = z.max(0)
-            self._likeliest.append(best + begin)
-        self.maxima.append(top)
-        ratio = None
-        higher = top > self.k + ABOVE
-        if higher.any():
-            k = torch.where(higher, top, self.k)
-            ratio = (self.k - k).exp_()
-            self.sum *= ratio
-            self.k = k
-            if begin == self.spans[-1][0]:
-                self.spans.pop()
-            self.spans.append((begin, k))
-        # A tile of nothing but -inf gives exp(-inf) = 0: the reference is never -inf.
-        self.sum += z.sub_(self.k).exp_().sum(0)
+            self._likeliest.append((top, best + begin))
+        higher = top > self._limit
+        if not higher.any():
+            return None
+        k = torch.where(higher, top, self.k)
+        ratio = (self.k - k).exp_()
+        self._total *= ratio
+        self._refer_to(k)
+        if begin == self.spans[-1][0]:
+            self.spans.pop()
+        self.spans.append((begin, k))
         return ratio
 
     def losses(self) -> Tensor:
@@ -179,9 +204,9 @@ class TileStats:
     def argmax(self) -> Tensor:
         """``(C,)`` int64: the likeliest class."""
         assert self._likeliest is not None
-        top, tile = torch.stack(self.maxima).max(0)
-        best = torch.stack(self._likeliest).gather(0, tile[None])[0]
-        return torch.where(self.z_label > top, self.y, best)
+        tops, bests = (torch.stack(x) for x in zip(*self._likeliest, strict=True))
+        top, tile = tops.max(0)
+        return torch.where(self.z_label > top, self.y, bests.gather(0, tile[None])[0])
 
     def factors(self, lse: Tensor) -> list[tuple[int, Tensor]]:
         """``exp(k - lse) (C,)`` float64 for each reference, and the first class that has it."""
@@ -189,19 +214,21 @@ class TileStats:
 
     def _others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
-        return self.k.double() + self.sum.log()
+        return self.k.double() + self._total.log()
 
 
 def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
     """``(C,)``: the largest logit but the label's of some classes, evenly chosen.
 
-    With it nearly always the only one, a chunk's exponentials can be multiplied as a whole.
+    With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. It
+    is 0 where that fits as well: there is nothing to subtract then.
     """
     V = len(logits.head.weight)
     classes = torch.arange(0, V, -(-V // _SAMPLE), device=h.device)
     z = logits.of_classes(h, classes)
     z.masked_fill_(classes[:, None] == y, -math.inf)
-    return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
+    k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
+    return k.masked_fill_(k.abs() <= _NEAR, 0)
 
 
 def nan_at_inf(z: Tensor) -> Tensor:

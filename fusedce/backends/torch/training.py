@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.gradients import Gradients, call_of, scratch, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.protocol import Summed
@@ -40,6 +40,7 @@ from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import (
     Logits,
+    ReferenceTooLow,
     TileStats,
     clear_labels,
     first_reference,
@@ -89,7 +90,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
-    buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
+    buffer = scratch((V * min(way.tokens, len(rows)),), stored, device)
     if argmax is not None:
         argmax.fill_(-1)
 
@@ -161,12 +162,14 @@ class _Exponentials:
         self.stats = stats = TileStats(y, acc, argmax=argmax, k=k)
         for begin, end in tiles(len(exps), self.step):
             tile = exps[begin:end]
-            z = logits.tile(h, begin, end, out=tile if exps.dtype == acc else None)
-            slope = logits.head.slope(z)
-            ratio = stats.add(z, begin)  # z becomes exp(z - k)
+            in_place = tile if exps.dtype == acc else None
+            try:
+                z, slope, ratio = self._one(h, begin, end, in_place)
+            except ReferenceTooLow:
+                z, slope, ratio = self._one(h, begin, end, in_place)
             if slope is not None:
                 z.mul_(slope)
-            if exps.dtype != acc:
+            if in_place is None:
                 tile.copy_(z)
             if dh is not None:
                 if ratio is not None:
@@ -174,6 +177,14 @@ class _Exponentials:
                 w = logits.rows(begin, end, self.products.gradients)
                 self.products(tile.t(), w, dh, add=True)
         return stats
+
+    def _one(
+        self, h: Tensor, begin: int, end: int, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A tile of ``exp(z - k)``, slopes of its logits, and what its new reference demands."""
+        z = self.logits.tile(h, begin, end, out=out)
+        slope = self.logits.head.slope(z)
+        return z, slope, self.stats.add(z, begin)
 
     def without_largest(
         self,
@@ -188,26 +199,35 @@ class _Exponentials:
         among the exponentials now. There are none where nothing is rounded.
         """
         exps, head = self.exps, self.logits.head
-        top, tile = torch.stack(self.stats.maxima).max(0)
-        largest = ((top.double() - lse).exp_() >= APART) & (exps.dtype != self.products.acc)
-        tokens = largest.nonzero()[:, 0]
-        tile = tile[tokens]
-        classes = torch.zeros_like(tokens)
-        for number in tile.unique().tolist():
-            here, begin = (tile == number).nonzero()[:, 0], number * self.step
-            some = exps[begin : begin + self.step].index_select(1, tokens[here])
-            classes[here] = begin + some.float().argmax(0)
+        begins = torch.tensor([begin for begin, _ in factors], device=lse.device)
+        of_span = torch.stack([f for _, f in factors])  # (spans, C)
+        tokens = classes = torch.zeros_like(self.stats.y[:0])
+        if exps.dtype != self.products.acc:
+            tokens, classes = self._candidates(lse)
         z = (h[tokens] * head.weight[classes].to(h.dtype)).sum(1, dtype=torch.float64)
         z = self.logits.finished(z, classes)
         p = (z - lse[tokens]).exp_()
         slope = head.slope(z)
         apart = of_p[tokens] * (p if slope is None else p * slope)
-        begins = torch.tensor([begin for begin, _ in factors], device=tokens.device)
-        of_span = torch.stack([f for _, f in factors])
         span = torch.bucketize(classes, begins, right=True) - 1
         rounded = exps[classes, tokens].double() * of_span[span, tokens]
         exps[classes, tokens] = 0
         return tokens, classes, apart.to(h.dtype), (apart - rounded).to(h.dtype)
+
+    def _candidates(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, and classes, of tiles whose sum is a probability of `APART` or more."""
+        found = []
+        sums = torch.stack(self.stats.sums).double()  # (tiles, C)
+        spans = self.stats.factors(lse)
+        factors = torch.stack([f for _, _, f in self.tiles_of(spans)])
+        for number in (held := sums.mul_(factors) >= APART).any(1).nonzero()[:, 0].tolist():
+            here, begin = held[number].nonzero()[:, 0], number * self.step
+            some = self.exps[begin : begin + self.step].index_select(1, here)
+            found.append((here, begin + some.float().argmax(0)))
+        if not found:
+            return lse[:0].long(), lse[:0].long()
+        tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
+        return tokens, classes
 
     def add_to_head(
         self, grads: Gradients, h: Tensor, factors: list[tuple[int, Tensor]], *, first: bool
