@@ -4,7 +4,9 @@ The gradients arrive with upstream factors of each token's own, known only after
 So the logits are computed a second time, with the log-sum-exp known, by *tiles of the vocabulary*:
 a tile of logits becomes its own gradient in place, and one product of it with the hidden states is
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
-added up in float32 or better. Inside a tile, work goes by blocks of tokens.
+added up in float32 or better. Inside a tile, work goes by blocks of tokens. Where a tile is rounded
+to bfloat16, its labels' entries and others that are large beside their token's whole gradient are
+made good: alone in their size, they have no neighbours to average their rounding with.
 
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
@@ -23,7 +25,7 @@ from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
-from fusedce.backends.torch.tiles import Logits, clear_labels, label_entry, nan_at_inf, tiles
+from fusedce.backends.torch.tiles import APART, Logits, clear_labels, label_entry, nan_at_inf, tiles
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
@@ -118,6 +120,9 @@ def token_grads(
     return grads.written()
 
 
+_COLUMNS = 64  # tokens whose entries are looked through at a time
+
+
 class _Block(NamedTuple):
     """A block of tokens: where they are, and the factors of their gradient, (R,) each."""
 
@@ -129,6 +134,7 @@ class _Block(NamedTuple):
     gamma: Tensor | None
     at_label: Tensor
     temperature: Tensor | None
+    large: Tensor  # size of entries that are made good
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
@@ -146,6 +152,8 @@ class _Block(NamedTuple):
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
+        large = APART / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
+        large *= abs(problem.logit_scale)
         return cls(
             rows,
             problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
@@ -155,6 +163,7 @@ class _Block(NamedTuple):
             factor(upstream.gamma),
             factor(upstream.at_label),  # type: ignore[arg-type]
             None if temperature is None else temperature[rows],
+            large[rows].to(head.acc).masked_fill_(large[rows] == 0, math.inf),
         )
 
 
@@ -204,17 +213,23 @@ def _add_what_rounding_took(
     tile: Tensor,  # g, rounded
     begin: int,
 ) -> None:
-    """The labels' entries are alone in their size: their rounding does not average out."""
+    """Adds the rounding errors of the labels' entries and of large ones in ``acc``."""
     at, inside = label_entry(block.y, begin, len(g))
-    lost = (g.gather(0, at)[0] - tile.gather(0, at)[0].to(g.dtype)).masked_fill_(~inside, 0)
-    if d_weight is not None:
-        d_weight.index_add_(0, at[0], hidden * lost[:, None])
-    if d_hidden is not None:
-        of_labels = problem.weight[block.y].to(g.dtype).mul_(lost[:, None])
-        if isinstance(block.rows, Tensor):
-            d_hidden.index_add_(0, block.rows, of_labels)
-        else:
-            d_hidden[block.rows] += of_labels
+    holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
+    for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
+        some = g.index_select(1, tokens)
+        chosen = some.abs() >= block.large[tokens]
+        chosen.scatter_(0, at[:, tokens], chosen.gather(0, at[:, tokens]) | inside[tokens])
+        classes, column = chosen.nonzero().unbind(1)
+        lost = some[classes, column]
+        column = tokens[column]
+        lost -= tile[classes, column].to(g.dtype)
+        if d_weight is not None:
+            d_weight.index_add_(0, classes, hidden[column] * lost[:, None])
+        if d_hidden is not None:
+            rows = block.rows[column] if isinstance(block.rows, Tensor) else block.rows.start + column
+            of_classes = problem.weight[begin + classes].to(g.dtype)
+            d_hidden.index_add_(0, rows, of_classes.mul_(lost[:, None]))
 
 
 class _Seen:

@@ -39,6 +39,7 @@ from fusedce.backends.torch.per_token import token_grads, token_stats
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import (
+    APART,
     Logits,
     ReferenceTooLow,
     TileStats,
@@ -50,9 +51,6 @@ from fusedce.backends.torch.tiles import (
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
-
-APART = 0.125  # a probability
-
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
@@ -117,13 +115,18 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         factors = [(begin, (f * of_p).to(acc)) for begin, f in stats.factors(lse)]
         if dh is not None and mean is None:
             dh.mul_(factors[-1][1][:, None])
-        tokens, classes, apart, excess = made.without_largest(h, lse, of_p, factors)
+        tokens, classes, apart, added = made.without_largest(h, lse, of_p, factors)
+        excess = apart - added
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
+            c = problem.class_weight
+            apart = excess = apart + shift[tokens] * (1.0 if c is None else c[classes].to(acc))
             for begin, end, f in made.tiles_of(factors):
                 g = _smoothed(problem, made.exps[begin:end], f, shift, stats.y, begin)
+                here = (classes >= begin) & (classes < end)
+                g[classes[here] - begin, tokens[here]] = 0
                 made.add_tile(grads, dh, g, h, begin, first=number == 0)
 
         if grads.hidden is not None and dh is not None:
@@ -193,16 +196,15 @@ class _Exponentials:
         of_p: Tensor,  # (C,) float64
         factors: list[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and classes of entries that go apart; their gradients in ``acc``.
+        """Tokens and classes of entries that go apart; their gradients in ``acc``, and as stored.
 
-        The fourth: by how much that is more than what was added of them to d_hidden. They are 0
-        among the exponentials now. There are none where nothing is rounded.
+        They are 0 among the exponentials now. There are none where nothing is rounded.
         """
         exps, head = self.exps, self.logits.head
         begins = torch.tensor([begin for begin, _ in factors], device=lse.device)
         of_span = torch.stack([f for _, f in factors])  # (spans, C)
         tokens = classes = torch.zeros_like(self.stats.y[:0])
-        if exps.dtype != self.products.acc:
+        if self.products.gradients != self.products.acc:
             tokens, classes = self._candidates(lse)
         z = (h[tokens] * head.weight[classes].to(h.dtype)).sum(1, dtype=torch.float64)
         z = self.logits.finished(z, classes)
@@ -212,7 +214,7 @@ class _Exponentials:
         span = torch.bucketize(classes, begins, right=True) - 1
         rounded = exps[classes, tokens].double() * of_span[span, tokens]
         exps[classes, tokens] = 0
-        return tokens, classes, apart.to(h.dtype), (apart - rounded).to(h.dtype)
+        return tokens, classes, apart.to(h.dtype), rounded.to(h.dtype)
 
     def _candidates(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens, and classes, of tiles whose sum is a probability of `APART` or more."""
@@ -289,13 +291,12 @@ def _smoothed(
     problem: Problem,
     exps: Tensor,  # (v, C), overwritten
     factors: Tensor,  # (C,)
-    shift: Tensor | float,  # () or (C,)
+    shift: Tensor,  # (C,)
     y: Tensor,  # (C,)
     begin: int,
 ) -> Tensor:
     """``exps * factors + class_weight * shift``, and 0 at the labels."""
     g = exps.mul_(factors)
-    shift = torch.as_tensor(shift, dtype=g.dtype, device=g.device).expand(g.shape[1])
     if problem.class_weight is None:
         g.add_(shift)
     else:
