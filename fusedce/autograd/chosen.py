@@ -132,9 +132,9 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_second_derivatives()
     for i, x in zip(ctx.at, ctx.saved_tensors, strict=True):
         flat[i] = x
-    made = torch.ops.fusedce.class_grads(
-        *flat[:_END], *wanted, *flat[_END : _END + _VALUES], *upstream[:-1], *flat[-2:], upstream[-1]
-    )
+    problem, values = flat[:_END], flat[_END:-2]
+    *by_token, by_z = upstream
+    made = torch.ops.fusedce.class_grads(*problem, *wanted, *values, *by_token, *flat[-2:], by_z)
     for name, grad, want in zip(
         ("hidden", "weight", "bias"), made, wanted.gradients(), strict=True
     ):
@@ -204,7 +204,8 @@ def _add_gradients(
     for rows in _chunks(problem, classes):
         h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
         if grads.hidden is not None:
-            grads.hidden[rows] += _products(problem.weight[own].to(head.acc), factors[:, :, None], 1)
+            w = problem.weight[own].to(head.acc)  # (C, K, H)
+            grads.hidden[rows] += _products(w, factors[:, :, None], 1)
         grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
 
 

@@ -34,4 +34,3 @@ class Projection(NamedTuple):
     def slope(self, z: Tensor) -> Tensor | None:
         """Derivative of capped logits by those before the cap; ``None`` for 1 everywhere."""
         return None if self.softcap is None else 1 - (z / self.softcap).square_()
-

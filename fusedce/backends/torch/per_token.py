@@ -227,7 +227,8 @@ def _add_what_rounding_took(
         if d_weight is not None:
             d_weight.index_add_(0, classes, hidden[column] * lost[:, None])
         if d_hidden is not None:
-            rows = block.rows[column] if isinstance(block.rows, Tensor) else block.rows.start + column
+            where = block.rows
+            rows = where[column] if isinstance(where, Tensor) else where.start + column
             of_classes = problem.weight[begin + classes].to(g.dtype)
             d_hidden.index_add_(0, rows, of_classes.mul_(lost[:, None]))
 

@@ -73,9 +73,8 @@ class Products(NamedTuple):
         gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
         if gemm is not None:
             return _call(gemm, a, b, out, add=add)
-        more = {"out_dtype": out.dtype} if out.is_cuda else {}
         for rows, some in zip(a.split(_BLOCK), out.split(_BLOCK), strict=True):
-            product = torch.mm(rows, b, **more)
+            product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
             if add:
                 some.add_(product)
             else:
@@ -188,7 +187,8 @@ def _call(
     (m, k), n = a.shape, b.shape[1]
     if not m * n * k:
         return out if add else out.zero_()
-    given = out if out.stride(1) == 1 and out.stride(0) >= n else torch.empty_like(out).copy_(out)
+    rows = out.stride(1) == 1 and out.stride(0) >= n
+    given = out if rows else torch.empty(m, n).copy_(out)
     (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
     integer, real = ctypes.c_int64, ctypes.c_float
     gemm(

@@ -4,8 +4,8 @@ Work goes by *chunks* of valid tokens and, inside a chunk, by *tiles* of the voc
 logits is stored vocabulary-major, ``(v, C)``: both GEMMs that follow then read it along its fast
 dimension, and the first writes it faster too (6 to 12% less time for the three on a CPU).
 
-One exponential per logit, ``e = exp(z - k)``, with a reference ``k (C,)`` that nearly always all
-tiles of a chunk share (`TileStats`). Once the log-sum-exp is known, ``p = e * exp(k - lse)`` differs
+One exponential per logit, ``e = exp(z - k)``, with a reference ``k (C,)`` that all tiles of a chunk
+share nearly always (`TileStats`). Once the log-sum-exp is known, ``p = e * exp(k - lse)`` differs
 from ``e`` by one factor per token, which is applied to the small ``(C, H)`` operand or result of
 each GEMM instead of to the exponentials. So d_hidden is added up in float32 while a tile and its
 rows of the head are at hand, and d_weight is one product for all tiles.
@@ -51,6 +51,7 @@ from fusedce.backends.torch.tiles import (
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
+
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
