@@ -8,8 +8,8 @@ from support.rounding import Draw
 from fusedce import fused_ce
 from fusedce.backends.torch import products, tiles
 
-# Of sums of few terms in which the label's is the largest; in the median, and in one of a hundred.
-MEDIAN, HIGH = 1.1, 1.3
+# In the median, and in one of a hundred.
+MEDIAN, HIGH = 1.05, 1.1
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_every_option_and_pair_on_torch():
 @pytest.mark.parametrize("shared", [0.0, 0.94])
 def test_options_one_by_one_on_torch(logits, shared):
     for name, ratios in rounding.errors(Draw(logits, shared, True, 0), "torch"):
-        assert max(ratios) <= 1.25, (name, ratios)
+        assert max(ratios) <= 1.12, (name, ratios)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ a tile of logits becomes its own gradient in place, and one product of it with t
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
 added up in float32 or better. Inside a tile, work goes by blocks of tokens. Where a tile is rounded
 to bfloat16, its labels' entries and others that are large beside their token's whole gradient are
-made good: alone in their size, they have no neighbours to average their rounding with.
+made good: alone in their size, they have no neighbours to average their rounding with. The errors of
+the others reach d_hidden with their rows, whose common part they would add up: it is taken away.
 
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
@@ -94,6 +95,7 @@ def token_grads(
     )
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
+    mean_row = logits.mean_row() if gemm != acc else None
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
         sums = torch.empty(way.classes, H, dtype=acc, device=grads.weight.device)
@@ -112,9 +114,10 @@ def token_grads(
                 products(tile, hidden.to(gemm), d_weight, add=number > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-            if gemm != acc:
-                _add_what_rounding_took(problem, grads.hidden, d_weight, block, hidden, g, tile,
-                                        begin)  # fmt: skip
+            if mean_row is not None:
+                _add_what_rounding_took(
+                    problem, grads.hidden, d_weight, block, hidden, g, tile, mean_row, begin
+                )
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
     return grads.written()
@@ -211,10 +214,16 @@ def _add_what_rounding_took(
     hidden: Tensor,  # (R, H)
     g: Tensor,  # (v, R)
     tile: Tensor,  # g, rounded
+    mean_row: Tensor,  # (H,)
     begin: int,
 ) -> None:
-    """Adds the rounding errors of the labels' entries and of large ones in ``acc``."""
+    """Adds the rounding errors of the labels' entries and of large ones in ``acc``.
+
+    And of the others in all, as if each were of the mean row of the head.
+    """
     at, inside = label_entry(block.y, begin, len(g))
+    left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype))
+    where = block.rows
     holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
     for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
         some = g.index_select(1, tokens)
@@ -224,13 +233,18 @@ def _add_what_rounding_took(
         lost = some[classes, column]
         column = tokens[column]
         lost -= tile[classes, column].to(g.dtype)
+        left.index_add_(0, column, lost, alpha=-1)
         if d_weight is not None:
             d_weight.index_add_(0, classes, hidden[column] * lost[:, None])
         if d_hidden is not None:
-            where = block.rows
             rows = where[column] if isinstance(where, Tensor) else where.start + column
             of_classes = problem.weight[begin + classes].to(g.dtype)
             d_hidden.index_add_(0, rows, of_classes.mul_(lost[:, None]))
+    if d_hidden is not None:
+        if isinstance(where, Tensor):
+            d_hidden.index_add_(0, where, left[:, None] * mean_row)
+        else:
+            d_hidden[where].addr_(left, mean_row)
 
 
 class _Seen:

@@ -15,7 +15,8 @@ of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
 float32 would have rounded most of the loss away. Where exponentials are rounded to bfloat16, the
 largest of the others leaves its tile, too, if its probability is `APART` or more: alone in its
-size, it has no neighbours to average its rounding with.
+size, it has no neighbours to average its rounding with. The rounding errors that are left reach
+d_hidden with the rows of the head, whose common part they would add up: it is taken away.
 
 Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
 and of probabilities rounded to bfloat16 nothing but their errors. So the exponentials of a chunk
@@ -89,6 +90,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
+    mean_row = logits.mean_row() if wanted.hidden and products.gradients != acc else None
     buffer = scratch((V * min(way.tokens, len(rows)),), stored, device)
     if argmax is not None:
         argmax.fill_(-1)
@@ -116,13 +118,16 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         factors = [(begin, (f * of_p).to(acc)) for begin, f in stats.factors(lse)]
         if dh is not None and mean is None:
             dh.mul_(factors[-1][1][:, None])
+            made.lost.mul_(factors[-1][1])
         tokens, classes, apart, added = made.without_largest(h, lse, of_p, factors)
         excess = apart - added
+        made.lost.index_add_(0, tokens, excess, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
             c = problem.class_weight
+            made.lost.zero_()
             apart = excess = apart + shift[tokens] * (1.0 if c is None else c[classes].to(acc))
             for begin, end, f in made.tiles_of(factors):
                 g = _smoothed(problem, made.exps[begin:end], f, shift, stats.y, begin)
@@ -131,6 +136,8 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 made.add_tile(grads, dh, g, h, begin, first=number == 0)
 
         if grads.hidden is not None and dh is not None:
+            if mean_row is not None:
+                dh.addr_(made.lost, mean_row)
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
             dh.index_add_(0, tokens, problem.weight[classes].to(acc) * excess[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
@@ -147,6 +154,7 @@ class _Exponentials:
     """The exponentials of a chunk, times the slope of their logits, and what is added of them."""
 
     stats: TileStats
+    lost: Tensor  # (C,) what rounding took from the sum of those that d_hidden is made of
 
     def __init__(self, logits: Logits, exps: Tensor, step: int) -> None:
         self.logits, self.products, self.step = logits, logits.products, step
@@ -163,6 +171,7 @@ class _Exponentials:
         """Fills ``exps``, each relative to the reference of its span."""
         exps, logits, acc = self.exps, self.logits, self.products.acc
         k = first_reference(logits, h, y)
+        self.lost = torch.zeros_like(k)
         self.stats = stats = TileStats(y, acc, argmax=argmax, k=k)
         for begin, end in tiles(len(exps), self.step):
             tile = exps[begin:end]
@@ -175,6 +184,11 @@ class _Exponentials:
                 z.mul_(slope)
             if in_place is None:
                 tile.copy_(z)
+                if dh is not None:
+                    exact = stats.sums[-1] if slope is None else z.sum(0)
+                    if ratio is not None:
+                        self.lost.mul_(ratio)
+                    self.lost.add_(exact).sub_(tile.sum(0, dtype=acc))
             if dh is not None:
                 if ratio is not None:
                     dh.mul_(ratio[:, None])
@@ -260,8 +274,10 @@ class _Exponentials:
         end, gemm = begin + len(g), self.products.gradients
         if grads.bias is not None:
             grads.bias[begin:end] += g.sum(1)
-        g = g.to(gemm)
+        exact, g = g, g.to(gemm)
         if dh is not None:
+            if g.dtype != exact.dtype:
+                self.lost.add_(exact.sum(0)).sub_(g.sum(0, dtype=exact.dtype))
             self.products(g.t(), self.logits.rows(begin, end, gemm), dh, add=True)
         if grads.weight is not None:
             self.products(g, h.to(gemm), grads.weight[begin:end], add=not first)
