@@ -84,7 +84,7 @@ def _chosen_logits(*flat: Any) -> Tensor:
     if problem.softcap is not None:
         z = problem.softcap * torch.tanh(z / problem.softcap)
     if problem.temperature is not None:
-        z = z / problem.temperature[:, None]
+        z = (z / problem.temperature[:, None]).to(head.acc)
     return z.masked_fill_(~valid, 0)
 
 

@@ -1,6 +1,6 @@
 """Errors of bfloat16 gradients over that of rounding the exact ones once: a table by option.
 
-    python tests/support/rounding.py          # writes the table of docs/accuracy.md
+python tests/support/rounding.py          # writes the table of docs/accuracy.md
 """
 
 from __future__ import annotations

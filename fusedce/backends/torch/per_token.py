@@ -4,10 +4,12 @@ The gradients arrive with upstream factors of each token's own, known only after
 So the logits are computed a second time, with the log-sum-exp known, by *tiles of the vocabulary*:
 a tile of logits becomes its own gradient in place, and one product of it with the hidden states is
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
-added up in float32 or better. Inside a tile, work goes by blocks of tokens. Where a tile is rounded
-to bfloat16, its labels' entries and others that are large beside their token's whole gradient are
-made good: alone in their size, they have no neighbours to average their rounding with. The errors of
-the others reach d_hidden with their rows, whose common part they would add up: it is taken away.
+added up in float32 or better. Inside a tile, work goes by blocks of tokens.
+
+Where a tile is rounded to bfloat16, its labels' entries and others that are large beside their
+token's whole gradient are made good: alone in their size, they have no neighbours to average their
+rounding with. The errors of the rest reach d_hidden with the rows of the head, whose common part
+they would add up: it is taken away.
 
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit

@@ -64,7 +64,9 @@ def test_logits_are_sums_of_exact_products(onednn, dtype, how, monkeypatch):
     torch.testing.assert_close(logits.of_classes(h, some).double(), of_some, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 1), (1, 9, 4), (0, 4, 3), (3, 0, 4), (3, 4, 0)])
+@pytest.mark.parametrize(
+    "shape", [(5, 7, 3), (1, 1, 1), (1, 9, 4), (0, 4, 3), (3, 0, 4), (3, 4, 0)]
+)
 @pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("way")
