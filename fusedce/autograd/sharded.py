@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusedce.autograd import sharded_tokens
-from fusedce.autograd.derivatives import detached, wanted_gradients
+from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.sharded.tiles import Shard, loss_and_grads, sharded_call
@@ -16,6 +16,7 @@ from fusedce.contract.results import LossSum
 
 def loss_sum(problem: Problem, shard: Shard) -> LossSum:
     """Equal on all ranks; every rank receives the gradients of what it holds."""
+    refuse_forward_mode(problem)
     wanted = wanted_gradients(problem)
     budget = problem.memory_budget
     if budget is not None:

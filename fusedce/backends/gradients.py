@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -70,6 +73,24 @@ def call_of(
     )
 
 
+_HUGE = 2**25  # bytes; from there on malloc, too, asks the kernel for every tensor's pages
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for the length of a call, not filled.
+
+    On Linux in huge pages if it is large: a CPU's products are 5 to 10% faster for it.
+    """
+    elements = math.prod(shape)
+    size = elements * dtype.itemsize
+    if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=elements).view(shape)
+
+
 class Gradients:
     """Gradients of hidden, weight and bias; ``None`` where not wanted.
 
@@ -99,8 +120,13 @@ class Gradients:
             self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
             narrow = by_tiles or (chunks == 1 and not accumulate)
-            fill = torch.empty if chunks else torch.zeros
-            self.weight = fill(weight.shape, dtype=dtypes.weight if narrow else acc, device=device)
+            dtype = dtypes.weight if narrow else acc
+            if not chunks:
+                self.weight = torch.zeros(weight.shape, dtype=dtype, device=device)
+            elif dtype == dtypes.weight:
+                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
+            else:
+                self.weight = scratch(tuple(weight.shape), dtype, device)
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
-from fusedce.backends.torch.products import add_product, gemm_dtype
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, label_entry, log_sum_exp, tiles
+from fusedce.backends.torch.tiles import Logits, TileStats, label_entry, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -43,7 +43,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     hidden = problem.hidden
     (V, H), (N, device) = problem.weight.shape, (len(hidden), hidden.device)
     rows, n_valid = valid_rows(problem)
-    acc, gemm = Projection.of(problem).acc, gemm_dtype(hidden)
+    products = Products.of(hidden)
+    acc, gemm = products.acc, products.gradients
     way = way_of_divergence(
         call_of(problem, wanted, len(rows), waiting(problem)),
         divergence.teacher_size(),
@@ -73,9 +74,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                 continue
             g = g.to(gemm)
             if dh is not None:
-                add_product(dh, g.t(), problem.weight[begin:end].to(gemm), first=begin == 0)
+                products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
             if grads.weight is not None:
-                add_product(grads.weight[begin:end], g, scaled, first=at == 0)
+                products(g, scaled, grads.weight[begin:end], add=at > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += torch.mv(g.to(acc), of_rows[:, 0])
         loss = compared.losses()
@@ -100,7 +101,9 @@ class _Exponentials:
 
     def lse(self) -> Tensor:
         """``(C,)`` float64."""
-        return log_sum_exp(self.maxima, self.sums)
+        k = torch.stack(self.maxima).double()  # (tiles, C)
+        top = k.amax(0)
+        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
 
 
 class _CrossEntropy(NamedTuple):
@@ -127,25 +130,28 @@ class _ToTeacher:
     def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
         self.problem, self.divergence, self.step = problem, divergence, step
         self.student, self.teacher = divergence.student(problem), divergence.teacher()
+        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.teacher_logits = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
         self.of_student, self.of_teacher = (_buffer(problem, most) for _ in range(2))
         self.scratch = [_buffer(problem, most, step) for _ in range(2)]
 
     def start(self, h: Tensor, chunk: Tensor) -> None:
         """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
-        problem, divergence, teacher = self.problem, self.divergence, self.teacher
+        problem, divergence = self.problem, self.divergence
         V, C = len(problem.weight), len(h)
         self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
         of_student, of_teacher = _Exponentials(), _Exponentials()
         y, temperature = problem.labels[chunk].long(), divergence.temperature
         ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
-        there = teacher.hidden[chunk].to(h.dtype)
+        here = self.logits.operand(h)
+        there = self.teacher_logits.operand(self.teacher.hidden[chunk])
         for begin, end in tiles(V, self.step):
-            s = self.student.logits(h, begin, end, out=self.s[begin:end])
+            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
             scratch = self.scratch[0][: s.numel()].view_as(s)
             of_student.add(s, scratch)
             if ce is not None:
                 ce.add(torch.mul(s, temperature, out=scratch), begin)
-            t = teacher.projection.logits(there, begin, end, out=self.t[begin:end])
+            t = self.teacher_logits.tile(there, begin, end, out=self.t[begin:end])
             of_teacher.add(t, scratch)
         lse, lse_t = of_student.lse(), of_teacher.lse()
         self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
@@ -240,6 +246,7 @@ class _ToTargets:
     def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
         self.problem, self.divergence, self.step = problem, divergence, step
         self.student = divergence.student(problem)
+        self.logits = Logits(self.student, Products.of(problem.hidden))
         self.of_student = _buffer(problem, most)
         self.scratch = [_buffer(problem, most, step) for _ in range(2)]
 
@@ -259,9 +266,9 @@ class _ToTargets:
         of_label = torch.stack(largest).gather(0, top)[0]
         # of all classes but y
         total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
-        stats = TileStats(self.y, h.dtype)
+        stats, here = TileStats(self.y, h.dtype), self.logits.operand(h)
         for begin, end in tiles(V, self.step):
-            s = self.student.logits(h, begin, end, out=self.s[begin:end])
+            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
             stats.add(self.scratch[0][: s.numel()].view_as(s).copy_(s), begin)
         nll, lse = stats.losses(), stats.lse()
         z_loss = self.problem.z_loss
