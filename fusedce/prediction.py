@@ -16,6 +16,7 @@ from fusedce.backends.plan import (
     TILES,
     Call,
     Way,
+    device_budget,
     is_small_head,
     rows_of_hidden,
     tile_shape,
@@ -180,15 +181,19 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 
 
 def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False
-) -> Call:
+    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    device: Device | None = None,
+) -> Call:  # fmt: skip
     """What the backend of a GPU, or of a CPU, asks its plan: ``b`` bytes an element, all valid.
 
-    A CPU computes bf16 and fp16 in float32.
+    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
     wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
-    return Call(N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu)
+    return Call(
+        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        budget=device_budget(None if device is None else device.memory),
+    )  # fmt: skip
 
 
 def fused_ce(
@@ -204,7 +209,8 @@ def fused_ce(
     """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
     if not training:
         return _forward(N, H, V, device, plan)
-    way = way_of(call(N, H, V, 2, memory_budget), memory_budget=memory_budget)
+    asked = call(N, H, V, 2, memory_budget, device=device)
+    way = way_of(asked, memory_budget=memory_budget)
     terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
     held = dict(way.held)
     if plan.one_gemm:

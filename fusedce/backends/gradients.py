@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import SMALL_HEAD, Call, is_small_head
+from fusedce.backends.plan import SMALL_HEAD, Call, device_budget, is_small_head
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
@@ -66,7 +67,16 @@ def call_of(
         triton=triton,
         copies=2 if problem.softcap is None else 4,
         fp16=problem.hidden.dtype == torch.float16,
+        budget=device_budget(_memory_of(problem.hidden.device)),
     )
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None for other devices."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 class Gradients:

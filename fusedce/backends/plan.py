@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * MiB
+DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU, and on one of LARGE_DEVICE bytes or more
+LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
 # do not make the GEMMs any faster.
 _DEVICE_TOKENS = 8192
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # whose range the factors of rows do not fit
     fixed: int = 0  # bytes that whoever asks holds besides
+    budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
 
     @property
     def acc(self) -> int:
@@ -90,6 +92,12 @@ class Way(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(self.held.values())
+
+
+def device_budget(memory: int | None) -> int:
+    """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
+    large = memory is not None and memory >= LARGE_DEVICE
+    return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
 
 
 def is_small_head(elements: int, memory_budget: int | None, small: int = SMALL_HEAD) -> bool:
@@ -163,7 +171,7 @@ def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
 
 
 def _most_tokens(call: Call) -> int:
-    budget = CPU_BUDGET if call.on_cpu else DEVICE_BUDGET
+    budget = CPU_BUDGET if call.on_cpu else call.budget
     most = max(budget // (call.V * call.logit), _multiple(call))
     return most if call.on_cpu else min(most, _DEVICE_TOKENS)
 
@@ -236,7 +244,7 @@ def tiles_of(
         raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))
     if call.triton:
         T = tile_classes(call, None)
-        most = DEVICE_BUDGET // (T * (4 + call.element))
+        most = call.budget // (T * (4 + call.element))
     else:
         most = _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE
         T = tile_classes(call, None, most)
@@ -400,10 +408,14 @@ def tile_shape(
     elements: tuple[int, int] = TILE_ELEMENTS,
     flops: int = TILE_FLOPS,
 ) -> tuple[int, int]:
-    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time."""
+    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time.
+
+    The rows are the fewest equal parts of ``C``, multiples of 128: a part of a few rows would take
+    a product of its own that leaves most of a GPU idle.
+    """
     least, most = elements
     count = min(max(flops // (2 * H), least), most)
-    rows = min(C, max(count // block, 128))
+    rows = min(C, _equal(C, max(count // block // 128 * 128, 128), 128))
     return rows, min(max(count // rows // block, 1) * block, V)
 
 

@@ -98,8 +98,13 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: a block of the divergence's gradient is stored before all of it is read",
-        "            tl.debug_barrier()\n            tl.store(\n                grads + start + offs_v,",
-        "            tl.store(\n                grads + start + offs_v,",
+        """            tl.debug_barrier()
+            tl.store(
+                grads + start + offs_v,
+""",
+        """            tl.store(
+                grads + start + offs_v,
+""",
         DIVERGENCE,
     ),
     Mutant(
