@@ -17,6 +17,7 @@ from fusedce.backends.plan import (
     Call,
     Way,
     device_budget,
+    exp_block,
     is_small_head,
     rows_of_hidden,
     tile_shape,
@@ -227,7 +228,7 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
         launches = 1
     else:
-        rows, T = tile_shape(C, V, H, min(1 << (V - 1).bit_length(), EXP_BLOCK_V))
+        rows, T = tile_shape(C, V, H, exp_block(V))
         terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
         # Its float32 results leave the cache before they are read.
         terms["exponentials"] = _move(device, 6 * N * V)

@@ -49,6 +49,7 @@ def call_of(
     *,
     logit: int | None = None,  # bytes a chunk holds of each; by default those of the inputs
     triton: bool = False,
+    gemm_block: int = 0,  # see `Call`
 ) -> Call:
     """What a plan asks of a problem."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
@@ -68,6 +69,7 @@ def call_of(
         copies=2 if problem.softcap is None else 4,
         fp16=problem.hidden.dtype == torch.float16,
         budget=device_budget(_memory_of(problem.hidden.device)),
+        gemm_block=gemm_block,
     )
 
 

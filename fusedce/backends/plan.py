@@ -35,6 +35,7 @@ _LEAST_TOKENS_CPU, _LEAST_TOKENS_DEVICE = 64, 768
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
+EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 _PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
 
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     fp16: bool = False  # whose range the factors of rows do not fit
     fixed: int = 0  # bytes that whoever asks holds besides
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
 
     @property
     def acc(self) -> int:
@@ -209,7 +211,7 @@ def chunked(call: Call, C: int, classes: int | None = None) -> Way:
     if call.triton:
         T, products = _products(call, C)
         held["tile of products"] = products
-        held["statistics of a chunk"] = C * (8 * -(-V // EXP_BLOCK_V) + 4)
+        held["statistics of a chunk"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 4)
         held["single entries"] = 2 * C * 40 if call.weight else 24 * C  # sorted, too
         if call.weight and call.element < acc:
             held["scaled hidden states"] = C * H * call.element
@@ -394,10 +396,16 @@ def _products(call: Call, C: int) -> tuple[int, int]:
 
     The products of d_hidden are in the same buffer.
     """
-    block = min(1 << (call.V - 1).bit_length(), EXP_BLOCK_V)
-    rows, T = tile_shape(C, call.V, call.H, block)
     of_hidden = min(rows_of_hidden(call.H), C) * call.H
+    if call.gemm_block:
+        return call.V, 4 * of_hidden
+    rows, T = tile_shape(C, call.V, call.H, exp_block(call.V))
     return T, 4 * max(rows * _multiple_of_16(T), of_hidden)
+
+
+def exp_block(V: int, most: int = EXP_BLOCK_V) -> int:
+    """Classes of a row that share one maximum: at least the 16 that rows are padded to."""
+    return min(max(1 << (V - 1).bit_length(), 16), most)
 
 
 def tile_shape(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import oracle
+from support.compiled import skip_one_known_step
 
 import fusedce
 from fusedce.backends import plan
@@ -40,7 +41,7 @@ def compare(case, temperature=1.0, chunk_tokens=None, mean=False):
     assert ours.argmax[~valid].eq(-1).all()
     if mean:
         exact_mean = torch.where(valid, (z / temperature).mean(1), 0)
-        torch.testing.assert_close(ours.zmean.double(), exact_mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.mean_logit.double(), exact_mean, rtol=1e-5, atol=1e-5)
     factors = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
 
     def of(stats):
@@ -167,6 +168,7 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 @pytest.mark.parametrize("mean", [False, True], ids=["", "mean"])
 def test_sizes(on, arch, dtype, logits, H, V, options, mean):
+    skip_one_known_step(arch, dtype, H, options)
     on(arch)
     V = min(V, 140) if dtype == FP32 else V
     compare(Case((20,), H, V, dtype, logits=logits, with_bias=bool(options), options=options),
