@@ -16,6 +16,8 @@ from fusedce.backends.plan import (
     TILES,
     Call,
     Way,
+    device_budget,
+    exp_block,
     is_small_head,
     rows_of_hidden,
     tile_shape,
@@ -181,15 +183,19 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 
 
 def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False
-) -> Call:
+    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    device: Device | None = None,
+) -> Call:  # fmt: skip
     """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
 
-    A CPU computes bf16 and fp16 in float32.
+    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
     wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
-    return Call(N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu)
+    return Call(
+        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        budget=device_budget(None if device is None else device.memory),
+    )  # fmt: skip
 
 
 def fused_ce(
@@ -205,7 +211,8 @@ def fused_ce(
     """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
     if not training:
         return _forward(N, H, V, device, plan)
-    way = way_of(call(N, H, V, 2, memory_budget), memory_budget=memory_budget)
+    asked = call(N, H, V, 2, memory_budget, device=device)
+    way = way_of(asked, memory_budget=memory_budget)
     terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
     held = dict(way.held)
     if plan.one_gemm:
@@ -222,7 +229,7 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
         launches = 1
     else:
-        rows, T = tile_shape(C, V, H, min(1 << (V - 1).bit_length(), EXP_BLOCK_V))
+        rows, T = tile_shape(C, V, H, exp_block(V))
         terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
         # Its float32 results leave the cache before they are read.
         terms["exponentials"] = _move(device, 6 * N * V)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import SMALL_HEAD, Call, is_small_head
+from fusedce.backends.plan import SMALL_HEAD, Call, device_budget, is_small_head
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
@@ -51,6 +52,7 @@ def call_of(
     *,
     logit: int | None = None,  # bytes a chunk holds of each; by default those of the inputs
     triton: bool = False,
+    gemm_block: int = 0,  # see `Call`
 ) -> Call:
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
@@ -70,7 +72,17 @@ def call_of(
         copies=2 if problem.softcap is None else 4,
         fp16=problem.hidden.dtype == torch.float16,
         threads=torch.get_num_threads(),
+        budget=device_budget(_memory_of(problem.hidden.device)),
+        gemm_block=gemm_block,
     )
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None for other devices."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 _HUGE = 2**25  # bytes; from there on malloc, too, asks the kernel for every tensor's pages

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * MiB
+DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU, and on one of LARGE_DEVICE bytes or more
+LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
 # do not make the GEMMs any faster.
 _DEVICE_TOKENS = 8192
@@ -34,6 +35,7 @@ _LEAST_TOKENS_CPU, _LEAST_TOKENS_DEVICE = 64, 768
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
+EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 _PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
 
@@ -69,6 +71,8 @@ class Call(NamedTuple):
     fp16: bool = False  # whose range the factors of rows do not fit
     fixed: int = 0  # bytes that whoever asks holds besides
     threads: int = 1  # of a CPU
+    budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
 
     @property
     def acc(self) -> int:
@@ -92,6 +96,12 @@ class Way(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(self.held.values())
+
+
+def device_budget(memory: int | None) -> int:
+    """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
+    large = memory is not None and memory >= LARGE_DEVICE
+    return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
 
 
 def is_small_head(elements: int, memory_budget: int | None, small: int = SMALL_HEAD) -> bool:
@@ -165,7 +175,7 @@ def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
 
 
 def _most_tokens(call: Call) -> int:
-    budget = CPU_BUDGET if call.on_cpu else DEVICE_BUDGET
+    budget = CPU_BUDGET if call.on_cpu else call.budget
     most = max(budget // (call.V * call.logit), _multiple(call))
     return most if call.on_cpu else min(most, _DEVICE_TOKENS)
 
@@ -203,7 +213,7 @@ def chunked(call: Call, C: int, classes: int | None = None) -> Way:
     if call.triton:
         T, products = _products(call, C)
         held["tile of products"] = products
-        held["statistics of a chunk"] = C * (8 * -(-V // EXP_BLOCK_V) + 4)
+        held["statistics of a chunk"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 4)
         held["single entries"] = 2 * C * 40 if call.weight else 24 * C  # sorted, too
         if call.weight and call.element < acc:
             held["scaled hidden states"] = C * H * call.element
@@ -238,7 +248,7 @@ def tiles_of(
         raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))
     if call.triton:
         T = tile_classes(call, None)
-        most = DEVICE_BUDGET // (T * (4 + call.element))
+        most = call.budget // (T * (4 + call.element))
     else:
         most = _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE
         T = tile_classes(call, None, most)
@@ -397,10 +407,16 @@ def _products(call: Call, C: int) -> tuple[int, int]:
 
     The products of d_hidden are in the same buffer.
     """
-    block = min(1 << (call.V - 1).bit_length(), EXP_BLOCK_V)
-    rows, T = tile_shape(C, call.V, call.H, block)
     of_hidden = min(rows_of_hidden(call.H), C) * call.H
+    if call.gemm_block:
+        return call.V, 4 * of_hidden
+    rows, T = tile_shape(C, call.V, call.H, exp_block(call.V))
     return T, 4 * max(rows * _multiple_of_16(T), of_hidden)
+
+
+def exp_block(V: int, most: int = EXP_BLOCK_V) -> int:
+    """Classes of a row that share one maximum: at least the 16 that rows are padded to."""
+    return min(max(1 << (V - 1).bit_length(), 16), most)
 
 
 def tile_shape(
@@ -411,10 +427,14 @@ def tile_shape(
     elements: tuple[int, int] = TILE_ELEMENTS,
     flops: int = TILE_FLOPS,
 ) -> tuple[int, int]:
-    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time."""
+    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time.
+
+    The rows are the fewest equal parts of ``C``, multiples of 128: a part of a few rows would take
+    a product of its own that leaves most of a GPU idle.
+    """
     least, most = elements
     count = min(max(flops // (2 * H), least), most)
-    rows = min(C, max(count // block, 128))
+    rows = min(C, _equal(C, max(count // block // 128 * 128, 128), 128))
     return rows, min(max(count // rows // block, 1) * block, V)
 
 
