@@ -8,7 +8,8 @@ from fusedce.autograd import sharded_tokens
 from fusedce.autograd.derivatives import detached, wanted_gradients
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
-from fusedce.backends.sharded.tiles import Shard, loss_and_grads, sharded_call
+from fusedce.backends.sharded.exchange import Shard, sharded_call
+from fusedce.backends.sharded.tiles import loss_and_grads
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum

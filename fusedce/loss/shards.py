@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.sharded.agreement import SUM, agree, check_vocab_size, on_the_way
+from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
-from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.checks import (
     autocast,
     check_options,

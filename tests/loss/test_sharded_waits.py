@@ -6,8 +6,9 @@ No device is needed: a tensor without data ("meta") raises where the host asks f
 import pytest
 import torch
 
-from fusedce.backends.sharded import tiles
-from fusedce.backends.sharded.tiles import Shard, device_rows, loss_and_grads
+from fusedce.backends.sharded import exchange, tiles
+from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded.tiles import device_rows, loss_and_grads
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.labels import bad_label_code
 from fusedce.contract.problem import Problem, Wanted
@@ -23,9 +24,9 @@ class Done:
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setattr(tiles, "all_gather", lambda x, group: torch.cat([x, x]))
-    monkeypatch.setattr(tiles.dist, "all_reduce", lambda x, **_: Done())
+    monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
     monkeypatch.setattr(
-        tiles.dist, tiles.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
+        exchange.dist, exchange.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
     )
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
+from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import Layout
-from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.problem import NUMBERS, Problem
 
 FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
