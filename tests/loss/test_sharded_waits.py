@@ -44,7 +44,7 @@ def test_nothing_waits_after_the_ranks_have_met(alone, dtype, tokens):
         z_loss=0.1,
         chunk_tokens=4,
     )
-    shard = Shard(None, 0, V, V // 2, tokens, counted=9)
+    shard = Shard(None, 0, V, V // 2, tokens, counted=9, valid=9)
     wanted = Wanted(hidden=True, weight=True, bias=True)
     total, n_valid, _, *grads = loss_and_grads(problem, shard, wanted)
     assert total.shape == ()

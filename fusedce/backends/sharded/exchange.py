@@ -28,6 +28,7 @@ class Shard(NamedTuple):
     largest: int  # rows of the largest shard: chunks must be the same on all ranks
     tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
     counted: int  # tokens with a label to predict and a weight other than 0, over all of those
+    valid: int  # tokens with a label to predict
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
@@ -40,8 +41,11 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     fixed = N * (acc * H + 64)  # d_hidden, of all tokens beside those that count
     if shard.tokens is not None:
         fixed += N * H * hidden.element_size()
-    wanted = Wanted(hidden=True, weight=True)
-    call = call_of(problem, wanted, shard.counted, logit=acc)
+    wanted, triton = Wanted(hidden=True, weight=True), problem.backend == "triton"
+    logit = acc
+    if triton:
+        logit = hidden.element_size() + (4 if problem.label_smoothing else 0)
+    call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
     return call._replace(N=N, V=max(shard.largest, 1), fixed=fixed, copies=3)
 
 
@@ -110,6 +114,8 @@ def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Sha
 def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
     """``d_hidden`` of this rank's tokens, from that of the valid rows."""
     H = d_rows.shape[1]
+    if shard.tokens is None and len(rows) == N:
+        return d_rows
     d_hidden = d_rows.new_zeros(N, H)
     d_hidden[rows] = d_rows
     if shard.tokens is None:
