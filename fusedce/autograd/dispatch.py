@@ -54,7 +54,7 @@ def loss_sum(
     wanted = wanted_gradients(problem)
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
-    if statistics or _capped_smoothing(problem) or not (any(wanted) or one_pass):
+    if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
         losses, stats = per_token.losses(problem, monitored, argmax_out)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
@@ -69,12 +69,12 @@ def loss_sum(
 def sum_apart(problem: Problem, wanted: Wanted) -> summed.SumApart | None:
     """The sum and the gradients in ``wanted`` beside it; ``None`` where they come another way."""
     problem = _prepared(problem)
-    if transformed() or _capped_smoothing(problem):
+    if transformed() or capped_smoothing(problem):
         return None
     return summed.apart(with_expected_upstream(problem), wanted)
 
 
-def _capped_smoothing(problem: Problem) -> bool:
+def capped_smoothing(problem: Problem) -> bool:
     return problem.softcap is not None and problem.label_smoothing > 0
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from fusedce.autograd import sharded_tokens
 from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
+from fusedce.autograd.dispatch import capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
-from fusedce.backends.sharded.tiles import Shard, loss_and_grads, sharded_call
+from fusedce.backends.sharded import tiles
+from fusedce.backends.sharded.exchange import Shard, sharded_call
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
@@ -18,17 +22,29 @@ def loss_sum(problem: Problem, shard: Shard) -> LossSum:
     """Equal on all ranks; every rank receives the gradients of what it holds."""
     refuse_forward_mode(problem)
     wanted = wanted_gradients(problem)
-    budget = problem.memory_budget
+    budget, triton = problem.memory_budget, problem.backend == "triton"
+    if triton and capped_smoothing(problem):
+        return _by_tiles(problem, shard)
     if budget is not None:
         N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
         if way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES:
             return _by_tiles(problem, shard)
+    backend = _triton() if triton else tiles
     device = problem.hidden.device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        total, n_valid, factor, *grads = loss_and_grads(detached(problem), shard, wanted)
+        if triton and not any(wanted.gradients()):
+            return LossSum(*backend.loss(detached(problem), shard))
+        total, n_valid, factor, *grads = backend.loss_and_grads(detached(problem), shard, wanted)
     if not any(wanted.gradients()):
         return LossSum(total, n_valid)
     return LossSum(with_gradients(total, factor, problem, grads), n_valid)
+
+
+def _triton() -> ModuleType:
+    """The path by Triton's kernels, imported at its first use."""
+    from fusedce.backends.triton import sharded
+
+    return sharded
 
 
 def _by_tiles(problem: Problem, shard: Shard) -> LossSum:

@@ -24,8 +24,8 @@ from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.sharded import per_token
+from fusedce.backends.sharded.exchange import Shard, all_tokens, sharded_call, sum_over_ranks
 from fusedce.backends.sharded.per_token import Local
-from fusedce.backends.sharded.tiles import Shard, all_tokens, sharded_call, sum_over_ranks
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted

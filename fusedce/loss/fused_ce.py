@@ -162,11 +162,8 @@ def _sharded(
 ) -> LossSum:
     with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_monitor(monitor)
-        if problem.backend == "triton":
-            raise RuntimeError("backend='triton' cannot run: a sharded vocabulary uses torch")
         if argmax_out is not None:
             raise ValueError("argmax_out must be None with a sharded vocabulary")
         if monitor:
             raise ValueError("monitor must be empty with a sharded vocabulary")
-    problem = problem.but(backend=problem.backend or "torch")  # whatever the device would choose
     return sharded.loss_sum(*met(problem, process_group))

@@ -40,6 +40,7 @@ def sharded_ce(
     token_weight: Tensor | None = None,  # (...) numbers or bool, no gradient
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
 ) -> LossSum:
     """:func:`fusedce.fused_ce` with the rows of ``weight`` spread over ranks; the same results.
 
@@ -125,7 +126,7 @@ def sharded_ce(
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
         memory_budget=memory_budget,
-        backend="torch",
+        backend=backend,
     )
     return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
 
@@ -239,8 +240,7 @@ def reduced(
     labels = problem.labels
     with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
         check_reduction(reduction)
-    plain = problem.class_weight is None and problem.backend != "triton"
-    if plain and reduction != "none":
+    if problem.class_weight is None and reduction != "none":
         met_all = met(problem, process_group, tokens_sharded, vocab_size, SUM, reduction)
         out = sharded.loss_sum(*met_all)
         return out.loss_sum if reduction == "sum" else out.mean()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.sharded.agreement import SUM, agree, check_vocab_size, on_the_way
+from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
-from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.checks import (
     autocast,
     check_options,
@@ -43,13 +43,13 @@ def met(
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)
-        layout = layout._replace(problem=problem)
         if len(problem.weight):
             check_tensors(problem)
         else:  # a rank without rows
             row = problem.weight.new_empty(1, problem.weight.shape[-1])
             check_tensors(problem.but(weight=row, bias=None))
-        resolve_backend(problem.backend, problem.hidden)
+        problem = problem.but(backend=resolve_backend(problem.backend, problem.hidden))
+        layout = layout._replace(problem=problem)
         c = problem.class_weight
         # Weights of all ranks' classes: how many there are is known once the ranks have met.
         check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)

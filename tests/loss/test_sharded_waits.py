@@ -3,12 +3,20 @@
 No device is needed: a tensor without data ("meta") raises where the host asks for it.
 """
 
+import sys
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from fusedce.backends.sharded import tiles
-from fusedce.backends.sharded.tiles import Shard, device_rows, loss_and_grads
+from fusedce.backends.sharded import exchange, tiles
+from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded.tiles import device_rows
 from fusedce.backends.torch.rows import valid_rows
+from fusedce.backends.triton import archs, peers
+from fusedce.backends.triton import sharded as triton_sharded
+from fusedce.backends.triton.archs import BY_NAME
+from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.contract.labels import bad_label_code
 from fusedce.contract.problem import Problem, Wanted
 
@@ -22,16 +30,39 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    monkeypatch.setattr(tiles, "all_gather", lambda x, group: torch.cat([x, x]))
-    monkeypatch.setattr(tiles.dist, "all_reduce", lambda x, **_: Done())
+    for module in (tiles, exchange, peers, triton_sharded):
+        monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
     monkeypatch.setattr(
-        tiles.dist, tiles.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
+        exchange.dist, exchange.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
     )
+
+
+class Nothing:
+    """A kernel that is launched and does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    package = "fusedce.backends.triton."
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            for kernel in (x for x in vars(module) if x.endswith("_kernel")):
+                monkeypatch.setattr(module, kernel, Nothing())
+            monkeypatch.setattr(module, "on", lambda device: nullcontext(), raising=False)
+    cpu = BY_NAME["interpreter"]
+    monkeypatch.setattr(archs, "architecture", lambda device: cpu)
+    monkeypatch.setattr(Relaunch, "__call__", lambda self, grid, **changing: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [None, (N, N)])
-def test_nothing_waits_after_the_ranks_have_met(alone, dtype, tokens):
+@pytest.mark.parametrize("module", [tiles, triton_sharded])
+def test_nothing_waits_after_the_ranks_have_met(alone, no_kernels, module, dtype, tokens):
     problem = Problem(
         torch.empty(N, H, dtype=dtype, device="meta"),
         torch.empty(V // 2, H, dtype=dtype, device="meta"),
@@ -43,9 +74,13 @@ def test_nothing_waits_after_the_ranks_have_met(alone, dtype, tokens):
         z_loss=0.1,
         chunk_tokens=4,
     )
-    shard = Shard(None, 0, V, V // 2, tokens, counted=9)
+    shard = Shard(None, 0, V, V // 2, tokens, counted=9, valid=9)
     wanted = Wanted(hidden=True, weight=True, bias=True)
-    total, n_valid, _, *grads = loss_and_grads(problem, shard, wanted)
+    if module is triton_sharded:  # which sends smoothed logits with a cap another way
+        problem = problem.but(softcap=None, backend="triton")
+        total, n_valid = module.loss(problem, shard)
+        assert total.shape == n_valid.shape == ()
+    total, n_valid, _, *grads = module.loss_and_grads(problem, shard, wanted)
     assert total.shape == ()
     assert [grad.shape for grad in grads] == [(N, H), (V // 2, H), (V // 2,)]
     for waits in (bool, int, torch.nonzero):  # this is how it would be seen

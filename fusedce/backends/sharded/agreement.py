@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
+from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import Layout
-from fusedce.backends.sharded.tiles import Shard
 from fusedce.contract.problem import NUMBERS, Problem
 
 FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
@@ -23,9 +23,9 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "statistics of tokens with mean_logit",
     "likeliest classes",
 )
-# What a rank holds: rows of the vocabulary, tokens, those of them that are computed, checksums of
-# what each token has, a sketch of hidden states.
-_ROWS, _TOKENS, _COUNTED, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(7)
+# What a rank holds: rows of the vocabulary, tokens, those of them that are computed and those that
+# are valid, checksums of what each token has, a sketch of hidden states.
+_ROWS, _TOKENS, _COUNTED, _VALID, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(8)
 LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
 _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
 
@@ -47,10 +47,16 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
         "hidden.requires_grad": grad and problem.hidden.requires_grad,
         "class_weight": None if c is None else f"checksum {int(_checksum(c.double()))}",
         **asked,
-        # A sum has done with its collectives before backward, unless a budget makes it losses.
+        "backend": problem.backend,
+        # A sum of the torch backend has done with its collectives before backward, unless a budget
+        # makes it losses, and has the same without gradients.
         "weight.requires_grad": grad
         and problem.weight.requires_grad
-        and (asked["function"] != SUM or problem.memory_budget is not None),
+        and (
+            asked["function"] != SUM
+            or problem.memory_budget is not None
+            or problem.backend == "triton"
+        ),
         "tokens_sharded": layout.tokens_sharded,
         "H": problem.hidden.shape[-1],
         "vocab_size": vocab_size,
@@ -169,6 +175,7 @@ def agree(
         nothing + len(problem.weight),
         nothing + len(labels),
         counted.sum(),
+        valid.sum(),
         *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
     ]
     sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
@@ -182,7 +189,9 @@ def agree(
         raise ValueError(
             f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
         )
-    rows, tokens, counts, *checksums = zip(*(one.numbers[:_SKETCH] for one in told), strict=True)
+    rows, tokens, counts, valids, *checksums = zip(
+        *(one.numbers[:_SKETCH] for one in told), strict=True
+    )
     if not layout.tokens_sharded:
         if len({*tokens}) > 1 or len({*checksums[0]}) > 1:
             raise ValueError(
@@ -212,4 +221,5 @@ def agree(
         largest=max(rows),
         tokens=tokens if layout.tokens_sharded else None,
         counted=sum(counts) if layout.tokens_sharded else counts[0],
+        valid=sum(valids) if layout.tokens_sharded else valids[0],
     )

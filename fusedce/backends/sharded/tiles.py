@@ -14,53 +14,28 @@ As in `chunked`, the label's own exponential stays out of the sums: nothing canc
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import ALL_GATHER
-from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.plan import Call, way_of
+from fusedce.backends.gradients import waiting
+from fusedce.backends.plan import way_of
 from fusedce.backends.protocol import Summed
+from fusedce.backends.sharded.exchange import (
+    RunningSums,
+    Shard,
+    all_gather,
+    all_tokens,
+    of_all_tokens,
+    sharded_call,
+)
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.labels import bad_label_codes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
-
-# torch 2.13 gave this one a new name
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
-
-
-class Shard(NamedTuple):
-    """Which rows of the vocabulary lie here, and who has the others."""
-
-    group: dist.ProcessGroup
-    first: int  # the class of the first row here
-    V: int  # rows that are classes, over all ranks; rows beyond are padding
-    largest: int  # rows of the largest shard: chunks must be the same on all ranks
-    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
-    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
-
-
-def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """Sizes for a plan, those of the largest shard, hence the same on all ranks.
-
-    ``N``: of all ranks' tokens.
-    """
-    hidden, H = problem.hidden, problem.hidden.shape[1]
-    acc = acc_dtype(hidden.dtype).itemsize
-    fixed = N * (acc * H + 64)  # d_hidden, of all tokens beside those that count
-    if shard.tokens is not None:
-        fixed += N * H * hidden.element_size()
-    wanted = Wanted(hidden=True, weight=True)
-    call = call_of(problem, wanted, shard.counted, logit=acc)
-    return call._replace(N=N, V=max(shard.largest, 1), fixed=fixed, copies=3)
 
 
 def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
@@ -83,7 +58,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_weight = hidden.new_zeros(problem.weight.shape, dtype=acc) if wanted.weight else None
     d_bias = hidden.new_zeros(len(problem.weight), dtype=acc) if wanted.bias else None
     factor = expected_upstream(problem, n_valid)
-    sums = _RunningSums(d_rows if shard.tokens is None else None, shard.group)
+    sums = RunningSums(d_rows if shard.tokens is None else None, shard.group)
     begin = 0
     for chunk in chunks_of(rows, way.tokens):
         h = hidden[chunk]
@@ -105,7 +80,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     d_hidden = None
     if d_rows is not None:
         sums.wait()
-        d_hidden = _of_all_tokens(d_rows, rows, N, n_here, shard)
+        d_hidden = of_all_tokens(d_rows, rows, N, n_here, shard)
     grads = (
         hidden.new_empty(0, dtype=dtype) if d is None else d.to(dtype)
         for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
@@ -230,78 +205,3 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``(k, C)`` of every rank, as ``(k, ranks, C)``."""
     k, C = numbers.shape
     return all_gather(numbers, group).view(-1, k, C).transpose(0, 1)
-
-
-def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
-    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones.
-
-    Weights and temperatures travel in float64: ranks may hold them in different dtypes.
-    """
-    token_weight, temperature = problem.token_weight, problem.temperature
-    assert problem.ignore_index is not None
-    return problem.but(
-        hidden=_gather_tokens(problem.hidden, most, 0, group),
-        labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
-        token_weight=(
-            None if token_weight is None else _gather_tokens(token_weight.double(), most, 0, group)
-        ),
-        temperature=(
-            None if temperature is None else _gather_tokens(temperature.double(), most, 1, group)
-        ),
-    )
-
-
-def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
-    """``(n, ...)`` of every rank, each filled up to ``most`` tokens, one after the other."""
-    padded = x.new_full((most, *x.shape[1:]), value)
-    padded[: len(x)] = x
-    return all_gather(padded, group)
-
-
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
-    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
-    return out
-
-
-class _RunningSums:
-    """Adds up the ranks' ``d_rows (N_valid, H)`` piece by piece, while others are computed."""
-
-    def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
-        self._d_rows, self._group = d_rows, group
-        self._started = 0  # rows
-        self._works: list[dist.Work] = []
-
-    def start(self, end: int) -> None:
-        """With the rows up to ``end`` that have not been started yet."""
-        if self._d_rows is not None and end > self._started:
-            rows = self._d_rows[self._started : end]
-            self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
-            self._started = end
-
-    def wait(self) -> None:
-        """For all of them."""
-        if self._d_rows is not None:
-            self.start(len(self._d_rows))
-        for work in self._works:
-            work.wait()
-
-
-def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
-    _RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
-    return _of_all_tokens(d_rows, rows, N, n_here, shard)
-
-
-def _of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens, from that of the valid rows."""
-    H = d_rows.shape[1]
-    d_hidden = d_rows.new_zeros(N, H)
-    d_hidden[rows] = d_rows
-    if shard.tokens is None:
-        return d_hidden
-    mine = d_rows.new_empty(max(shard.tokens), H)
-    if N:
-        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
-    return mine[:n_here]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, gemm_blocks
 from fusedce.backends.triton.operands import multiple, padded, pointwise, power_of_2, span
+from fusedce.backends.triton.peers import Peers
 from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.backends.triton.tiles import Tiles
@@ -36,8 +37,12 @@ class ChunkGradient(NamedTuple):
 class Chunks:
     """The logits of one chunk after another, in the same buffers."""
 
-    def __init__(self, problem: Problem, C: int, *, of_weight: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, C: int, *, of_weight: bool = False, peers: Peers | None = None
+    ) -> None:
+        """``peers``: who holds other rows of the vocabulary."""
         weight, bias = problem.weight, problem.bias
+        self.peers = peers
         V, H = weight.shape
         device = weight.device
         self.arch = archs.architecture(device)
@@ -83,7 +88,12 @@ class Chunks:
         (V, H), C = self.weight.shape, h.shape[0]
         exponentials, grads = self.exponentials, self.grads
         best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
-        exponentials.fill(h, y, best)
+        merged = None
+        if self.peers is None:
+            exponentials.fill(h, y, best)
+        else:
+            lse = None if options is None else options.lse
+            merged = self.peers.merged(exponentials, h, y, first, losses, lse, best, argmax, rows)
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
@@ -102,6 +112,7 @@ class Chunks:
             maxima=exponentials.maxima,
             sums=exponentials.sums,
             z_label=exponentials.z_label,
+            merged=merged,
             losses=losses,
             columns=gradient.columns,
             entries=gradient.entries,
@@ -110,7 +121,7 @@ class Chunks:
             shifts=None if terms is None or exponentials.out is grads else terms[3],
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
-            best=best,
+            best=best if merged is None else None,
             argmax=argmax,
             rows=None if argmax is None else rows,
             first=first,

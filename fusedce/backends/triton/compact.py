@@ -25,10 +25,15 @@ class Rows(NamedTuple):
     loss_sum: Tensor  # () fp32, 0
 
 
-def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None = None) -> Rows:
+def compact(
+    problem: Problem,
+    tickets: Tensor | None = None,
+    used: Tensor | None = None,
+    V: int | None = None,
+) -> Rows:
     """Rows with a label to predict and a weight (or ``used (N,)``) other than 0.
 
-    ``tickets (...)`` int32 are set to 0.
+    ``tickets (...)`` int32 are set to 0. ``V``: classes, where ``weight`` has not a row of each.
     """
     labels, device = problem.labels, problem.labels.device
     N = labels.shape[0]  # (len asks for four times as long)
@@ -48,7 +53,7 @@ def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None
         tickets=tickets,
         token_weight=None if weights is None else weights.contiguous(),
         N=N,
-        V=problem.weight.shape[0],
+        V=problem.weight.shape[0] if V is None else V,
         ignore_index=problem.ignore_index,
         n_tickets=0 if tickets is None else len(tickets),
         BLOCK_N=archs.architecture(device).compact_block_n,
@@ -56,10 +61,10 @@ def compact(problem: Problem, tickets: Tensor | None = None, used: Tensor | None
     return packed
 
 
-def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
+def raise_on_cpu(n_valid: Tensor, problem: Problem, V: int | None = None) -> None:
     """Bad labels: an error where looking costs nothing; on a GPU the code in ``n_valid`` stays."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
-        V = problem.weight.shape[0]
+        V = problem.weight.shape[0] if V is None else V
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
 
 

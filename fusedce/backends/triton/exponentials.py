@@ -6,6 +6,7 @@ says by which. What follows knows nothing of it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,26 +60,18 @@ class Exponentials:
         of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=weight.device)
         self.maxima, self.sums, self.z_label = of_rows.split_with_sizes(sizes)
 
-    def fill(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
-        """From the hidden states ``(C, H)`` and labels of a chunk, whose logits are made here."""
-        weight = self.tiles.weight
-        (V, H), C = weight.shape, h.shape[0]
-        block_c, block_h = self.arch.label_block
-        label_logit_kernel[(-(-C // block_c),)](
-            hidden=h,
-            weight=weight,
-            labels=y,
-            z_label=self.z_label,
-            C=C,
-            H=H,
-            V=V,
-            stride_hn=h.stride(0),
-            stride_wv=weight.stride(0),
-            BLOCK_C=block_c,
-            BLOCK_H=min(power_of_2(H), block_h),
-            num_warps=4,
-            **self.pointwise,
-        )
+    def fill(
+        self, h: Tensor, y: Tensor, best: Tensor | None, z_label: Tensor | None = None
+    ) -> None:
+        """From the hidden states ``(C, H)`` and labels of a chunk, whose logits are made here.
+
+        ``z_label (C,)`` fp32: the labels' logits, where they are known.
+        """
+        C = h.shape[0]
+        if z_label is None:
+            label_logits(h, self.tiles.weight, y, self.z_label, self.pointwise)
+        else:
+            self.z_label = z_label
         shared = {
             "exps": self.out,
             "labels": y,
@@ -94,6 +87,12 @@ class Exponentials:
             self._by_gemm(h, self.gemm, shared)
         else:
             self._by_tiles(h, shared)
+
+    def clear(self) -> None:
+        """As without any class: the weight's rows are none."""
+        self.maxima.fill_(-math.inf)
+        self.sums.zero_()
+        self.out.zero_()
 
     def _by_tiles(self, h: Tensor, shared: dict[str, Any]) -> None:
         """Products by cuBLAS, a kernel after each."""
@@ -121,3 +120,32 @@ class Exponentials:
         exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
             width=multiple(walk["V"]), **(walk | shared)
         )
+
+
+def label_logits(
+    h: Tensor,  # (C, H), or (N, H) with rows
+    weight: Tensor,  # (V, H)
+    y: Tensor,  # (C,) int
+    z_label: Tensor,  # (C,) fp32 to fill; NaN where y is no class
+    pointwise: dict[str, Any],
+    rows: Tensor | None = None,  # (C,) int32: where each hidden state is
+) -> None:
+    """The logits of the labels."""
+    (V, H), C = weight.shape, y.shape[0]
+    block_c, block_h = archs.architecture(h.device).label_block
+    label_logit_kernel[(-(-C // block_c),)](
+        hidden=h,
+        weight=weight,
+        labels=y,
+        rows=rows,
+        z_label=z_label,
+        C=C,
+        H=H,
+        V=V,
+        stride_hn=h.stride(0),
+        stride_wv=weight.stride(0),
+        BLOCK_C=block_c,
+        BLOCK_H=min(power_of_2(H), block_h),
+        num_warps=4,
+        **pointwise,
+    )

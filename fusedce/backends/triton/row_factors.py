@@ -35,9 +35,12 @@ class ChunkFactors(NamedTuple):
 class RowFactors:
     """Options of a loss, from which :meth:`chunk` cuts."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.V = problem, problem.weight.shape[0]
-        self.mean = MeanLogit(problem) if problem.label_smoothing else None
+    def __init__(
+        self, problem: Problem, V: int | None = None, mean: MeanLogit | None = None
+    ) -> None:
+        """``V`` and ``mean``: of all classes, where ``weight`` has not a row of each."""
+        self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
+        self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
         self.class_weight, self.largest = None, torch.ones((), device=problem.weight.device)
         if self.mean is not None and problem.class_weight is not None:
             c = problem.class_weight.float()

@@ -7,6 +7,8 @@ cuBLAS's products; inside a CUDA graph, which nothing may wait for, all rows are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,14 +31,9 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     N = len(problem.hidden)
     device, dtype = problem.hidden.device, problem.hidden.dtype
-    hidden, labels = problem.hidden, problem.labels.contiguous()
-    if labels is not problem.labels:
-        problem = problem.but(labels=labels)
-    if hidden.stride(1) != 1:
-        hidden = hidden.contiguous()
+    problem = walkable(problem)
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
-        rows, count = packed.rows, packed.used
         raise_on_cpu(packed.n_valid, problem)
         graph = capturing(device)
         if graph:
@@ -67,32 +64,72 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             argmax.fill_(-1)
         if n == 0:
             return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
-        losses = torch.empty(n, dtype=torch.float32, device=device)
         chunks = Chunks(problem, C, of_weight=wanted.weight)
         options = None if problem.plain() else RowFactors(problem)
-
-        for begin in range(0, n, C):
-            end = min(begin + C, n)
-            chunk: Tensor | slice = slice(begin, end)
-            if every_row:
-                h, y = span(hidden, begin, end), span(labels, begin, end)  # (C, H), (C,)
-            else:
-                chunk = rows[chunk].long()
-                h, y = hidden[chunk], labels[chunk]
-            nll = span(losses, begin, end)
-            padding = None
-            if graph:  # ignored rows take part, as zeros
-                padding = torch.arange(begin, end, device=device) >= count
-                h = h.masked_fill(padding[:, None], 0)
-            factors = None if options is None else options.chunk(chunk, h, y, padding)
-            gradient = chunks.gradient(h, y, nll, count, begin, factors, argmax, rows)
-            if factors is not None:
-                nll.copy_(factors.losses(nll))
-            if grads.hidden is not None:
-                chunks.hidden_gradient(gradient, rows, begin, grads.hidden, outer)
-            add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
+        losses = add_chunks(
+            problem, chunks, packed, n, C, grads, options, argmax,
+            outer=outer, every_row=every_row, graph=graph,
+        )  # fmt: skip
         total = losses.sum(dtype=torch.float64).float()
         return Summed(total, packed.n_valid, factor, *grads.written())
+
+
+def walkable(problem: Problem) -> Problem:
+    """Labels side by side, and hidden states that are rows."""
+    hidden, labels = problem.hidden, problem.labels.contiguous()
+    if hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
+    if labels is problem.labels and hidden is problem.hidden:
+        return problem
+    return problem.but(hidden=hidden, labels=labels)
+
+
+def add_chunks(
+    problem: Problem,  # whose labels are rows of the weight
+    chunks: Chunks,
+    packed: Rows,
+    n: int,  # rows that are computed
+    C: int,  # of a chunk
+    grads: Gradients,  # to add to; hidden is written
+    options: RowFactors | None,
+    argmax: Tensor | None,  # (N,) int64 to fill
+    *,
+    outer: float,  # a factor
+    every_row: bool,  # all are computed, in their order
+    graph: bool = False,
+    d_rows: Tensor | None = None,  # (n, H) fp32 to write, in place of grads.hidden
+    written: Callable[[int], None] | None = None,  # is told how many rows of d_rows are
+) -> Tensor:
+    """``(n,)`` fp32 losses of the rows, chunk by chunk, with their gradients."""
+    hidden, labels, device = problem.hidden, problem.labels, problem.hidden.device
+    rows, count = packed.rows, packed.used
+    losses = torch.empty(n, dtype=torch.float32, device=device)
+    d_hidden, places = grads.hidden, rows
+    if d_rows is not None:
+        d_hidden, places = d_rows, torch.arange(n, dtype=torch.int32, device=device)
+    for begin in range(0, n, C):
+        end = min(begin + C, n)
+        chunk: Tensor | slice = slice(begin, end)
+        if every_row:
+            h, y = span(hidden, begin, end), span(labels, begin, end)  # (C, H), (C,)
+        else:
+            chunk = rows[chunk].long()
+            h, y = hidden[chunk], labels[chunk]
+        nll = span(losses, begin, end)
+        padding = None
+        if graph:  # ignored rows take part, as zeros
+            padding = torch.arange(begin, end, device=device) >= count
+            h = h.masked_fill(padding[:, None], 0)
+        factors = None if options is None else options.chunk(chunk, h, y, padding)
+        gradient = chunks.gradient(h, y, nll, count, begin, factors, argmax, rows)
+        if factors is not None:
+            nll.copy_(factors.losses(nll))
+        if d_hidden is not None:
+            chunks.hidden_gradient(gradient, places, begin, d_hidden, outer)
+            if written is not None:
+                written(end)
+        add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
+    return losses
 
 
 def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:

@@ -1,0 +1,126 @@
+"""Which rows of the vocabulary a rank holds, and the collectives of the loss over all of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedce.agreement import ALL_GATHER
+from fusedce.backends.gradients import call_of
+from fusedce.backends.plan import Call
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
+
+# torch 2.13 gave this one a new name
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
+
+class Shard(NamedTuple):
+    """Which rows of the vocabulary lie here, and who has the others."""
+
+    group: dist.ProcessGroup
+    first: int  # the class of the first row here
+    V: int  # rows that are classes, over all ranks; rows beyond are padding
+    largest: int  # rows of the largest shard: chunks must be the same on all ranks
+    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
+    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
+    valid: int  # tokens with a label to predict
+
+
+def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
+    """Sizes for a plan, those of the largest shard, hence the same on all ranks.
+
+    ``N``: of all ranks' tokens.
+    """
+    hidden, H = problem.hidden, problem.hidden.shape[1]
+    acc = acc_dtype(hidden.dtype).itemsize
+    fixed = N * (acc * H + 64)  # d_hidden, of all tokens beside those that count
+    if shard.tokens is not None:
+        fixed += N * H * hidden.element_size()
+    wanted, triton = Wanted(hidden=True, weight=True), problem.backend == "triton"
+    logit = acc
+    if triton:
+        logit = hidden.element_size() + (4 if problem.label_smoothing else 0)
+    call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
+    return call._replace(N=N, V=max(shard.largest, 1), fixed=fixed, copies=3)
+
+
+def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
+    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones.
+
+    Weights and temperatures travel in float64: ranks may hold them in different dtypes.
+    """
+    token_weight, temperature = problem.token_weight, problem.temperature
+    assert problem.ignore_index is not None
+    return problem.but(
+        hidden=_gather_tokens(problem.hidden, most, 0, group),
+        labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
+        token_weight=(
+            None if token_weight is None else _gather_tokens(token_weight.double(), most, 0, group)
+        ),
+        temperature=(
+            None if temperature is None else _gather_tokens(temperature.double(), most, 1, group)
+        ),
+    )
+
+
+def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
+    """``(n, ...)`` of every rank, each filled up to ``most`` tokens, one after the other."""
+    padded = x.new_full((most, *x.shape[1:]), value)
+    padded[: len(x)] = x
+    return all_gather(padded, group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
+    return out
+
+
+class RunningSums:
+    """Adds up the ranks' ``d_rows (N_valid, H)`` piece by piece, while others are computed."""
+
+    def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
+        self._d_rows, self._group = d_rows, group
+        self._started = 0  # rows
+        self._works: list[dist.Work] = []
+
+    def start(self, end: int) -> None:
+        """With the rows up to ``end`` that have not been started yet."""
+        if self._d_rows is not None and end > self._started:
+            rows = self._d_rows[self._started : end]
+            self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
+            self._started = end
+
+    def wait(self) -> None:
+        """For all of them."""
+        if self._d_rows is not None:
+            self.start(len(self._d_rows))
+        for work in self._works:
+            work.wait()
+
+
+def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
+    RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
+    return of_all_tokens(d_rows, rows, N, n_here, shard)
+
+
+def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
+    """``d_hidden`` of this rank's tokens, from that of the valid rows."""
+    H = d_rows.shape[1]
+    if shard.tokens is None and len(rows) == N:
+        return d_rows
+    d_hidden = d_rows.new_zeros(N, H)
+    d_hidden[rows] = d_rows
+    if shard.tokens is None:
+        return d_hidden
+    mine = d_rows.new_empty(max(shard.tokens), H)
+    if N:
+        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
+    return mine[:n_here]

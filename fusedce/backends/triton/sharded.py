@@ -1,0 +1,189 @@
+"""The sum of the losses where every rank holds some rows of the vocabulary.
+
+The kernels are those of a whole vocabulary, and run over the rows here. A row's label lies on one
+rank, which tells the others its logit before the first chunk: all ranks store exponentials relative
+to it. Per chunk they exchange one reference and one sum a row, and from these each of them finds
+the loss and its factors of the gradient.
+
+Every rank's part of ``d_hidden`` is a product of its own rows. It is added to the others' in
+float32, while the chunk's product for the weight and the next chunk are computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedce.backends.gradients import Gradients, waiting
+from fusedce.backends.mean_logit import MeanLogit
+from fusedce.backends.plan import way_of
+from fusedce.backends.protocol import Summed
+from fusedce.backends.sharded.exchange import (
+    RunningSums,
+    Shard,
+    all_gather,
+    all_tokens,
+    of_all_tokens,
+    sharded_call,
+)
+from fusedce.backends.triton.chunks import Chunks
+from fusedce.backends.triton.compact import Rows, compact, on, raise_on_cpu
+from fusedce.backends.triton.exponentials import label_logits
+from fusedce.backends.triton.forward import row_sums
+from fusedce.backends.triton.operands import pointwise
+from fusedce.backends.triton.peers import Peers, merge
+from fusedce.backends.triton.row_factors import RowFactors
+from fusedce.backends.triton.training import add_chunks, walkable
+from fusedce.contract.objective import expected_upstream, token_losses
+from fusedce.contract.problem import Problem, Wanted
+
+_NOWHERE = -1  # the row of a label that lies on another rank
+
+
+def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
+    """``loss_sum ()`` and ``n_valid ()`` int64 over all ranks' tokens; holds O(N) numbers."""
+    problem, local = _problems(problem, shard)
+    n, device = shard.counted, problem.hidden.device
+    with on(device):
+        if not _real(problem, shard):
+            packed = compact(problem, V=shard.V)
+            table = torch.zeros(3, n, dtype=torch.float32, device=device)
+            table[0] = -math.inf
+        else:
+            packed, table = row_sums(problem, local, shard.V)
+            table = table[:, :n].contiguous()
+        raise_on_cpu(packed.n_valid, problem, shard.V)
+        if n == 0:
+            return _total(packed.loss_sum, packed), packed.n_valid
+        rows = packed.rows[:n].long()
+        y = problem.labels[rows]
+        table[2] = table[2].masked_fill(local.labels[rows] == _NOWHERE, 0)
+        tables = all_gather(table.view(-1), shard.group)
+        z_label = _known(tables.view(-1, 3, n)[:, 2].sum(0), y, shard)
+        losses = torch.empty(n, dtype=torch.float32, device=device)
+        lse = None if problem.plain() else torch.empty_like(losses)
+        merge(tables, z_label, y, losses, lse, None, None, 0, shard)
+        if lse is not None:
+            mean = _mean_logit(problem, shard) if problem.label_smoothing else None
+            zmean = None if mean is None else mean.of(problem.hidden[rows].float())
+            losses = token_losses(problem.rows(rows), y, losses.double(), lse.double(), zmean)
+        return _total(losses.sum(dtype=torch.float64).float(), packed), packed.n_valid
+
+
+def loss_and_grads(
+    problem: Problem, shard: Shard, wanted: Wanted, argmax: Tensor | None = None
+) -> Summed:
+    """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
+    n_here, n = len(problem.hidden), shard.counted
+    problem, local = _problems(problem, shard)
+    (N, H), device = problem.hidden.shape, problem.hidden.device
+    way = way_of(
+        sharded_call(problem, shard, N),
+        chunk_tokens=problem.chunk_tokens,
+        memory_budget=problem.memory_budget,
+    )
+    with on(device):
+        packed = compact(problem, V=shard.V)
+        raise_on_cpu(packed.n_valid, problem, shard.V)
+        factor = expected_upstream(problem, packed.n_valid)
+        C = min(way.tokens, n)
+        grads = Gradients(
+            problem,
+            wanted.but(hidden=False),
+            dtypes=waiting(problem),
+            chunks=-(-n // C) if n else 0,
+        )
+        rows = packed.rows[:n].long()
+        d_rows = problem.hidden.new_empty(n, H, dtype=torch.float32) if wanted.hidden else None
+        sums = RunningSums(d_rows if shard.tokens is None else None, shard.group)
+        total = packed.loss_sum
+        if n:
+            peers = _peers(problem, local, rows, shard)
+            chunks = Chunks(local, C, of_weight=wanted.weight, peers=peers)
+            options = None
+            if not problem.plain():
+                mean = _mean_logit(problem, shard) if problem.label_smoothing else None
+                options = RowFactors(local, shard.V, mean)
+            losses = add_chunks(
+                local, chunks, packed, n, C, _of_classes(grads, problem, shard), options, argmax,
+                outer=1.0 / max(shard.valid, 1), every_row=n == N, d_rows=d_rows,
+                written=sums.start,
+            )  # fmt: skip
+            total = losses.sum(dtype=torch.float64).float()
+        d_hidden, d_weight, d_bias = grads.written()
+        if d_rows is not None:
+            sums.wait()
+            d_hidden = of_all_tokens(d_rows, rows, N, n_here, shard)
+        return Summed(_total(total, packed), packed.n_valid, factor, d_hidden, d_weight, d_bias)
+
+
+def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
+    """Of all tokens: with their labels; and with the classes here, whose rows are its labels.
+
+    Where there are none, a row of zeros stands in for them.
+    """
+    if shard.tokens is not None:
+        problem = all_tokens(problem, max(shard.tokens), shard.group)
+    problem = walkable(problem)
+    real = _real(problem, shard)
+    weight, bias, y = problem.weight, problem.bias, problem.labels
+    here = (y >= shard.first) & (y < shard.first + real)
+    return problem, problem.but(
+        weight=weight[:real] if real else weight.new_zeros(1, weight.shape[1]),
+        bias=bias[:real] if real and bias is not None else None,
+        labels=torch.where(here, y - shard.first, _NOWHERE),
+    )
+
+
+def _real(problem: Problem, shard: Shard) -> int:
+    """Rows here that are classes."""
+    return min(max(shard.V - shard.first, 0), len(problem.weight))
+
+
+def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peers:
+    """The other ranks, after all have told each other the labels' logits: one all-reduce."""
+    y, empty = problem.labels[rows], not _real(problem, shard)
+    z_label = torch.zeros(len(rows), dtype=torch.float32, device=y.device)
+    if not empty:
+        of_rows = local.labels[rows]
+        label_logits(local.hidden, local.weight, of_rows, z_label, pointwise(local), rows.int())
+        z_label.masked_fill_(of_rows == _NOWHERE, 0)
+    dist.all_reduce(z_label, group=shard.group)  # of one number and zeros: exact
+    return Peers(shard, y, _known(z_label, y, shard), empty=empty)
+
+
+def _known(z_label: Tensor, y: Tensor, shard: Shard) -> Tensor:
+    """NaN where a label is no class, which the sums over ranks have as 0."""
+    return z_label.masked_fill((y < 0) | (y >= shard.V), math.nan)
+
+
+def _mean_logit(problem: Problem, shard: Shard) -> MeanLogit:
+    """Over the classes of all ranks: one all-gather of H + 1 float64."""
+
+    def total(x: Tensor) -> Tensor:
+        return all_gather(x, shard.group).view(-1, len(x)).sum(0)
+
+    real = _real(problem, shard)
+    bias = None if problem.bias is None else problem.bias[:real]
+    return MeanLogit(problem.but(weight=problem.weight[:real], bias=bias), shard.V, total)
+
+
+def _of_classes(grads: Gradients, problem: Problem, shard: Shard) -> Gradients:
+    """The same with the rows that are classes alone; the others are padding, and become 0."""
+    real, H = _real(problem, shard), problem.hidden.shape[1]
+    part = copy.copy(grads)
+    if grads.weight is not None:
+        grads.weight[real:] = 0
+        part.weight = grads.weight[:real] if real else grads.weight.new_empty(1, H)
+    if grads.bias is not None:
+        part.bias = grads.bias[:real] if real else None
+    return part
+
+
+def _total(total: Tensor, packed: Rows) -> Tensor:
+    """NaN for a bad label."""
+    return torch.where(packed.n_valid < 0, math.nan, total)
