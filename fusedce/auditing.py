@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.leftovers import leftovers
-from fusedce.accumulate.streaming import OnCorrection, local_of
+from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2, local_of
 from fusedce.auditing_steps import MicroBatch, Step, Token, step_of, table, verdict
 from fusedce.contract.results import LossSum
 from fusedce.head.tap import LossTap
@@ -178,7 +177,7 @@ class Audit:
     def _are_gone(self) -> bool:
         """Whether there is no gradient of earlier micro-batches, in ``.grad`` or inside FSDP2."""
         grads = (p.grad for p in self._model.parameters() if p.grad is not None)
-        return not leftovers(self._model) and not any(bool(local_of(g).any()) for g in grads)
+        return not held_by_fsdp2(self._model) and not any(bool(local_of(g).any()) for g in grads)
 
     def _remember(self) -> None:
         """Copies of some gradients as backward has left them."""
