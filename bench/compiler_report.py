@@ -42,9 +42,6 @@ KNOWN_SPILLS: dict[tuple[str, str], int] = {
     ("forward fp16 TMA", "sm_100"): 76,
     ("forward fp32", "sm_100"): 112,
     ("forward fp32 unaligned", "sm_100"): 64,
-    ("divergence_rows fp16 jsd bias+scale+cap+ce", "sm_80"): 24,
-    ("divergence_rows fp16 jsd bias+scale+cap+ce", "sm_90"): 24,
-    ("divergence_rows fp16 jsd bias+scale+cap+ce", "sm_100"): 52,
 }
 
 

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.leftovers import leftovers
-from fusedce.accumulate.streaming import OnCorrection, local_of
+from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2, local_of
 from fusedce.auditing_steps import MicroBatch, Step, Token, step_of, table, verdict
 from fusedce.contract.results import LossSum
-from fusedce.head.tap import LossTap
+from fusedce.head.loss_observer import LossObserver
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Audit:
         self._now = _Open()
         self._backward = -1  # the one that runs, or ran last
         self._grads: list[tuple[Tensor, Tensor]] = []  # parameters, and their .grad after it
-        self._tap: LossTap | None = None
+        self._observer: LossObserver | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Audit:
@@ -112,17 +111,17 @@ class Audit:
 
     def _runs(self, module: Any, args: Any) -> None:
         """A forward begins: what its fused losses come to, a tap sees."""
-        if torch.is_grad_enabled() and LossTap.current is None:
-            self._tap = LossTap()
-            self._tap.__enter__()
-        self._seen = 0 if LossTap.current is None else len(LossTap.current.losses)
+        if torch.is_grad_enabled() and LossObserver.current is None:
+            self._observer = LossObserver()
+            self._observer.__enter__()
+        self._seen = 0 if LossObserver.current is None else len(LossObserver.current.losses)
 
     def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A forward: watch the gradient of its logits, or of its loss where it has no logits."""
-        fused = [] if LossTap.current is None else LossTap.current.losses[self._seen :]
-        if self._tap is not None:
-            self._tap.__exit__()
-            self._tap = None
+        fused = [] if LossObserver.current is None else LossObserver.current.losses[self._seen :]
+        if self._observer is not None:
+            self._observer.__exit__()
+            self._observer = None
         if not torch.is_grad_enabled() or out is None:  # it has raised
             return
         if isinstance(out, LossSum):
@@ -148,13 +147,13 @@ class Audit:
             )
         encodes = getattr(self._model.config, "is_encoder_decoder", False)
         aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
-        tap, LossTap.current = LossTap.current, None  # this loss is nobody's
+        observer, LossObserver.current = LossObserver.current, None  # this loss is nobody's
         try:
             with torch.no_grad():
                 rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
                 total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
         finally:
-            LossTap.current = tap
+            LossObserver.current = observer
         self._watch_loss(loss, total, int((aligned != -100).sum()))
 
     def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
@@ -178,7 +177,7 @@ class Audit:
     def _are_gone(self) -> bool:
         """Whether there is no gradient of earlier micro-batches, in ``.grad`` or inside FSDP2."""
         grads = (p.grad for p in self._model.parameters() if p.grad is not None)
-        return not leftovers(self._model) and not any(bool(local_of(g).any()) for g in grads)
+        return not held_by_fsdp2(self._model) and not any(bool(local_of(g).any()) for g in grads)
 
     def _remember(self) -> None:
         """Copies of some gradients as backward has left them."""

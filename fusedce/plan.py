@@ -147,7 +147,7 @@ def ours(
     N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
 ) -> Way:
     """The way that our training pass takes."""
-    asked = call(N, H, V, b, memory_budget, cpu=device is None)
+    asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
     return way_of(asked, memory_budget=memory_budget)
 
 
@@ -167,7 +167,8 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
 
     The last is the first in which all logits are one chunk.
     """
-    budget, found = least_bytes(call(N, H, V, b, 1, cpu=device is None)), list[Point]()
+    asked = call(N, H, V, b, 1, cpu=device is None, device=device)
+    budget, found = least_bytes(asked), list[Point]()
     while not found or found[-1].way != ONE_CHUNK:
         way = ours(N, H, V, b, device, budget)
         seconds = None

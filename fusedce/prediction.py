@@ -16,10 +16,13 @@ from fusedce.backends.plan import (
     TILES,
     Call,
     Way,
+    device_budget,
+    exp_block,
     is_small_head,
     rows_of_hidden,
     tile_shape,
     way_of,
+    way_of_divergence,
 )
 
 MiB, GiB = 2**20, 2**30
@@ -180,15 +183,19 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 
 
 def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False
-) -> Call:
+    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    device: Device | None = None,
+) -> Call:  # fmt: skip
     """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
 
-    A CPU computes bf16 and fp16 in float32.
+    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
     wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
-    return Call(N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu)
+    return Call(
+        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        budget=device_budget(None if device is None else device.memory),
+    )  # fmt: skip
 
 
 def fused_ce(
@@ -204,7 +211,8 @@ def fused_ce(
     """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
     if not training:
         return _forward(N, H, V, device, plan)
-    way = way_of(call(N, H, V, 2, memory_budget), memory_budget=memory_budget)
+    asked = call(N, H, V, 2, memory_budget, device=device)
+    way = way_of(asked, memory_budget=memory_budget)
     terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
     held = dict(way.held)
     if plan.one_gemm:
@@ -221,7 +229,7 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
         launches = 1
     else:
-        rows, T = tile_shape(C, V, H, min(1 << (V - 1).bit_length(), EXP_BLOCK_V))
+        rows, T = tile_shape(C, V, H, exp_block(V))
         terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
         # Its float32 results leave the cache before they are read.
         terms["exponentials"] = _move(device, 6 * N * V)
@@ -249,6 +257,36 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
         terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
     terms["launches"] = _CALL + chunks * launches * _LAUNCH
     return terms
+
+
+def fused_kl(
+    N: int,
+    H: int,
+    V: int,
+    device: Device,
+    *,
+    training: bool = True,
+    memory_budget: int | None = None,
+) -> Prediction:
+    """The forward divergence from a teacher of the same sizes: four products, one kernel."""
+    way = way_of_divergence(call(N, H, V, 2, memory_budget), H, memory_budget=memory_budget)
+    C = min(way.tokens, N)
+    chunks = -(-N // C)
+    terms = {"logits products": 2 * product(device, C, V, H) * (N / C)}
+    # Both float32 results are written, and read by each of two walks.
+    terms["divergence kernel"] = _move(device, (8 + 16 + (2 if training else 0)) * N * V)
+    terms["rows"] = _move(device, 8 * N * H)
+    launches = 5
+    if training:
+        terms["d_hidden product"] = product(device, C, H, V) * (N / C)
+        terms["d_hidden"] = _move(device, 14 * N * H)
+        terms["d_weight product"] = product(device, V, H, C) * (N / C)
+        launches += 6
+        if chunks > 1:
+            terms["d_weight of chunks"] = _move(device, 8 * chunks * V * H)
+            terms["d_weight to bf16"] = _move(device, 6 * V * H)
+    terms["launches"] = _CALL + chunks * launches * _LAUNCH
+    return Prediction(terms, way.held)
 
 
 def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
@@ -294,6 +332,7 @@ METHODS: dict[str, Callable[..., Prediction]] = {
     "bare GEMMs": bare_gemms,
     "eager": eager,
     "compiled eager": compiled_eager,
+    "fused_kl": fused_kl,
 }
 
 
@@ -317,4 +356,5 @@ def predict(
         )
     if method not in METHODS:
         raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")
-    return METHODS[method](N, H, V, device, training=training)
+    options = {"memory_budget": memory_budget} if method == "fused_kl" else {}
+    return METHODS[method](N, H, V, device, training=training, **options)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce.contract.divergence import forward_parts
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
 
@@ -178,8 +179,9 @@ def distillation_loss(
 
     A lower bound of the divergence over all classes, and equal to it for ``K = V``. Where the
     teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes,
-    and makes no log-probabilities to store. Computed in
-    float64 from log-probabilities; no logits of the student. ``p_tail`` is taken as at least 2^-24.
+    and makes no log-probabilities to store. Its formula is this one's, too, so that no token is
+    below 0. Computed in float64 from log-probabilities; no logits of the student. ``p_tail`` is
+    taken as at least 2^-24.
 
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
@@ -223,13 +225,12 @@ def distillation_loss(
     known = classes != ignore_index
     counted = known.any(-1)
     log_q = teacher.detach().double().masked_fill(~known, -torch.inf)
-    q = log_q.exp()
-    loss = (torch.special.xlogy(q, q) - q * student.double()).sum(-1)
-    q_tail = (1 - q.sum(-1)).clamp(min=0)
-    covered = student.double().masked_fill(~(known | ~counted[..., None]), -torch.inf).logsumexp(-1)
+    log_p = student.double().masked_fill(~known, -torch.inf)
+    covered = log_p.masked_fill(~counted[..., None], 0).logsumexp(-1, keepdim=True)
     # log(1 - exp(covered)); rounding may take the known classes' probability to 1 and beyond
-    log_tail = torch.log(-torch.expm1(covered.clamp(max=-(2.0**-24))))
-    loss = loss + torch.special.xlogy(q_tail, q_tail) - q_tail * log_tail
+    p_tail = torch.log(-torch.expm1(covered.clamp(max=-(2.0**-24))))
+    q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
+    loss = forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
     total = loss.masked_fill(~counted, 0).sum()
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return LossSum(total.to(wide), counted.sum())

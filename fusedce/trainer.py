@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.head.loss_observer import LossObserver
 from fusedce.head.replace import attach
-from fusedce.head.tap import LossTap
 from fusedce.trainer_batches import attends_across_documents, labels_of, mask_borders
 from fusedce.trainer_checks import check_counted, owner, refuse_other_settings
 from fusedce.trainer_stats import LOOKED_AT, TrlStats, stats_of
@@ -153,14 +153,14 @@ class FusedTrainerMixin:
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
         mask_borders(inputs)
-        with LossTap(denominator, monitor=LOOKED_AT if self._stats else ()) as tap:
+        with LossObserver(denominator, monitor=LOOKED_AT if self._stats else ()) as observer:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
         if self._eval_totals is not None or denominator is not None:
-            for loss_sum, n_valid, _ in tap.losses:
+            for loss_sum, n_valid, _ in observer.losses:
                 totals.add((loss_sum, n_valid))
             if self._stats is not None:
-                self._stats.add(tap, inputs, outputs)
+                self._stats.add(observer, inputs, outputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
 
@@ -244,13 +244,13 @@ class FusedTrainerMixin:
         training = model.training
         model.eval()
         try:
-            with LossTap() as tap, self.compute_loss_context_manager():
+            with LossObserver() as observer, self.compute_loss_context_manager():
                 model(**row)
-            if [reduction for *_, reduction in tap.losses] != ["mean"]:
+            if [reduction for *_, reduction in observer.losses] != ["mean"]:
                 raise ValueError(
                     f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
                     f"output head with reduction 'mean', but there were "
-                    f"{[reduction for *_, reduction in tap.losses]}: use the stock Trainer"
+                    f"{[reduction for *_, reduction in observer.losses]}: use the stock Trainer"
                 )
             if attends_across_documents(model, row):
                 logger.warning(
@@ -261,7 +261,7 @@ class FusedTrainerMixin:
                 )
         finally:
             model.train(training)
-        return row[name].numel() - int(tap.losses[0][1])
+        return row[name].numel() - int(observer.losses[0][1])
 
     def _parallel_size(self, *kinds: str) -> int:
         return math.prod(getattr(self, f"get_{kind}_size", lambda: 1)() for kind in kinds)

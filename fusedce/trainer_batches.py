@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.tap import LossTap
+from fusedce.head.loss_observer import LossObserver
 
 
 def labels_of(batch: dict[str, Any], shift: int) -> Tensor:
@@ -61,7 +61,7 @@ def attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
     other[:, :begin] = other[:, :begin].flip(1)
     sums = []
     for ids in (row["input_ids"], other):
-        with LossTap() as tap:
+        with LossObserver() as observer:
             model(**(row | labels | {"input_ids": ids}))
-        sums.append(tap.losses[0][0])
+        sums.append(observer.losses[0][0])
     return not torch.allclose(sums[0], sums[1], rtol=1e-5)

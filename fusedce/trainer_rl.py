@@ -1,24 +1,29 @@
-"""A mixin that gives TRL's GRPO, RLOO, DPO and KTO trainers the fused log-probabilities.
+"""Mixins that give TRL's GRPO, RLOO, DPO, KTO and distillation trainers the fused functions.
 
-These trainers ask the model's forward, which TRL has patched, for log-probabilities, entropies,
-mean logits and whether a label is the likeliest class. The trainer, its loss, masks and logs stay
-as they are; what is exchanged is the one function that computes those from hidden states and head.
+The policy trainers ask the model's forward, which TRL has patched, for log-probabilities,
+entropies, mean logits and whether a label is the likeliest class; the distillation trainer asks for
+the divergence of two heads. The trainer, its masks and logs stay as they are; what is exchanged is
+the one function that computes those from hidden states and heads.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
 
 _NAME = "_ChunkedLogProbFunction"  # in trl.trainer.utils
 _CALLER = "add_fused_lm_head"  # there too: what makes a model's forward call it
+_DISTILLATION = "trl.trainer.distillation_trainer"
+_DIVERGENCE = "_chunked_divergence_loss"  # in that module
 
 
 class FusedPolicyMixin:
@@ -109,17 +114,129 @@ def _fuse(model: nn.Module, trl_utils: Any) -> None:
     def call(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
-        with _in_place(trl_utils):
+        with _in_place(trl_utils, _NAME, _Fused):
             return forward(*args, fused_lm_head=True, **kwargs)
 
     base.forward = call
 
 
+class FusedDistillationMixin:
+    """``class MyTrainer(FusedDistillationMixin, DistillationTrainer)``: same values, fused.
+
+    The divergence and its gradients come from :func:`fusedce.fused_kl`, four products of the head's
+    size; the student's entropy, which the trainer logs, from a forward pass beside it, a fifth.
+    Logged numbers and gradients are those of the trainer without the mixin, within rounding.
+
+    Raises (when the trainer is made):
+        RuntimeError: this version of TRL computes the divergence in another way (known: 1.16).
+        (in training) RuntimeError: a head whose weight ZeRO-3 has partitioned.
+
+    Examples:
+        >>> class MyTrainer(FusedDistillationMixin, DistillationTrainer):
+        ...     pass
+        >>> MyTrainer(model=model, teacher_model=teacher, args=args, train_dataset=prompts).train()
+    """
+
+    if TYPE_CHECKING:  # what the trainer behind it brings
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            module: Any = importlib.import_module(_DISTILLATION)
+        except ModuleNotFoundError:
+            module = None
+        if not hasattr(module, _DIVERGENCE):
+            raise RuntimeError(
+                f"FusedDistillationMixin needs a TRL with {_DISTILLATION}.{_DIVERGENCE} (known: "
+                f"1.16): use the trainer without the mixin, or fused_kl in a loop of your own"
+            )
+        self._module_of_divergence = module
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with _in_place(self._module_of_divergence, _DIVERGENCE, _divergence_loss):
+            return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+
+def _divergence_loss(
+    student_hidden_states: Tensor,  # (B, K, H)
+    teacher_hidden_states: Tensor,  # (B, K, H of the teacher)
+    student_lm_head_weight: Tensor,  # (V, H)
+    teacher_lm_head_weight: Tensor,  # (V, H of the teacher)
+    completion_mask: Tensor,  # (B, K)
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,  # (V,)
+    teacher_lm_head_bias: Tensor | None = None,  # (V,)
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In place of TRL's function: the same arguments and results, in nats and tokens."""
+    hidden, teacher = student_hidden_states, teacher_hidden_states
+    labels = completion_mask.long().sub(1).masked_fill(completion_mask != 0, 0)  # 0, or ignored: -1
+    weight, bias = (_whole(x, hidden.dtype) for x in (student_lm_head_weight, student_lm_head_bias))
+    teacher_weight, teacher_bias = (
+        _whole(x, teacher.dtype) for x in (teacher_lm_head_weight, teacher_lm_head_bias)
+    )
+    assert weight is not None
+    assert teacher_weight is not None
+    loss_sum, n_valid = fused_kl(
+        hidden,
+        weight,
+        teacher,
+        teacher_weight,
+        labels,
+        divergence="jsd",
+        beta=float(beta),
+        temperature=float(temperature),
+        bias=bias,
+        teacher_bias=teacher_bias,
+        softcap=student_final_logit_softcapping,
+        teacher_softcap=teacher_final_logit_softcapping,
+        logit_scale=float(student_logit_scale),
+        teacher_logit_scale=float(teacher_logit_scale),
+        ignore_index=-1,
+    )
+    with torch.no_grad():
+        entropy = fused_logprobs(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=-1,
+            softcap=student_final_logit_softcapping,
+            logit_scale=float(student_logit_scale),
+            temperature=float(temperature),
+        ).entropy.sum()
+    divisor = n_valid.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(loss_sum.device)
+    return loss_sum / divisor, entropy, n_valid
+
+
+def _whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A parameter of a head as a plain tensor of ``dtype``."""
+    if x is None:
+        return None
+    if getattr(x, "ds_id", None) is not None and x.numel() == 0:
+        raise RuntimeError(
+            "FusedDistillationMixin needs whole heads, but ZeRO-3 has partitioned one: use ZeRO-2, "
+            "or the trainer without the mixin"
+        )
+    if hasattr(x, "placements"):  # one gather, and one reduction in backward
+        x = cast(Any, x).full_tensor()
+    return x.to(dtype)
+
+
 @contextmanager
-def _in_place(trl_utils: Any) -> Iterator[None]:
-    theirs = getattr(trl_utils, _NAME)
-    setattr(trl_utils, _NAME, _Fused)
+def _in_place(module: Any, name: str, ours: Any) -> Iterator[None]:
+    theirs = getattr(module, name)
+    setattr(module, name, ours)
     try:
         yield
     finally:
-        setattr(trl_utils, _NAME, theirs)
+        setattr(module, name, theirs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.tap import LossTap
+from fusedce.head.loss_observer import LossObserver
 
 LOOKED_AT = ("correct", "entropy")
 
@@ -24,8 +24,8 @@ class TokenStats:
         self.sums: Tensor | None = None  # (4,) float64: valid tokens, correct, entropy, tokens seen
         self.seen = 0
 
-    def add(self, tap: LossTap, inputs: Mapping[str, Any], outputs: Any) -> None:
-        sums = sums_of(tap, inputs)
+    def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
+        sums = sums_of(observer, inputs)
         self.sums = sums if self.sums is None else self.sums + sums
 
     def logged(self, prefix: str = "") -> dict[str, float]:
@@ -50,7 +50,7 @@ class TrlStats:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def add(self, tap: LossTap, inputs: Mapping[str, Any], outputs: Any) -> None:
+    def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
         trainer = self.trainer
         training = trainer.model.training
         metrics = trainer._metrics["train" if training else "eval"]
@@ -59,7 +59,7 @@ class TrlStats:
             if getattr(trainer, "aux_loss_enabled", False)
             else None
         )
-        sums = sums_of(tap, inputs)
+        sums = sums_of(observer, inputs)
         mine = torch.stack([*sums, sums.new_zeros(()) if aux is None else aux.detach().double()])
         n, correct, entropy, seen, aux_sum = _over_ranks(trainer, mine).unbind()
         metrics["entropy"].append(entropy / n.clamp(min=1))
@@ -91,7 +91,7 @@ def stats_of(trainer: Any) -> TokenStats | TrlStats | None:
     return TokenStats(trainer) if trainer.log_token_stats else None
 
 
-def sums_of(tap: LossTap, inputs: Mapping[str, Any]) -> Tensor:
+def sums_of(observer: LossObserver, inputs: Mapping[str, Any]) -> Tensor:
     """``(4,)`` float64 of a micro-batch: valid tokens, correct, entropy, tokens that are no
     padding."""
     mask = inputs.get("attention_mask")
@@ -102,7 +102,7 @@ def sums_of(tap: LossTap, inputs: Mapping[str, Any]) -> Tensor:
         seen = torch.tensor(ids.numel(), device=ids.device)
     sums = torch.zeros(4, dtype=torch.float64, device=seen.device)
     sums[3] += seen
-    for (_, n_valid, _), monitors in zip(tap.losses, tap.monitors, strict=True):
+    for (_, n_valid, _), monitors in zip(observer.losses, observer.monitors, strict=True):
         found = (n_valid, monitors["correct"], monitors["entropy"])
         sums[:3] += torch.stack([x.double() for x in found]).to(sums.device)
     return sums

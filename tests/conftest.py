@@ -65,7 +65,7 @@ def no_logits(monkeypatch):
         raise AssertionError("real logits were computed")
 
     monkeypatch.setattr(HeadCall, "logits", logits)
-    monkeypatch.setattr(TracedLogits, "_look", logits)
+    monkeypatch.setattr(TracedLogits, "_materialize", logits)
 
 
 @pytest.hookimpl(tryfirst=True)

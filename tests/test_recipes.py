@@ -154,6 +154,25 @@ def test_distillation_from_the_likeliest_classes(backend, temperature, k):
         torch.testing.assert_close(whole.loss_sum, each[keep].sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("spread", [1, 8])
+@pytest.mark.parametrize("apart", [0.0, 1e-3])
+def test_a_student_near_its_teacher_is_never_below_0(spread, apart):
+    """Sure tokens leave a tail that float32 does not see."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = spread * torch.randn(40, 24, generator=rng)
+    weight = torch.randn(300, 24, generator=rng) / 24**0.5
+    z = hidden.double() @ weight.double().T
+    z_teacher = z + apart * torch.randn(40, 300, generator=rng).double()
+    teacher, classes = z_teacher.log_softmax(-1).topk(20)
+    log_p = z.log_softmax(-1).gather(1, classes)
+    p, q = (torch.cat([x.exp(), 1 - x.exp().sum(1, keepdim=True)], 1) for x in (log_p, teacher))
+    exact = (q * (q.log() - p.log())).sum(1)
+    for row in range(40):
+        i = slice(row, row + 1)
+        loss = recipes.distillation_loss(hidden[i], weight, classes[i], teacher[i]).loss_sum
+        assert 0 <= loss <= 1.01 * exact[row] + 2.0**-23
+
+
 def test_what_is_missing_is_said():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="reference must be given with kl"):

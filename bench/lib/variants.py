@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
+from fusedce.backends.triton.operands import power_of_2
 from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.divergence import divergence_rows_kernel
+from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.hidden_grad import hidden_grad_kernel
@@ -49,7 +50,7 @@ _TYPES = dict.fromkeys(
     "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
     "teacher_scale": "fp32", "teacher_softcap": "fp32", "of_ce": "fp32", "share": "fp32",
-    "to_plain": "fp32",
+    "to_plain": "fp32", "largest": "*i64", "smoothing": "fp32", "z_loss": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
@@ -260,7 +261,8 @@ def _softmax_rows(
     constants["merged"] = None
     yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
     if not option:
-        many = constants | {"BLOCKS": 512, "BLOCK_V": 256}
+        block = row.walks(BYTES[dtype]).gemm.BLOCK_V
+        many = constants | {"BLOCKS": power_of_2(-(-128256 // block)), "BLOCK_V": block}
         label_ = f"softmax_rows {label} after exp_gemm"
         yield Variant(label_, softmax_rows_kernel, dtype, many, wide=wide)
         odd = frozenset(("V",))
@@ -278,7 +280,7 @@ def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
                 "HAS_CE": option,
                 "NORMALISE": dtype == "fp16",
                 "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
-                "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
+                "BLOCK_V": row.divergence_block_v,
                 "num_warps": row.divergence_warps,
             }
             if not option:
@@ -288,6 +290,19 @@ def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
                 constants["row_factors"] = None
             label = f"divergence_rows {dtype} {name}{' bias+scale+cap+ce' if option else ''}"
             yield Variant(label, divergence_rows_kernel, dtype, constants, wide=wide)
+    for option in (False, True):
+        constants = {
+            "NORMALISE": dtype == "fp16",
+            "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
+            "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
+            "num_warps": row.divergence_warps,
+        }
+        if not option:
+            constants |= dict.fromkeys((*OPTIONS, "class_weight"))
+        if dtype != "fp16":
+            constants["row_factors"] = None
+        label = f"target_rows {dtype}{' bias+scale+cap+weights' if option else ''}"
+        yield Variant(label, target_rows_kernel, dtype, constants, wide=wide)
 
 
 def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, check_whole, unpack
-from fusedce.accumulate.engines import Engine, from_accelerator
-from fusedce.accumulate.mesh import from_mesh
-from fusedce.accumulate.metrics import Metrics
-from fusedce.accumulate.ranks import Meeting
-from fusedce.accumulate.steps import Steps
-from fusedce.accumulate.totals import ONLY
-from fusedce.accumulate.window import Opening, no_auxiliary
+from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
+from fusedce.accumulate.exchange import Exchange
+from fusedce.accumulate.lifecycle import Lifecycle, Metrics
+from fusedce.accumulate.totals import UNNAMED
+from fusedce.accumulate.window import WindowBlock, no_auxiliary
 from fusedce.contract.groups import Ranks
 
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
@@ -114,8 +112,8 @@ class LossAccumulator:
     ) -> None:
         check_settings(grad_reduction, on_empty)
         ranks, engine = Ranks(process_group), Engine(backward_divisor)
-        self._steps = Steps(ranks, Meeting(ranks), engine, grad_reduction, on_empty)
-        self._metrics = Metrics(self._steps)
+        self._lifecycle = Lifecycle(ranks, Exchange(ranks), engine, grad_reduction, on_empty)
+        self._metrics = Metrics(self._lifecycle)
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
     from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
@@ -129,7 +127,7 @@ class LossAccumulator:
         counts: Iterable[Tensor | int] | Mapping[str, Iterable[Tensor | int]] = (),
         *,
         weights: Mapping[str, float] | None = None,
-    ) -> Opening:
+    ) -> WindowBlock:
         """``with acc.window(counts):`` an optimizer step whose valid tokens are known in advance.
 
         Several losses over shared parameters (heads for several tokens ahead), each divided by its
@@ -152,9 +150,9 @@ class LossAccumulator:
                 rank has a token.
             TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
         """
-        steps = self._steps
-        steps.announced = opening = Opening(
-            self, lambda: steps.enter(counts, weights), steps.leave, self._expected
+        lifecycle = self._lifecycle
+        lifecycle.announced = opening = WindowBlock(
+            self, lambda: lifecycle.enter(counts, weights), lifecycle.leave, self._expected
         )
         return opening
 
@@ -180,32 +178,35 @@ class LossAccumulator:
                 :class:`LossSum` that was multiplied or divided by a number; a label out of range
                 (CPU tensors raise it earlier, in ``fused_ce``).
         """
-        steps = self._steps
-        steps.check_entered()
-        losses = unpack(out, [ONLY] if steps.window is None else steps.window.weights)
+        lifecycle = self._lifecycle
+        lifecycle.check_entered()
+        losses = unpack(out, [UNNAMED] if lifecycle.window is None else lifecycle.window.weights)
         check_whole(losses)
-        window = steps.window or steps.start_streaming()
+        window = lifecycle.window or lifecycle.start_streaming()
         window.check_usable()
-        steps.meeting.begins(window.seen, window.declared is None, steps.equal())
-        ranks, upstream = steps.tokens.size(), steps.engine.upstreams()
+        lifecycle.exchange.before_micro_batch(
+            window.n_done, window.declared is None, lifecycle.equal()
+        )
+        ranks, upstream = lifecycle.tokens.size(), lifecycle.engine.upstreams()
         return window.scaled(losses, self._factor(), ranks, upstream)
 
     def _factor(self) -> float:
-        """What a sum of this rank's tokens is multiplied by, but for the denominator."""
-        steps = self._steps
-        ranks = steps.tokens.size() if steps.grad_reduction == "mean" else 1
-        return steps.engine.divisor() * ranks
+        """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
+        lifecycle = self._lifecycle
+        ranks = lifecycle.tokens.size() if lifecycle.grad_reduction == "mean" else 1
+        return lifecycle.engine.divisor() * ranks
 
     def _expected(self) -> Tensor | None:
-        """The factor that backward will bring to a loss of the open window, where it has but one.
+        """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
 
-        Waits for the other ranks' counts; an error among them is for :meth:`scale` to raise.
+        A window of several losses has several factors, hence ``None``. This waits for the other
+        ranks' counts; an error among them is left for :meth:`scale` to raise.
         """
-        window = self._steps.window
+        window = self._lifecycle.window
         if window is None or len(window.weights) > 1:
             return None
         try:
-            return window.factors(self._factor())[0] * self._steps.engine.upstreams()[0]
+            return window.factors(self._factor())[0] * self._lifecycle.engine.upstreams()[0]
         except (RuntimeError, TypeError, ValueError):
             return None
 
@@ -228,10 +229,10 @@ class LossAccumulator:
                 "requires_grad=True; evaluation is acc.add(out)"
             )
         try:
-            self._steps.engine.backward(scaled)
+            self._lifecycle.engine.backward(scaled)
         except RuntimeError as error:
-            if self._steps.window is None or self._steps.window.declared is None:
-                self._steps.meeting.note_wait(error)  # else where the block is left
+            if self._lifecycle.window is None or self._lifecycle.window.declared is None:
+                self._lifecycle.exchange.note_wait(error)  # else where the block is left
             raise
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
@@ -249,9 +250,9 @@ class LossAccumulator:
             TypeError, ValueError: not a floating tensor of one element.
         """
         check_auxiliary(auxiliary)
-        if self._steps.window is None:
+        if self._lifecycle.window is None:
             raise no_auxiliary()
-        self._steps.window.add_auxiliary(auxiliary)
+        self._lifecycle.window.add_auxiliary(auxiliary)
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -270,12 +271,12 @@ class LossAccumulator:
                 streams over the same gradients; ranks saw different numbers of micro-batches;
                 ``on_empty="raise"`` and nothing was valid.
         """
-        return self._steps.finish(parameters)
+        return self._lifecycle.finish(parameters)
 
     @property
     def should_step(self) -> bool:
         """False after a window without any valid token under ``on_empty="skip"``, else True."""
-        return self._steps.should_step
+        return self._lifecycle.should_step
 
     def discard_window(self, module: torch.nn.Module | None = None) -> None:
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
@@ -289,29 +290,31 @@ class LossAccumulator:
         Raises:
             RuntimeError: inside ``with acc.window(...)``: leave the block instead.
         """
-        self._steps.discard(module)
+        self._lifecycle.discard(module)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
-        """Make errors of what a loop does to a window's gradients.
+        """Raise an error where a loop would spoil a window's gradients.
 
-        A step inside an open window, or inside the backward of a streaming one; ``zero_grad``
-        between its micro-batches; a gradient that ``finish`` was not given; gradients that DDP has
-        not reduced (``module`` must be DDP, or hold it).
+        These are errors from then on: an optimizer step inside an open window, or inside the
+        backward of a streaming one; ``zero_grad`` between its micro-batches; a gradient that
+        ``finish`` was not given; gradients that DDP has not reduced (``module`` must be DDP, or
+        hold it).
 
-        Without it, a step before the window's end is a warning, once: the optimizer may belong to
-        another model.
+        Without a guard, a step before the window's end gives one warning: the optimizer may belong
+        to another model.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included. A gradient of
                 one of its parameters that is not given to ``finish`` is an error there.
-            module: the model (DDP around it, where there is one): the same for its parameters, and
-                DDP's ``Join`` is refused though the model was made after the first window.
+            module: the model (DDP around it, where there is one). Its parameters are watched as
+                those of the optimizer are, and DDP's ``Join`` raises an error even if the model was
+                made after the first window.
 
         Raises:
-            TypeError: they are something else.
-            RuntimeError: later, where one of these has happened.
+            TypeError: ``optimizer`` is no optimizer, or ``module`` no module.
+            RuntimeError: later, when one of these mistakes happens.
         """
-        self._steps.guard.add(optimizer, module)
+        self._lifecycle.guard.add(optimizer, module)
 
     # ---- metrics and state ------------------------------------------------------------------
 
@@ -323,21 +326,22 @@ class LossAccumulator:
 
         Raises:
             TypeError: ``out`` is something else.
-            ValueError: a label was out of range (at once on a CPU, else when metrics are read).
+            ValueError: a label was out of range (on a CPU at once, else when metrics are read).
             RuntimeError: training windows are in the metrics since the last reset.
         """
-        one = unpack(out, [ONLY])[ONLY]
+        one = unpack(out, [UNNAMED])[UNNAMED]
         if not one.loss_sum.requires_grad:
-            self._steps.engine.check_evaluated()
+            self._lifecycle.engine.check_evaluated()
         self._metrics.add(one)
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch with the labels of samples ignored that were only repeated to fill it.
+        """Return the batch with the labels of repeated samples set to ``ignore_index``.
 
-        After :meth:`from_accelerator`, whose samplers repeat samples until all ranks have whole
-        batches: ``acc.add(model(**acc.without_repeats(batch)))``. Other batches stay as they are.
+        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
+        :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
+        Batches without repeated samples are returned unchanged.
         """
-        return self._steps.engine.without_repeats(batch)
+        return self._lifecycle.engine.without_repeats(batch)
 
     def metrics(self, *, reset: bool = False) -> dict[str, float]:
         """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
@@ -377,9 +381,9 @@ class LossAccumulator:
         Equal on all ranks: one may save alone and all of them load it, in any number.
 
         Raises:
-            RuntimeError: a window is open. Its gradients live in ``.grad``, which no checkpoint
-                holds: save between optimizer steps. Or batches were added on several ranks, and
-                not summed by ``metrics()`` yet.
+            RuntimeError: a window is open: its gradients live in ``.grad``, which no checkpoint
+                holds, so save between optimizer steps. Also raised when batches were added on
+                several ranks and ``metrics()`` has not summed them yet.
         """
         return self._metrics.state()
 
@@ -394,22 +398,26 @@ class LossAccumulator:
         """
         self._metrics.load(state)
 
-    # ---- itself -----------------------------------------------------------------------------
+    # ---- copies and text --------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        steps, n = self._steps, self._steps.tokens.size()
-        now = f"{steps.totals.n_windows} windows since the reset"
+        lifecycle, n = self._lifecycle, self._lifecycle.tokens.size()
+        now = f"{lifecycle.totals.n_windows} windows since the reset"
         return (
             f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction="
-            f"{steps.grad_reduction!r}, on_empty={steps.on_empty!r}, "
-            f"{now if steps.window is None else steps.window.progress()})"
+            f"{lifecycle.grad_reduction!r}, on_empty={lifecycle.on_empty!r}, "
+            f"{now if lifecycle.window is None else lifecycle.window.progress()})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``deepcopy`` and ``pickle``: between windows, with the same ranks."""
-        self._steps.refuse_open_window("copy it")
-        return {**self.__dict__, "_steps": self._steps.settings(), "_metrics": self.state_dict()}
+        """State for ``deepcopy`` and ``pickle``; raises ``RuntimeError`` inside a window."""
+        self._lifecycle.refuse_open_window("copy it")
+        return {
+            **self.__dict__,
+            "_lifecycle": self._lifecycle.fresh(),
+            "_metrics": self.state_dict(),
+        }
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
-        self.__dict__.update(copied, _metrics=Metrics(copied["_steps"]))
+        self.__dict__.update(copied, _metrics=Metrics(copied["_lifecycle"]))
         self._metrics.load(copied["_metrics"])

@@ -1,4 +1,4 @@
-"""Arguments of the accumulator: counts, losses, weights."""
+"""Checks of the accumulator's arguments: counts, losses, weights."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.ranks import VALUES
-from fusedce.accumulate.totals import ONLY, names_of
+from fusedce.accumulate.exchange import VALUES
+from fusedce.accumulate.totals import UNNAMED, names_of
 from fusedce.accumulate.window import Losses
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
-_MOST_LOSSES = VALUES // len(names_of([ONLY]))
+_MOST_LOSSES = VALUES // len(names_of([UNNAMED]))
 
 
 def as_counts(counts: Any) -> list[Tensor]:
-    """Declared counts as ``()`` int64 tensors of their own: the caller may reuse his.
+    """Declared counts copied to ``()`` int64 tensors, so that the caller may reuse his.
 
     Raises:
-        TypeError, ValueError: not iterable, not whole numbers, or negative (values in device
-            tensors are not looked at).
+        TypeError, ValueError: not iterable, not whole numbers, or negative (values in tensors on a
+            device are not read).
     """
     if not isinstance(counts, Iterable) or (isinstance(counts, Tensor) and counts.dim() == 0):
         raise TypeError(
@@ -57,7 +57,7 @@ def _as_count(i: int, count: Any) -> Tensor:
 
 
 def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, float], Any]:
-    """The losses of a window and their weights; ``(losses,)`` int64 for each micro-batch.
+    """The weights of a window's losses by name, and ``(losses,)`` int64 for each micro-batch.
 
     Raises:
         TypeError, ValueError: as :func:`as_counts`; losses with different numbers of
@@ -66,7 +66,7 @@ def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[st
     if not isinstance(counts, Mapping):
         if weights is not None:
             raise ValueError("weights are for several losses: give counts as a dict, by name")
-        return {ONLY: 1.0}, [count[None] for count in as_counts(counts)]
+        return {UNNAMED: 1.0}, [count[None] for count in as_counts(counts)]
     names = list(counts)
     if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
         raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
@@ -94,16 +94,16 @@ def unpack(out: Any, names: Iterable[str]) -> Losses:
     """The losses of a micro-batch, by name, as :func:`fused_ce` returned them.
 
     Raises:
-        TypeError: something else, or a sum in a dtype that cannot hold one.
+        TypeError: ``out`` is something else, or its sum has a dtype that cannot hold a sum.
         ValueError: losses that the window does not have.
     """
     names = list(names)
     if not isinstance(out, Mapping) or hasattr(out, "loss"):
-        if names != [ONLY]:
+        if names != [UNNAMED]:
             raise TypeError(f"out must be a dict of the window's losses {names}, got one loss")
-        return {ONLY: _unpack(out)}
+        return {UNNAMED: _unpack(out)}
     if set(out) != set(names):
-        wanted = "one loss, no dict" if names == [ONLY] else f"a dict of the losses {names}"
+        wanted = "one loss, no dict" if names == [UNNAMED] else f"a dict of the losses {names}"
         raise ValueError(f"out must be {wanted}, as the window declares, got {list(out)}")
     return {name: _unpack(out[name]) for name in names}
 
@@ -156,6 +156,7 @@ def _unpack(out: Any) -> MonitoredLossSum:
 
 
 def check_settings(grad_reduction: Any, on_empty: Any) -> None:
+    """Raise ``ValueError`` for an unknown ``grad_reduction`` or ``on_empty``."""
     if grad_reduction not in ("mean", "sum"):
         raise ValueError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}")
     if on_empty not in ("zero", "skip", "raise"):
@@ -163,6 +164,7 @@ def check_settings(grad_reduction: Any, on_empty: Any) -> None:
 
 
 def check_auxiliary(auxiliary: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless this is a floating tensor of one element."""
     if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
         raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
     if auxiliary.numel() != 1:
@@ -170,6 +172,7 @@ def check_auxiliary(auxiliary: Any) -> None:
 
 
 def describe(x: object) -> str:
+    """An argument in a few words, for messages."""
     if isinstance(x, Tensor):
         return f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
     if isinstance(x, tuple):

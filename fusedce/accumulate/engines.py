@@ -1,22 +1,26 @@
-"""Who runs backward, what it divides by on its own, and accumulators for it."""
+"""Engines that run backward, and accumulators for a mesh or for ``accelerate``.
+
+An engine may divide the loss or its gradient by a constant; an accumulator undoes that division.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from fusedce.accumulate.checks import OnEmpty
-from fusedce.contract.groups import submesh
+from fusedce.accumulate.exchange import Exchange
+from fusedce.contract.groups import Ranks, submesh
 
-Made = TypeVar("Made")  # LossAccumulator, whose class methods these are
+Accumulator = TypeVar("Accumulator")  # LossAccumulator: the constructors become its class methods
 
 
 class Engine:
-    """Plain torch, DDP or FSDP: ``loss.backward()``, divided by a constant the user names."""
+    """Runs ``loss.backward()`` (plain torch, DDP, FSDP); the user may name a constant divisor."""
 
     no_streaming: str | None = None  # why gradients cannot be corrected at the end
 
@@ -28,6 +32,7 @@ class Engine:
         self._divisor = divisor
 
     def divisor(self) -> float:
+        """The constant by which the engine divides each loss or gradient."""
         return self._divisor
 
     def upstreams(self) -> tuple[float, ...]:
@@ -35,20 +40,22 @@ class Engine:
         return (1.0, 1 / self._divisor)  # the engine divides the gradient, or the loss
 
     def backward(self, loss: Tensor) -> None:
+        """Differentiate ``loss ()``."""
         loss.backward()
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :meth:`LossAccumulator.without_repeats`."""
         return batch
 
     def check_evaluated(self) -> None:
-        """Notice a batch whose samples are partly repeated ones."""
+        """Warn if the evaluated batch holds repeated samples."""
 
 
 class AccelerateEngine(Engine):
-    """``accelerator.backward``, which divides every loss by ``gradient_accumulation_steps``.
+    """Runs ``accelerator.backward``, which divides each loss by ``gradient_accumulation_steps``.
 
-    Also in the last, shorter window of an epoch. The number is read at each loss, since trainers
-    change it while they run.
+    It does so in the last, shorter window of an epoch as well. The number is read at each loss,
+    since trainers change it while they run.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -66,7 +73,7 @@ class AccelerateEngine(Engine):
                 "micro-batch])`."
             )
         self._accelerator = accelerator
-        self._left_out: int | None = None  # the last batch that was rid of its repeats
+        self._left_out: int | None = None  # real samples of the batch given last, if it has repeats
 
     def divisor(self) -> float:
         return self._accelerator.gradient_accumulation_steps
@@ -102,17 +109,65 @@ class AccelerateEngine(Engine):
         self._left_out = None
 
     def _real_samples(self) -> int | None:
-        """Samples in the last round of all ranks' batches, where it is filled with repeats."""
+        """Real samples in the last round of batches over ranks; ``None`` without repeats."""
         state = getattr(self._accelerator, "gradient_state", None)
         if state is None or self._accelerator.num_processes == 1:
             return None
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
 
+def from_mesh(
+    cls: Callable[..., Accumulator],
+    mesh: Any,
+    token_dims: str | Sequence[str],
+    *,
+    pipeline_dim: str | None = None,
+    has_loss: bool | None = None,
+    grad_reduction: Literal["mean", "sum"] = "mean",
+    backward_divisor: float = 1,
+    on_empty: OnEmpty = "zero",
+) -> Accumulator:
+    """Make an accumulator for the ranks along ``token_dims`` of a ``DeviceMesh``.
+
+    Args:
+        mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
+        token_dims: the dimensions over which tokens differ: data and context parallel ones,
+            not tensor parallel ones. None at all: every rank holds the same tokens.
+        pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
+            same windows (``acc.window()`` without counts where there is no loss) and call
+            ``finish``; the schedule needs ``scale_grads=False``, and
+            ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
+        has_loss: whether this rank computes the loss; by default, the last stage does.
+        grad_reduction, backward_divisor, on_empty: as for the class.
+
+    Collectives: several dimensions make one new group, on all ranks of the mesh, once.
+
+    Raises:
+        TypeError, ValueError: ``mesh`` is not a ``DeviceMesh`` or has no such dimensions.
+
+    Examples:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> acc = LossAccumulator.from_mesh(mesh, "dp")
+    """
+    new: Any = cls(
+        submesh(mesh, token_dims),
+        grad_reduction=grad_reduction,
+        backward_divisor=backward_divisor,
+        on_empty=on_empty,
+    )
+    if pipeline_dim is not None:
+        dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
+        new._lifecycle.exchange = Exchange(Ranks(submesh(mesh, [*dims, pipeline_dim])))
+        last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
+        new._lifecycle.has_loss = last if has_loss is None else has_loss
+    return new
+
+
 def from_accelerator(
-    cls: Callable[..., Made], accelerator: Any, *, on_empty: OnEmpty = "zero"
-) -> Made:
-    """For a loop that uses ``accelerate``: its ranks, its division, its backward.
+    cls: Callable[..., Accumulator], accelerator: Any, *, on_empty: OnEmpty = "zero"
+) -> Accumulator:
+    """Make an accumulator for a loop that uses ``accelerate``.
 
     ``backward`` calls ``accelerator.backward``, and its constant division by
     ``gradient_accumulation_steps``, also in a shorter last window, is undone. Streaming fits
@@ -134,7 +189,7 @@ def from_accelerator(
         >>> acc = LossAccumulator.from_accelerator(accelerator)
     """
     new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
-    new._steps.engine = AccelerateEngine(accelerator)
+    new._lifecycle.engine = AccelerateEngine(accelerator)
     return new
 
 

@@ -1,8 +1,8 @@
-"""Errors that are found in tensors while a window runs, and raised where all ranks meet.
+"""Errors found in tensors while a window runs, kept until raising them is safe.
 
-In a single process on a CPU they are raised at once. On a device, that would wait for it; on
-several ranks, the others would wait for the one that left. There the first one is kept in a small
-tensor, which the next meeting carries to all ranks.
+In a single process on a CPU they are raised at once. On a device this would wait for the device,
+and on several ranks the others would wait for the rank that left. In these cases the first error is
+kept in a small tensor, and the next exchange carries it to all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def bad_label(code: int) -> Exception:
     return ValueError(bad_label_message(code))
 
 
-def count_differs(micro_batch: int, declared: int, seen: int) -> Exception:
-    if seen > declared:
+def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
+    if counted > declared:
         reason = (
             "Does the loss get labels without shift_labels(labels), which drops the first of "
             "every sequence, or with another ignore_index?"
@@ -30,7 +30,7 @@ def count_differs(micro_batch: int, declared: int, seen: int) -> Exception:
         reason = "Were the labels counted before the shift, or with another ignore_index?"
     return RuntimeError(
         f"window: micro-batch {micro_batch} was declared with {declared} valid tokens, its loss "
-        f"counts {seen}. {reason}"
+        f"counts {counted}. {reason}"
     )
 
 
@@ -51,14 +51,14 @@ def multiplied(bits: int) -> Exception:
 
 
 _KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many, multiplied)
-ROW = 4  # in a message: 1 + index in _KINDS or 0, and its numbers
+ROW = 4  # int64 values of an error in a message: 1 + index in _KINDS (or 0), then its numbers
 
 
 class Faults:
-    """The first error seen in tensors.
+    """Holds the first error that was found in tensors.
 
     Args:
-        at_once: whether one found on a CPU may be raised where it is found.
+        at_once: raise an error found on a CPU where it is found.
     """
 
     def __init__(self, at_once: bool) -> None:
@@ -68,7 +68,7 @@ class Faults:
     def note(
         self, kind: Callable[..., Exception], condition: Tensor, *numbers: Tensor | int
     ) -> None:
-        """Raise ``kind(*numbers)`` where ``condition ()`` holds: now if that may be, else later."""
+        """Raise ``kind(*numbers)`` if ``condition ()`` holds: now where allowed, else later."""
         device = condition.device
         if self._at_once and readable(device):
             if condition:
@@ -86,7 +86,7 @@ class Faults:
         self._keep(torch.where(condition, fault, 0))
 
     def absorb(self, other: Faults) -> None:
-        """Take over what another one noted, unless there is one already."""
+        """Take over the error of ``other``, unless this object holds one already."""
         if other._first is not None:
             self._keep(other._first)
 
@@ -98,13 +98,13 @@ class Faults:
         self._first = fault
 
     def row(self, device: torch.device) -> Tensor:
-        """``(ROW,)`` int64 on ``device``."""
+        """The error as ``(ROW,)`` int64 on ``device``; zeros if there is none."""
         if self._first is None:
             return torch.zeros(ROW, dtype=torch.int64, device=device)
         return moved(self._first, device)
 
     def raise_first(self) -> None:
-        """Raise what was noted, and forget it. Waits for the device."""
+        """Raise the error that was noted, and forget it. Waits for the device."""
         if self._first is None:
             return
         numbers = self._first.tolist()
@@ -114,7 +114,7 @@ class Faults:
 
 
 def of_row(row: Sequence[int]) -> Exception | None:
-    """The error in a row; ``None`` if there is none."""
+    """The error that a row describes; ``None`` if there is none."""
     if not row[0]:
         return None
     fault = _KINDS[row[0] - 1]
@@ -122,10 +122,10 @@ def of_row(row: Sequence[int]) -> Exception | None:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``. From the host without waiting for what is queued there already."""
+    """``x`` on ``device``; a copy from the host does not wait for work queued on the device."""
     return x.to(device, non_blocking=x.device.type == "cpu")
 
 
 def readable(device: torch.device) -> bool:
-    """Whether a value there can be looked at without waiting."""
+    """Whether a value on ``device`` can be read without waiting."""
     return device.type == "cpu"

@@ -1,4 +1,4 @@
-"""What happens around an accumulator that it is not told of: steps, other gradients, leftovers."""
+"""Checks of a training loop around the accumulator: steps, zero_grad, shared gradients."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.gradients import local_of
 
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
 
 
 class Guard:
-    """Watches optimizers while a window is open, and what a window's gradients belong to."""
+    """Watches optimizers while a window is open, and whose gradients the window adds to."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP's, once looked for
-        self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # once looked for
+        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
+        self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
         self._handle: Any = None
         self._incomplete: Callable[[], Callable[[], str | None] | None] = lambda: None
         self._warned = False
-        # Since our window was opened:
-        self._shared: dict[int, weakref.ref[Tensor]] = {}  # other accumulators' gradients
-        self._reduced: dict[int, Any] = {}  # what DDP had noted of its last reduced backward
-        self._kept: weakref.ref[Tensor] | None = None  # a parameter that has a gradient
-        self._lost = False  # its gradient was set to zero
+        # These describe the open window.
+        self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
+        self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
+        # One parameter with a gradient, and the gradient's version after the last backward.
+        self._kept: tuple[weakref.ref[Tensor], int] | None = None
+        self._lost = False  # zero_grad was called
 
     def __reduce__(self) -> Any:
         return Guard, ()  # a copy of an accumulator guards nothing yet
 
     def add(self, optimizer: Any, module: Any) -> None:
+        """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
         while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # accelerate's wrapper
         if not isinstance(optimizer, Optimizer):
@@ -59,7 +62,7 @@ class Guard:
     # ---- steps ------------------------------------------------------------------------------
 
     def watch(self, incomplete: Callable[[], str | None]) -> None:
-        """Until :meth:`rest`: a step of an optimizer while ``incomplete()`` says why is noted."""
+        """Report optimizer steps while ``incomplete()`` gives a reason, until stopped."""
         if self._handle is not None:
             return
         asked = weakref.WeakMethod(incomplete)
@@ -74,12 +77,13 @@ class Guard:
         self._handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, self._handle.remove)
 
-    def opens(self) -> None:
-        """A window does: what has happened before is no part of it."""
+    def on_open(self) -> None:
+        """Start the checks of a new window."""
         self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
         self._kept, self._lost = None, False
 
-    def rest(self) -> None:
+    def stop_watching(self) -> None:
+        """End the checks of the window."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -87,7 +91,7 @@ class Guard:
         self.streams(False)
 
     def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        """See ``zero_grad`` between the micro-batches of a window."""
+        """Wrap ``zero_grad`` to notice a call between the micro-batches of a window."""
         inner, me = optimizer.zero_grad, weakref.ref(self)
 
         @functools.wraps(inner)
@@ -100,17 +104,26 @@ class Guard:
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def keep(self) -> None:
-        """After a micro-batch's backward: remember a parameter that has a gradient now."""
-        if self._kept is None:
-            found = (p for p in self._parameters() if p.grad is not None)
-            p = next(found, None)
-            self._kept = None if p is None else weakref.ref(p)
+    def note_gradient(self) -> None:
+        """Remember, after a micro-batch's backward, one parameter that has a gradient."""
+        p = None if self._kept is None else self._kept[0]()
+        if p is None:
+            p = next((p for p in self._parameters() if p.grad is not None), None)
+        if p is not None and p.grad is not None:
+            self._kept = weakref.ref(p), local_of(p.grad)._version
 
-    def check_kept(self) -> None:
-        """Raise if gradients of this window's earlier micro-batches are gone."""
-        p = None if self._kept is None else self._kept()
-        if self._lost or (p is not None and p.grad is None):
+    def check_gradients_kept(self, between: bool = False) -> None:
+        """Raise if gradients of this window's earlier micro-batches are gone.
+
+        With ``between`` (micro-batches), a gradient that was written into is also compared with
+        zero, on the host.
+        """
+        p, version = (None, 0) if self._kept is None else (self._kept[0](), self._kept[1])
+        gone = p is not None and p.grad is None
+        if between and p is not None and p.grad is not None:
+            grad = local_of(p.grad)
+            gone = grad._version != version and not grad.any()
+        if self._lost or gone:
             raise RuntimeError(
                 "zero_grad() was called between the micro-batches of a window: the gradients of "
                 "the earlier ones are gone, though their tokens count. Call it once a window, "
@@ -119,7 +132,7 @@ class Guard:
             )
 
     def check_reduced(self) -> None:
-        """Raise if DDP has reduced nothing since the window was opened."""
+        """Raise ``RuntimeError`` if DDP has reduced nothing since the window was opened."""
         for ddp in self._ddp():
             before = self._reduced.get(id(ddp))
             grads = any(p.grad is not None for p in ddp.parameters())
@@ -155,15 +168,15 @@ class Guard:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{text}. (acc.guard(optimizer) makes this an error; for an optimizer of other "
-                f"parameters it means nothing.)",
+                f"{text}. (acc.guard(optimizer) makes this an error; ignore it for an "
+                f"optimizer of other parameters.)",
                 stacklevel=5,
             )
 
     def check_join(self) -> None:
         """Raise under DDP's ``Join``, whose ranks run out of micro-batches by design.
 
-        Nobody tells a loss which DDP it came through: the process is searched for them, once.
+        A loss does not know its DDP module, so the process is searched for such modules, once.
         """
         if self._replicas is None:
             self._replicas = weakref.WeakSet(_instances(DistributedDataParallel))
@@ -182,9 +195,9 @@ class Guard:
     def is_expected(self, grad: Tensor, upstream: Sequence[float]) -> Tensor:
         """``()`` bool: whether a loss's gradient ``()`` is one of ``upstream``, times a loss scale.
 
-        Loss scales are those of ``GradScaler`` objects in this process. On a device that cannot be
-        looked at, and with DeepSpeed, a power of two passes as well where there are none: others'
-        are.
+        Loss scales are those of ``GradScaler`` objects in this process. Without any, on a device
+        whose values cannot be read here and with DeepSpeed, a power of two is accepted too: the
+        loss scalers of other libraries use these.
         """
         factors = torch.stack([grad.detach().double() / x for x in upstream])
         readable = _faults.readable(grad.device)
@@ -220,11 +233,11 @@ class Guard:
             )
 
     def streams(self, now: bool) -> None:
-        """Whether this accumulator's window will correct the gradients at its end."""
+        """Declare whether the open window corrects its gradients at the end (streaming)."""
         (_STREAMING.add if now else _STREAMING.discard)(self)
 
-    def touch_others(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
-        """Tell other accumulators that stream whose gradients are not theirs alone."""
+    def mark_shared(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
+        """Tell other streaming accumulators which gradients this one adds to as well."""
         others = [guard for guard in _STREAMING if guard is not self]
         if others:
             tensors = list(gradients_of())
@@ -242,7 +255,7 @@ class Guard:
 
 
 def _instances(kind: type) -> list[Any]:
-    """Objects of a class and those derived from it, found by a walk over all of this process."""
+    """Find all objects of a class and its subclasses in this process."""
     kinds = [kind]
     for one in kinds:
         kinds += one.__subclasses__()
@@ -250,11 +263,11 @@ def _instances(kind: type) -> list[Any]:
 
 
 def _backward_stats(ddp: DistributedDataParallel) -> Any:
-    """Times of its last backward that was reduced, by parameter; None where torch keeps none."""
+    """DDP's times of its last reduced backward, by parameter; ``None`` if torch keeps none."""
     stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
     return None if stats is None else stats()
 
 
 _STREAMING: weakref.WeakSet[Guard] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):  # open windows are the parent's
+if hasattr(os, "register_at_fork"):  # the open windows belong to the parent process
     os.register_at_fork(after_in_child=_STREAMING.clear)

@@ -1,4 +1,4 @@
-"""What outlives a window: named sums, the metrics they give, and the state to save."""
+"""Sums that outlive a window, the metrics computed from them, and the state to save."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from fusedce.accumulate import faults as _faults
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 
 Sums = dict[str, Tensor]
-"""Named sums over tokens, each ``()`` float64: ``loss_sum`` and ``n_valid``, and what a loss
-carried beside it (``correct``) with the number of tokens that it was carried for (``correct of``);
-of a loss with a name ``name/loss_sum`` and so on."""
+"""Named sums over tokens, each ``()`` float64: ``loss_sum``, ``n_valid``, and for each monitor
+(such as ``correct``) its sum and the number of monitored tokens (``correct of``). The sums of a
+loss with a name are called ``name/loss_sum`` and so on."""
 
-ONLY = ""
-"""The name of the loss where there is one without a name."""
+UNNAMED = ""
+"""The name of a window's only loss where the user gave none."""
 
 
 def key(loss: str, kind: str) -> str:
+    """The name of a sum: ``kind``, with the loss's name before it if it has one."""
     return f"{loss}/{kind}" if loss else kind
 
 
@@ -29,7 +30,7 @@ _KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{nam
 
 
 def sums_of(loss: str, out: MonitoredLossSum) -> Sums:
-    """The sums of one micro-batch. A negative count reports a bad label, and is no token."""
+    """The sums of one micro-batch. A negative count reports a bad label and counts as 0."""
     n_valid = out.n_valid.clamp(min=0).double()
     found = {"loss_sum": out.loss_sum.detach().double(), "n_valid": n_valid}
     for name, monitored in out.monitors.items():
@@ -43,37 +44,39 @@ def add(a: Sums, b: Mapping[str, Tensor]) -> Sums:
 
 
 def stacked(sums: Sums, names: Iterable[str]) -> Tensor:
-    """``(len(names),)`` float64; what is missing is 0."""
+    """``(len(names),)`` float64; missing sums are 0."""
     device = next((x.device for x in sums.values()), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([_faults.moved(sums.get(name, zero), device) for name in names])
 
 
 def names_of(losses: Iterable[str]) -> list[str]:
-    """The sums of these losses, in the order in which ranks exchange them."""
+    """Names of the sums of these losses, in the order in which ranks exchange them."""
     return [key(loss, kind) for loss in losses for kind in _KINDS]
 
 
 class Totals:
-    """Sums over all ranks since the last reset, on their device until somebody reads them.
+    """Sums over all ranks since the last reset; they stay on their device until they are read.
 
     Attributes:
-        sums: of all ranks, equal on all of them.
-        weights: the losses of the last window, and what it multiplied them by.
+        sums: equal on all ranks.
+        weights: the losses of the last window and their factors.
         n_windows: windows since the last reset.
         previous_count: ``()`` float64, > 0: valid tokens of the last streaming window, or ``None``.
     """
 
     def __init__(self) -> None:
         self.sums: Sums = {}
-        self.weights: dict[str, float] = {ONLY: 1.0}
+        self.weights: dict[str, float] = {UNNAMED: 1.0}
         self.n_windows = 0
         self.previous_count: Tensor | None = None
 
     def reset(self) -> None:
+        """Start a new interval; the streaming estimate stays."""
         self.sums, self.n_windows = {}, 0
 
     def add(self, names: Iterable[str], values: Tensor) -> None:
+        """Add ``values (n,)`` float64 to the sums of these names."""
         self.sums = add(self.sums, dict(zip(names, values.unbind(), strict=True)))
 
     def numbers(self) -> dict[str, float]:
@@ -83,10 +86,11 @@ class Totals:
         return dict(zip(self.sums, stacked(self.sums, self.sums).tolist(), strict=True))
 
     def metrics(self) -> dict[str, float]:
+        """See :meth:`LossAccumulator.metrics`. Waits for the device."""
         numbers: dict[str, float] = self.numbers()
         found: dict[str, float] = {}
-        if ONLY in self.weights:
-            found = _per_token(numbers, ONLY)
+        if UNNAMED in self.weights:
+            found = _per_token(numbers, UNNAMED)
         else:
             means = {loss: _per_token(numbers, loss) for loss in self.weights}
             found["loss"] = sum(w * means[x][f"{x}/loss"] for x, w in self.weights.items())
@@ -94,6 +98,7 @@ class Totals:
         return {**found, "n_windows": self.n_windows}
 
     def state(self) -> dict[str, Any]:
+        """See :meth:`LossAccumulator.state_dict`. Waits for the device."""
         numbers = self.numbers()
         previous = self.previous_count
         return {
@@ -101,17 +106,17 @@ class Totals:
             "n_valid": int(numbers.pop("n_valid", 0)),
             "n_windows": self.n_windows,
             "previous_count": None if previous is None else int(previous),
-            # Pairs in lists: a checkpoint that looks for the keys of a new object finds them all.
+            # Pairs in lists: a checkpoint may only load the keys that a new object has.
             "named": [[name, x] for name, x in numbers.items() if x],
             "weights": [[name, x] for name, x in self.weights.items()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave.
+        """Take over a state that :meth:`state` returned.
 
         Raises:
-            TypeError: not a mapping.
-            ValueError: keys are missing, or hold what no accumulator has saved.
+            TypeError: it is not a mapping.
+            ValueError: keys are missing, or hold values that no accumulator saves.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")

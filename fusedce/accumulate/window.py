@@ -1,15 +1,15 @@
-"""The micro-batches of one optimizer step on this rank, and what they must agree with.
+"""The micro-batches of one optimizer step on this rank, checked against the declared counts.
 
 A micro-batch counts when its loss has been differentiated, not when it has been scaled: a loss
-that is never differentiated (or computed twice by a checkpoint, or once more by a pipeline that
-looks for shapes) is not in ``.grad`` either. A backward that began and did not end breaks the
-window, since ``.grad`` holds a part of it that nobody can take out again.
+that is never differentiated (a checkpoint computes it twice, a pipeline once more to learn shapes)
+is not in ``.grad`` either. A backward that began and did not end breaks the window, since ``.grad``
+holds a part of it that cannot be removed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -18,43 +18,49 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.graph import trains
-from fusedce.accumulate.ranks import Sent, explain
+from fusedce.accumulate.exchange import Pending, explain
 from fusedce.accumulate.totals import Sums, add, sums_of
 from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
 
 Losses = dict[str, MonitoredLossSum]
-"""``loss_sum ()`` and ``n_valid ()`` int64 of each loss of a micro-batch, and what it carries."""
+"""The losses of a micro-batch by name: ``loss_sum ()`` and ``n_valid ()`` int64, and monitors."""
 
 
 class Window:
     """An open window: its denominators are declared counts of all ranks, or an estimate.
 
     Args:
-        weights: the window's losses, by name, and what each is multiplied by.
+        weights: the factor of each of the window's losses, by name.
         declared: tokens of each micro-batch, ``(losses,)`` int64 each; ``None`` when streaming.
         denominators: ``(losses,)`` float64, tokens of all ranks.
-        faults: where errors found in its losses are noted.
+        faults: stores errors found in its losses.
+
+    Attributes:
+        sums: sums of the micro-batches that were differentiated.
+        n_done: their number.
+        is_open: False once the window has ended.
+        on_begin, on_end: called when a backward begins and ends.
     """
 
     def __init__(
         self,
         weights: dict[str, float],
         declared: list[Tensor] | None,
-        denominators: Tensor | Sent,
+        denominators: Tensor | Pending,
         faults: _faults.Faults,
     ) -> None:
         self.weights = weights
         self.declared = declared
         self.faults = faults
         self.sums: Sums = {}
-        self.seen = 0  # micro-batches that were differentiated
+        self.n_done = 0
         self._auxiliary: list[Tensor] = []  # waiting for the next loss
         self.is_open = True
         self._denominators = denominators
-        self._scaled = 0
-        self._begun: list[tuple[int, int, Losses]] = []  # backward, number; not ended
+        self._n_scaled = 0
+        # Backwards that have not ended: id of the backward, number of the micro-batch, its losses.
+        self._begun: list[tuple[int, int, Losses]] = []
         self._thread = threading.get_ident()
         self.on_begin: Callable[[list[Any], Tensor, Sequence[float]], None] | None = None
         self.on_end: Callable[[], None] | None = None
@@ -63,23 +69,23 @@ class Window:
         """``(losses,)`` float64, at least 1; waits for the other ranks when first asked for.
 
         Raises:
-            RuntimeError, TypeError, ValueError: what the ranks have told each other is an error.
+            RuntimeError, TypeError, ValueError: a rank has failed, or settings differ.
         """
-        if isinstance(self._denominators, Sent):
+        if isinstance(self._denominators, Pending):
             self._denominators = self._denominators.wait().clamp(min=1)
         return self._denominators
 
     def was_refused(self) -> bool:
-        """For a rank that leaves the window early: whether all ranks will hear of another error."""
+        """Whether the exchange that opened the window holds an error, which every rank raises."""
         sent = self._denominators
-        return isinstance(sent, Sent) and explain(sent.told()) is not None
+        return isinstance(sent, Pending) and explain(sent.read_rows()) is not None
 
     # ---- micro-batches ----------------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise if the window is broken, full, or another thread's."""
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpoint computes it again while it is differentiated, in any thread
+            return  # a checkpoint recomputes the loss inside a backward, in any thread
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "this window was opened by another thread: a LossAccumulator belongs to one "
@@ -95,20 +101,20 @@ class Window:
             raise _faults.too_many(len(self.declared))
 
     def factors(self, factor: float) -> list[Tensor]:
-        """What each of the losses is multiplied by, ``()`` float64; ``factor`` but for these."""
+        """Factor of each loss, ``()`` float64: ``factor * weight / denominator``."""
         shares = factor / self.denominators()
         return [x * weight for x, weight in zip(shares, self.weights.values(), strict=True)]
 
     def scaled(
         self, losses: Losses, factor: float, ranks: int, upstream: Sequence[float]
     ) -> Tensor:
-        """The loss to differentiate: counted once it has been.
+        """The loss ``()`` to differentiate; the micro-batch counts once that is done.
 
         Args:
-            losses: of one micro-batch.
-            factor: what a sum of this rank's tokens is multiplied by, but for the denominator.
-            ranks: that the window's tokens come from.
-            upstream: what the engine may multiply the loss by before its backward.
+            losses: those of one micro-batch.
+            factor: factor of a loss sum without the denominator.
+            ranks: number of ranks that the window's tokens come from.
+            upstream: factors that the engine may multiply the loss by before its backward.
         """
         for _, n_valid in losses.values():
             self.faults.note(_faults.bad_label, n_valid < 0, n_valid)
@@ -125,14 +131,14 @@ class Window:
     def _follow(self, scaled: Tensor, losses: Losses, upstream: Sequence[float]) -> None:
         """Count the micro-batch when ``scaled`` has been differentiated.
 
-        One without a graph counts at once, since no gradient will ever lack it; but not where
-        gradients are off, as in the first of two passes of a checkpoint.
+        A loss without a graph counts at once, since it has no gradient; but not while gradients are
+        off, as in the first of a checkpoint's two passes.
         """
         if not scaled.requires_grad:
             if torch.is_grad_enabled():
                 self._count(losses)
             return
-        number, self._scaled = self._scaled, self._scaled + 1
+        number, self._n_scaled = self._n_scaled, self._n_scaled + 1
         roots = [] if scaled.grad_fn is None else [x for x, _ in scaled.grad_fn.next_functions]
 
         def begins(grad: Tensor) -> None:
@@ -152,7 +158,7 @@ class Window:
         scaled.register_hook(begins)
 
     def _ended(self, backward: int) -> None:
-        """At the end of a backward, which visits several losses from the last to the first."""
+        """Count the losses of a backward that has ended, in the order in which they were scaled."""
         mine = [begun for begun in self._begun if begun[0] == backward]
         for _, _, losses in sorted(mine, key=lambda begun: begun[1]):
             self._count(losses)
@@ -163,32 +169,33 @@ class Window:
     def _count(self, losses: Losses) -> None:
         counts = torch.stack([n for _, n in losses.values()])
         if self.declared is not None:
-            if self.seen < len(self.declared):
-                expected = _faults.moved(self.declared[self.seen], counts.device)
+            if self.n_done < len(self.declared):
+                expected = _faults.moved(self.declared[self.n_done], counts.device)
                 for declared, n in zip(expected, counts, strict=True):
-                    self.faults.note(_faults.count_differs, declared != n, self.seen, declared, n)
+                    self.faults.note(_faults.count_differs, declared != n, self.n_done, declared, n)
             else:
                 everywhere = torch.ones((), dtype=torch.bool, device=counts.device)
                 self.faults.note(_faults.too_many, everywhere, len(self.declared))
-        self.seen += 1
+        self.n_done += 1
         for name, out in losses.items():
             self.sums = add(self.sums, sums_of(name, out))
 
     def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
         return bool(self._begun)
 
     def is_last(self) -> bool:
         """Whether the backward that runs now is that of the window's last micro-batch."""
-        return self.declared is not None and self.seen + len(self._begun) == len(self.declared)
+        return self.declared is not None and self.n_done + len(self._begun) == len(self.declared)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """It waits for the next loss."""
+        """Keep ``auxiliary`` for the next loss."""
         if self.declared is None:
             raise no_auxiliary()
         self._auxiliary.append(auxiliary.reshape(()))
 
     def _take_auxiliary(self) -> Tensor | None:
-        """The sum of what waits, divided by the number of micro-batches."""
+        """The sum of the auxiliary losses that wait, divided by the number of micro-batches."""
         if not self._auxiliary:
             return None
         assert self.declared is not None
@@ -196,20 +203,21 @@ class Window:
         self._auxiliary = []
         return total
 
-    # ---- its end ----------------------------------------------------------------------------
+    # ---- the window's end -------------------------------------------------------------------
 
     def is_complete(self) -> bool:
-        return self.declared is not None and self.seen == len(self.declared)
+        """Whether all declared micro-batches were differentiated."""
+        return self.declared is not None and self.n_done == len(self.declared)
 
     def check_complete(self) -> None:
         """Raise unless as many micro-batches were seen as declared, and all losses were used."""
         if not self.is_complete() or self._begun:
             self.check_usable()
         if self.declared is not None and not self.is_complete():
-            more = self._scaled - self.seen
+            more = self._n_scaled - self.n_done
             never = f" ({more} more scaled, and never differentiated)" if more > 0 else ""
             raise RuntimeError(
-                f"window: {len(self.declared)} micro-batches were declared, {self.seen} were "
+                f"window: {len(self.declared)} micro-batches were declared, {self.n_done} were "
                 f"seen{never}: the gradients are divided by tokens that never came"
             )
         if self._auxiliary:
@@ -219,12 +227,13 @@ class Window:
             )
 
     def progress(self) -> str:
+        """How many micro-batches were differentiated, as a clause for messages."""
         if self.declared is None:
-            return f"{self.seen} micro-batches since the last finish() are still open"
-        return f"{self.seen} of {len(self.declared)} declared micro-batches were seen"
+            return f"{self.n_done} micro-batches since the last finish() are still open"
+        return f"{self.n_done} of {len(self.declared)} declared micro-batches were seen"
 
     def refuse(self, action: str) -> None:
-        """Raise: ``action`` needs a border between windows."""
+        """Raise ``RuntimeError``: ``action`` is only possible between windows."""
         if self.declared is None:
             raise RuntimeError(
                 f"cannot {action}: {self.progress()}. Call finish(model.parameters()) for them, "
@@ -237,6 +246,7 @@ class Window:
 
 
 def no_auxiliary() -> RuntimeError:
+    """The error of an auxiliary loss outside a window with declared counts."""
     return RuntimeError(
         "add_auxiliary was called outside of a window with declared counts, and needs one: use "
         "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
@@ -244,10 +254,10 @@ def no_auxiliary() -> RuntimeError:
     )
 
 
-class Opening:
-    """What ``acc.window(...)`` returns: a ``with`` block, and a reminder if it is not one.
+class WindowBlock:
+    """The context manager that ``acc.window(...)`` returns.
 
-    Inside, losses expect the factor that the window will scale them by (``expected``).
+    Inside it, fused losses know the factor by which the window will scale them (``expected``).
     """
 
     def __init__(
@@ -277,3 +287,47 @@ class Opening:
             self._leave(error)
         finally:
             self._expecting.__exit__(None, None, None)
+
+
+# ---- the leaves of a loss's graph ----------------------------------------------------------
+
+
+def trains(roots: list[Any]) -> bool:
+    """Whether the backward that runs now is for parameters below ``roots``.
+
+    A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
+    learn their shapes. This is no training although there is a loss. Such a graph has leaves beside
+    its parameters; a graph without any ``nn.Parameter`` always trains.
+    """
+    parameters = others = asked_for = False
+    for variable, node in _leaves(roots):
+        if not isinstance(variable, torch.nn.Parameter):
+            others = True
+            continue
+        parameters = True
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch raises for leaves inside torch.autograd.grad
+            asked_for = True
+    return not parameters or (asked_for and not others)
+
+
+def leaves_of(roots: list[Any]) -> list[Tensor]:
+    """The tensors whose ``.grad`` a backward through ``roots`` adds to."""
+    return [variable for variable, _ in _leaves(roots)]
+
+
+def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
+    """The leaves of a graph and their nodes, those near the loss first."""
+    level, visited = [node for node in roots if node is not None], set()
+    while level:
+        following = []
+        for node in level:
+            if node in visited:
+                continue
+            visited.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable, node
+            following += [x for x, _ in node.next_functions if x is not None]
+        level = following

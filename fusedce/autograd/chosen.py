@@ -3,6 +3,9 @@
 Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
 nothing of the size ``(N, K, H)`` is held. Plain torch, for every backend: beside the product with
 the whole head this is ``K / V`` of the work.
+
+One operator attaches them to the graph together with the tokens' statistics, so that the two parts
+of each gradient are added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -13,15 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd.derivatives import detached, refuse_second_derivatives, transformed
-from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.autograd import per_token, token_ops
+from fusedce.autograd.derivatives import (
+    detached,
+    refuse_second_derivatives,
+    transformed,
+    wanted_gradients,
+)
+from fusedce.autograd.token_ops import Upstreams, Values
+from fusedce.backends.choose import get_backend
+from fusedce.backends.gradients import Dtypes, Gradients, of_inputs
 from fusedce.contract.labels import bad_label_code, bad_label_message
-from fusedce.contract.problem import Problem, Wanted, schema_of
+from fusedce.contract.objective import Stats
+from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.projection import Projection
 from fusedce.contract.rounding import acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes of the rows of the head that are held at a time
 _END = len(Problem._fields)
+_VALUES = len(Values._fields)
 
 
 def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
@@ -30,8 +43,25 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         raise RuntimeError(
             "labels must have the shape (...) inside transforms of torch.func, got (..., K)"
         )
-    result: Tensor = torch.ops.fusedce.chosen_logits(*problem, classes)
+    result: Tensor = torch.ops.fusedce.chosen_logits(*detached(problem), classes)
     return result
+
+
+def with_stats(
+    problem: Problem,  # its labels are one of each token's classes
+    classes: Tensor,  # (N, K)
+    z: Tensor,  # (N, K), their logits
+    wanted: Wanted,
+) -> tuple[Tensor, Stats]:
+    """``z`` and the statistics of the tokens, both differentiable."""
+    train = any(wanted_gradients(problem))
+    with torch.no_grad():
+        stats = per_token.token_stats(problem, wanted.but(lse=wanted.lse or train))
+    if not train:
+        return z, stats
+    values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
+    nll, lse, entropy, zmean, z = torch.ops.fusedce.class_values(*problem, *values, classes, z)
+    return z, Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
 
 
 @torch.library.custom_op(
@@ -40,21 +70,21 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
     schema=schema_of(Problem, more="Tensor classes", returns="Tensor"),
 )
 def _chosen_logits(*flat: Any) -> Tensor:
-    problem, classes = detached(Problem(*flat[:_END])), flat[_END]
+    problem, classes = Problem(*flat[:_END]), flat[_END]
     head = Projection.of(problem)
     valid, y = _valid(problem, classes)
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
     with torch.autocast(z.device.type, enabled=False):
         for rows in _chunks(problem, classes):
             h = _rows(problem, rows, valid[rows])
-            z[rows] = torch.bmm(problem.weight[y[rows]].to(head.acc), h[:, :, None])[:, :, 0]
+            z[rows] = _products(problem.weight[y[rows]].to(head.acc), h[:, None], 2)
     if problem.bias is not None:
         z += problem.bias[y].to(head.acc)
     z *= problem.logit_scale
     if problem.softcap is not None:
         z = problem.softcap * torch.tanh(z / problem.softcap)
     if problem.temperature is not None:
-        z = z / problem.temperature[:, None]
+        z = (z / problem.temperature[:, None]).to(head.acc)
     return z.masked_fill_(~valid, 0)
 
 
@@ -65,44 +95,102 @@ def _(*flat: Any) -> Tensor:
     return problem.hidden.new_empty(classes.shape, dtype=wide)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
-    ctx.others = [None if i in tensors else x for i, x in enumerate(inputs)]
-    ctx.at = tuple(tensors)
-    ctx.save_for_backward(*tensors.values(), output)
+@torch.library.custom_op(
+    "fusedce::class_values",
+    mutates_args=(),
+    schema=schema_of(
+        Problem,
+        Values,
+        more="Tensor classes, Tensor z",
+        returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    ),
+)
+def _class_values(*flat: Any) -> tuple[Tensor, ...]:
+    return tuple(x.clone() for x in (*flat[_END : _END + _VALUES], flat[-1]))
 
 
-def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-    refuse_second_derivatives()
-    *tensors, z = ctx.saved_tensors
+@_class_values.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in (*flat[_END : _END + _VALUES], flat[-1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    inputs = (*inputs[:_END], *output[:_VALUES], inputs[-2], output[-1])
+    ctx.at = tuple(i for i, x in enumerate(inputs) if isinstance(x, Tensor))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(*(inputs[i] for i in ctx.at))
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     flat = list(ctx.others)
-    for i, x in zip(ctx.at, tensors, strict=True):
-        flat[i] = x
+    nothing: list[Any] = [None] * len(flat)
     needed: Any = Problem(*ctx.needs_input_grad[:_END])
-    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=needed.bias)
-    made = torch.ops.fusedce.chosen_grads(*flat[:_END], *wanted, flat[_END], z, upstream)
-    nothing: Any = [None] * _END
-    d: list[Any] = [g if want else None for g, want in zip(made, wanted.gradients(), strict=True)]
-    return (*Problem(*nothing).but(hidden=d[0], weight=d[1], bias=d[2]), None)
+    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    if all(u is None for u in upstream):
+        return tuple(nothing)
+    refuse_second_derivatives()
+    for i, x in zip(ctx.at, ctx.saved_tensors, strict=True):
+        flat[i] = x
+    problem, values = flat[:_END], flat[_END:-2]
+    *by_token, by_z = upstream
+    made = torch.ops.fusedce.class_grads(*problem, *wanted, *values, *by_token, *flat[-2:], by_z)
+    for name, grad, want in zip(
+        ("hidden", "weight", "bias"), made, wanted.gradients(), strict=True
+    ):
+        if want:
+            nothing[Problem._fields.index(name)] = grad
+    return tuple(nothing)
 
 
-_chosen_logits.register_autograd(_backward, setup_context=_setup_context)
+_class_values.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op(
-    "fusedce::chosen_grads",
+    "fusedce::class_grads",
     mutates_args=(),
     schema=schema_of(
         Problem,
         Wanted,
-        more="Tensor classes, Tensor z, Tensor upstream",
+        Values,
+        Upstreams,
+        more="Tensor classes, Tensor z, Tensor? upstream_z",
         returns="(Tensor, Tensor, Tensor)",
     ),
 )
-def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
-    problem = Problem(*flat[:_END])
-    wanted = Wanted(*flat[_END:-3])
-    classes, z, upstream = flat[-3:]
+def _class_grads(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, rest = records(flat)
+    values, upstreams = Values(*rest[:_VALUES]), Upstreams(*rest[_VALUES:-3])
+    classes, z, upstream_z = rest[-3:]
+    acc = acc_dtype(problem.hidden.dtype)
+    grads = Gradients(problem, Wanted(), dtypes=of_inputs(problem), chunks=0)
+    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+        upstream = token_ops.upstream_of(problem, values, upstreams)
+        made = get_backend(problem.backend).token_grads(
+            problem, wanted, values.lse, upstream, Dtypes(acc, acc, acc)
+        )
+        grads.hidden, grads.weight, grads.bias = (
+            x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
+        )
+        if upstream_z is not None:
+            _add_gradients(problem, grads, classes, z, upstream_z)
+        return tuple(x.to(problem.hidden.device) for x in grads.written())
+
+
+@_class_grads.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, _ = records(flat)
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    return tuple(
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
+    )
+
+
+def _add_gradients(
+    problem: Problem, grads: Gradients, classes: Tensor, z: Tensor, upstream: Tensor
+) -> None:
+    """Adds to ``grads``, in float32 or better, what ``upstream`` makes of the chosen logits."""
     head = Projection.of(problem)
     valid, y = _valid(problem, classes)
     g = upstream.to(head.acc).masked_fill(~valid, 0) * problem.logit_scale
@@ -112,27 +200,21 @@ def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
     slope = head.slope(z)
     if slope is not None:
         g = g * slope
-    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=0, accumulate=True)
-    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-        for rows in _chunks(problem, classes):
-            h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
-            if grads.hidden is not None:
-                w = problem.weight[own].to(head.acc)
-                grads.hidden[rows] = torch.bmm(factors[:, None], w)[:, 0].to(grads.hidden.dtype)
-            K = classes.shape[1]
-            grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
-    written: tuple[Tensor, ...] = grads.written()
-    return tuple(x.to(problem.hidden.device) for x in written)
+    K = classes.shape[1]
+    for rows in _chunks(problem, classes):
+        h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
+        if grads.hidden is not None:
+            w = problem.weight[own].to(head.acc)  # (C, K, H)
+            grads.hidden[rows] += _products(w, factors[:, :, None], 1)
+        grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
 
 
-@_chosen_grads.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted = Problem(*flat[:_END]), Wanted(*flat[_END:-3])
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    return tuple(
-        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
-        for x, want in zip(inputs, wanted.gradients(), strict=True)
-    )
+def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Sums of ``w * x`` over ``dim``; ``w (C, K, H)`` is overwritten.
+
+    Not by a matrix product, which may round its operands where the user lets float32 ones.
+    """
+    return w.mul_(x).sum(dim)
 
 
 def _valid(problem: Problem, classes: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.contract.problem import Problem, Wanted
@@ -32,6 +33,19 @@ def transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def keeps_saved_tensors() -> bool:
+    """Whether what is saved for backward now goes to a user's ``saved_tensors_hooks``.
+
+    What those hand back in backward may be tensors of theirs: nobody else may write into them.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def batched(x: Tensor) -> bool:
+    """Whether a transform, or ``is_grads_batched=True``, gives ``x`` a value for each sample."""
+    return transformed() or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def refuse_forward_mode(problem: Problem) -> None:
     """Raise RuntimeError for derivatives that would be missing or wrong without a word."""
     if torch.compiler.is_compiling():
@@ -42,7 +56,14 @@ def refuse_forward_mode(problem: Problem) -> None:
         forward_ad._current_level >= 0
         and any(
             x is not None and forward_ad.unpack_dual(x).tangent is not None
-            for x in (problem.hidden, problem.weight, problem.bias)
+            for x in (
+                problem.hidden,
+                problem.weight,
+                problem.bias,
+                problem.token_weight,
+                problem.class_weight,
+                problem.temperature,
+            )
         )
     ):
         raise RuntimeError(

@@ -99,9 +99,10 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
     problem = _prepared(problem)
     z = chosen.chosen_logits(problem, classes)
     valid = problem.but(labels=classes).valid()
-    finite = z.detach().clamp(min=torch.finfo(z.dtype).min)
+    finite = z.clamp(min=torch.finfo(z.dtype).min)
     best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
-    stats = per_token.token_stats(problem.but(labels=classes.gather(1, best)[:, 0]), wanted)
+    problem = problem.but(labels=classes.gather(1, best)[:, 0])
+    z, stats = chosen.with_stats(problem, classes, z, wanted)
     z_best = z.gather(1, best)
     apart = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
     return (apart - stats.nll[:, None]).masked_fill(~valid, 0), stats

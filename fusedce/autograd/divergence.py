@@ -57,8 +57,8 @@ def _prepared(problem: Problem) -> Problem:
     refuse_forward_mode(problem)
     if transformed():
         raise RuntimeError(
-            "fused_kl cannot be transformed by torch.func (vmap, grad): call it and backward() "
-            "outside of the transform"
+            "fused_kl, and fused_cross_entropy of class probabilities, cannot be transformed by "
+            "torch.func (vmap, grad): call them and backward() outside of the transform"
         )
     return problem.but(backend=resolve_backend(problem.backend, problem.hidden))
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from fusedce.autograd import sharded_tokens
-from fusedce.autograd.derivatives import detached, wanted_gradients
+from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
 from fusedce.autograd.dispatch import NOTHING, Seen, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
@@ -23,6 +23,7 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
 
     What is monitored is that of this rank's tokens.
     """
+    refuse_forward_mode(problem)
     wanted = wanted_gradients(problem)
     if _from_tokens(problem, shard, monitored, train=any(wanted.gradients())):
         return _sum_of_losses(problem, shard, monitored)

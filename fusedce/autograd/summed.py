@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.autograd.derivatives import detached, refuse_second_derivatives
+from fusedce.autograd.derivatives import (
+    batched,
+    detached,
+    keeps_saved_tensors,
+    refuse_second_derivatives,
+)
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
@@ -58,20 +63,23 @@ class SumApart(NamedTuple):
     wanted: Wanted
     dtype: torch.dtype  # of the inputs
     backend: str
+    ours: bool  # `saved` may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """Those of hidden state, weight and bias, within a backward pass; ``saved`` is used up.
 
         ``upstream ()``: what the gradient of ``loss_sum`` is.
         """
-        return scaled(saved, upstream, self.wanted.gradients(), self.dtype, self.backend)
+        wanted = self.wanted.gradients()
+        return scaled(saved, upstream, wanted, self.dtype, self.backend, ours=self.ours)
 
 
 def apart(problem: Problem, wanted: Wanted) -> SumApart:
     with torch.no_grad():
         total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
     dtype = problem.hidden.dtype
-    return SumApart(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend))
+    ours = not keeps_saved_tensors()
+    return SumApart(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
@@ -194,6 +202,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
     ctx.dtype, ctx.backend = attached.hidden.dtype, attached.backend
+    ctx.ours = not keeps_saved_tensors()
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -203,7 +212,9 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_second_derivatives()
     needed: Any = Attached(*ctx.needs_input_grad)
     wanted = needed.hidden, needed.weight, needed.bias
-    hidden, weight, bias = scaled(ctx.saved_tensors, upstream, wanted, ctx.dtype, ctx.backend)
+    hidden, weight, bias = scaled(
+        ctx.saved_tensors, upstream, wanted, ctx.dtype, ctx.backend, ours=ctx.ours
+    )
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 
@@ -216,24 +227,30 @@ def scaled(
     needed: Sequence[bool],
     dtype: torch.dtype,
     backend: str,
+    *,
+    ours: bool,  # the saved tensors are, and no user's
 ) -> list[Any]:
     """The gradients behind their factor, times ``upstream`` over what was expected of it."""
     factor, *grads = saved
     ratio = upstream / factor
     return [
-        _scaled(grad, ratio, backend).to(dtype) if needs else None
+        _scaled(grad, ratio, backend, ours=ours).to(dtype) if needs else None
         for grad, needs in zip(grads, needed, strict=True)
     ]
 
 
-def _scaled(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
+def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:
     """``grad * factor``, in place where nobody will see ``grad`` again.
 
     Without ``retain_graph`` the saved gradient is ours to overwrite, which saves a second buffer
     of the weight's size. With it, the next backward must find the gradient as it is; and a
-    compiler tracing us (with tensor subclasses) must see a pure function.
+    compiler tracing us (with tensor subclasses) must see a pure function. So must a transform,
+    which has a factor for each sample.
     """
-    if type(grad) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if batched(factor):
+        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    if ours and type(grad) is Tensor and not keep:
         get_backend(backend).scale_(grad, factor)
         return grad
     return torch.ops.fusedce.scale(grad, factor, backend)

@@ -223,4 +223,4 @@ def upstream_of(
         alpha, at_label = alpha * sharp, at_label * sharp
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
-    return Upstream(alpha, beta, gamma, at_label, used)
+    return Upstream(alpha, beta, gamma, at_label, used, -torch.expm1(-nll))

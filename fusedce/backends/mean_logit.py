@@ -10,13 +10,18 @@ from torch import Tensor
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
 
+_ROWS = 1024  # of the head that are widened at a time
+
 
 def _same(x: Tensor) -> Tensor:
     return x
 
 
 class MeanLogit:
-    """``zmean = sum_v c_v z_v / V``, which costs nothing per logit."""
+    """``zmean = sum_v c_v z_v / V``, which costs nothing per logit.
+
+    Not by matrix products, which may round their operands where the user lets float32 ones.
+    """
 
     def __init__(
         self, problem: Problem, V: int | None = None, total: Callable[[Tensor], Tensor] = _same
@@ -30,8 +35,8 @@ class MeanLogit:
             c = problem.class_weight.to(acc)
         c = c / (rows if V is None else V)
         row = torch.zeros(H, dtype=torch.float64, device=weight.device)
-        for some, c_some in zip(weight.split(8192), c.split(8192), strict=True):
-            row += c_some @ some.to(acc)
+        for some, c_some in zip(weight.split(_ROWS), c.split(_ROWS), strict=True):
+            row += some.to(acc).mul(c_some[:, None]).sum(0)
         of_bias = torch.zeros((), dtype=torch.float64, device=weight.device)
         if bias is not None:  # a masked class (-inf) of weight 0 is no target
             of_bias += (c * bias.to(acc).masked_fill(c == 0, 0)).sum()
@@ -41,4 +46,4 @@ class MeanLogit:
 
     def of(self, h: Tensor) -> Tensor:
         """``(C,)`` float64 for ``h (C, H)``."""
-        return self.scale * ((h @ self.row).double() + self.bias)
+        return self.scale * ((h * self.row).sum(1).double() + self.bias)

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * MiB
+DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU, and on one of LARGE_DEVICE bytes or more
+LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
 # do not make the GEMMs any faster.
 _DEVICE_TOKENS = 8192
@@ -34,6 +35,7 @@ _LEAST_TOKENS_CPU, _LEAST_TOKENS_DEVICE = 64, 768
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
+EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 _PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
 
@@ -43,6 +45,7 @@ ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in ever
 _BLOCK_TOKENS_CPU, _BLOCK_TOKENS_DEVICE = 1024, 8192
 _TILE_CLASSES_CPU, _TILE_CLASSES_DEVICE = 1024, 8192
 _LEAST_CLASSES = 64
+_COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
 
 SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
@@ -67,6 +70,9 @@ class Call(NamedTuple):
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # whose range the factors of rows do not fit
     fixed: int = 0  # bytes that whoever asks holds besides
+    threads: int = 1  # of a CPU
+    budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
 
     @property
     def acc(self) -> int:
@@ -90,6 +96,12 @@ class Way(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(self.held.values())
+
+
+def device_budget(memory: int | None) -> int:
+    """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
+    large = memory is not None and memory >= LARGE_DEVICE
+    return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
 
 
 def is_small_head(elements: int, memory_budget: int | None, small: int = SMALL_HEAD) -> bool:
@@ -163,7 +175,7 @@ def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
 
 
 def _most_tokens(call: Call) -> int:
-    budget = CPU_BUDGET if call.on_cpu else DEVICE_BUDGET
+    budget = CPU_BUDGET if call.on_cpu else call.budget
     most = max(budget // (call.V * call.logit), _multiple(call))
     return most if call.on_cpu else min(most, _DEVICE_TOKENS)
 
@@ -201,7 +213,7 @@ def chunked(call: Call, C: int, classes: int | None = None) -> Way:
     if call.triton:
         T, products = _products(call, C)
         held["tile of products"] = products
-        held["statistics of a chunk"] = C * (8 * -(-V // EXP_BLOCK_V) + 4)
+        held["statistics of a chunk"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 4)
         held["single entries"] = 2 * C * 40 if call.weight else 24 * C  # sorted, too
         if call.weight and call.element < acc:
             held["scaled hidden states"] = C * H * call.element
@@ -236,7 +248,7 @@ def tiles_of(
         raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))
     if call.triton:
         T = tile_classes(call, None)
-        most = DEVICE_BUDGET // (T * (4 + call.element))
+        most = call.budget // (T * (4 + call.element))
     else:
         most = _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE
         T = tile_classes(call, None, most)
@@ -245,34 +257,36 @@ def tiles_of(
 
 
 def way_of_divergence(
-    call: Call,  # whose `logit` counts those of both heads
-    teacher_H: int,
+    call: Call,
+    teacher_H: int | None,  # None: probabilities are given, and there is no teacher
     *,
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
 ) -> Way:
-    """Choose the way a divergence is computed: one chunk or several, never tiles.
+    """Choose how a student is compared with a teacher: one chunk or several, never tiles.
 
-    Tiles would need eight products for some of them. So a small budget makes small chunks.
+    Tiles would need eight products for some divergences. So a small budget makes small chunks.
 
     Raises:
         ValueError: the budget is less than chunks of the fewest tokens need.
     """
-
     # As many tokens as of a loss with one head: fewer make the products slower.
-    of_one_head = call._replace(logit=call.logit // 2)
+    of_one_head = call._replace(logit=call.acc)
+    heads, H = (1, 0) if teacher_H is None else (2, teacher_H)
+    both = call._replace(logit=heads * call.acc)
 
     def way(C: int, classes: int | None = None) -> Way:
         C = min(C, max(call.n, 1))
-        found = chunked(call, C, classes)
+        found = chunked(both, C, classes or _compared_classes(call, C))
         rows, element = found.tokens, call.acc
-        held = {"hidden states of the teacher": rows * teacher_H * element}
+        held = {"hidden states of the teacher": rows * H * element}
         if call.triton:
             held["d_hidden of a chunk"] = rows * call.H * element
+            held["probabilities of a chunk"] = rows * call.V * element if heads == 1 else 0
         else:
-            held["tiles of divergences"] = 6 * rows * found.classes * element
+            held["tiles of divergences"] = 4 * rows * found.classes * element
             held["rows of the teacher's weight"] = (
-                found.classes * teacher_H * element if call.element < call.acc else 0
+                found.classes * H * element if call.element < call.acc else 0
             )
         return found._replace(held=_without_zeros(found.held | held))
 
@@ -292,6 +306,13 @@ def way_of_divergence(
         fits = way(middle * multiple, classes).bytes <= memory_budget
         low, high = (middle, high) if fits else (low, middle - 1)
     return way(min(_equal(call.n, low * multiple, multiple), low * multiple), classes)
+
+
+def _compared_classes(call: Call, C: int) -> int | None:
+    """Classes of a tile that is walked over so often that it must stay in a core's own cache."""
+    if not call.on_cpu:
+        return None
+    return min(max(_COMPARED_ELEMENTS_CPU * call.threads // C, 128), 8192)
 
 
 def _tilings(call: Call, classes: int) -> Iterator[Way]:
@@ -386,10 +407,16 @@ def _products(call: Call, C: int) -> tuple[int, int]:
 
     The products of d_hidden are in the same buffer.
     """
-    block = min(1 << (call.V - 1).bit_length(), EXP_BLOCK_V)
-    rows, T = tile_shape(C, call.V, call.H, block)
     of_hidden = min(rows_of_hidden(call.H), C) * call.H
+    if call.gemm_block:
+        return call.V, 4 * of_hidden
+    rows, T = tile_shape(C, call.V, call.H, exp_block(call.V))
     return T, 4 * max(rows * _multiple_of_16(T), of_hidden)
+
+
+def exp_block(V: int, most: int = EXP_BLOCK_V) -> int:
+    """Classes of a row that share one maximum: at least the 16 that rows are padded to."""
+    return min(max(1 << (V - 1).bit_length(), 16), most)
 
 
 def tile_shape(
@@ -400,10 +427,14 @@ def tile_shape(
     elements: tuple[int, int] = TILE_ELEMENTS,
     flops: int = TILE_FLOPS,
 ) -> tuple[int, int]:
-    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time."""
+    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time.
+
+    The rows are the fewest equal parts of ``C``, multiples of 128: a part of a few rows would take
+    a product of its own that leaves most of a GPU idle.
+    """
     least, most = elements
     count = min(max(flops // (2 * H), least), most)
-    rows = min(C, max(count // block, 128))
+    rows = min(C, _equal(C, max(count // block // 128 * 128, 128), 128))
     return rows, min(max(count // rows // block, 1) * block, V)
 
 

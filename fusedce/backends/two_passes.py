@@ -47,7 +47,8 @@ def loss_and_grads(
         gamma = outer * by.zmean / V
         c = 1.0 if problem.class_weight is None else problem.class_weight.double()[y]
         at_label = at_label + by.zmean * c / V
-    upstream = Upstream(outer * (by.nll + by.lse), None, gamma, outer * at_label, used)
+    of_p, others = outer * (by.nll + by.lse), -torch.expm1(-nll)
+    upstream = Upstream(of_p, None, gamma, outer * at_label, used, others)
     grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
     total = losses.sum().to(stats.nll.dtype)
     return Summed(total, stats.n_valid, factor, *grads)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
-from fusedce.contract.labels import check_labels
+from fusedce.contract.labels import can_be_read, check_labels
 from fusedce.contract.problem import NUMBERS, RANGES, Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -131,8 +131,8 @@ def check_tensors(problem: Problem) -> None:
     if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], V):
         raise TypeError(
             f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}: class probabilities are as large as the logits and not "
-            f"supported. For few classes per token see fusedce.recipes.distillation_loss"
+            f"{tuple(labels.shape)}: class probabilities are labels of fused_cross_entropy. For "
+            f"few classes per token see fusedce.recipes.distillation_loss"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -231,8 +231,7 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
         raise TypeError(f"temperature must be floats, got {temperature.dtype}")
     t = temperature.reshape(-1)
     t = (t if t.dtype == torch.float64 else t.float()).masked_fill(~used, 1)
-    seen = t.device.type == "cpu" and not torch.compiler.is_compiling()
-    if seen and torch._C._functorch.maybe_current_level() is None:
+    if can_be_read(t):
         bad = ~((t > 0) & (t <= _HUGE))
         if bad.any():
             at = int(bad.nonzero()[0, 0])

@@ -1,9 +1,10 @@
-"""A divergence of a student from a teacher: what is asked of it, and its checks."""
+"""A student's distribution beside a teacher's or a given one: what is asked, and its checks."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from fusedce.contract.checks import (
@@ -20,35 +21,71 @@ from fusedce.contract.projection import Projection
 from fusedce.contract.rounding import acc_dtype
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
+TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
 INFINITE = 1e15
 """Nats of a token from which its divergence is infinite: see `NEVER`."""
 NEVER = 1e30
 """A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
 
 
-class Divergence(NamedTuple):
-    """The teacher and how to compare: arguments of the operators behind those of `Problem`."""
+def forward_parts(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """``p log(p/q) - p + q`` of each class, never negative; differentiable in ``log_q``.
+
+    ``(p + q) * (h * (tanh(h) - 1) + tanh(h))`` with ``h = (log q - log p) / 2``: where all classes
+    are there the sum is ``KL(p || q)``, and near equality it does not cancel. 0 where both are
+    -inf.
+    """
+    none = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_q, log_p = (x.clamp(min=-NEVER).masked_fill(none, -NEVER) for x in (log_q, log_p))
+    half = (log_q - log_p) / 2
+    tanh = half.tanh()
+    return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)
+
+
+class Teacher(NamedTuple):
+    """The head and the hidden states that a student is compared with."""
 
     hidden: Tensor  # (N, H of the teacher)
     weight: Tensor  # (V, H of the teacher)
-    bias: Tensor | None  # (V,)
-    softcap: float | None
-    logit_scale: float
-    kind: str  # one of KINDS
-    beta: float  # of "jsd", in (0, 1)
-    temperature: float
-    ce_weight: float  # of the student's cross-entropy at temperature 1, beside the divergence
+    projection: Projection
+
+
+class Divergence(NamedTuple):
+    """With what to compare, and how: arguments of the operators behind those of `Problem`."""
+
+    hidden: Tensor | None = None  # (N, H of the teacher)
+    weight: Tensor | None = None  # (V, H of the teacher)
+    bias: Tensor | None = None  # (V,)
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    kind: str = FORWARD  # one of KINDS, or TARGETS
+    beta: float = 0.5  # of "jsd", in (0, 1)
+    temperature: float = 1.0
+    ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
+    probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
 
     def but(self, **changes: Any) -> Divergence:
         """The same with other values in some fields."""
         return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
 
-    def heads(self, problem: Problem) -> tuple[Projection, Projection]:
-        """Student's and teacher's, whose logits are divided by the temperature."""
-        return (
-            _head(problem.weight, problem.bias, problem.logit_scale, problem.softcap, self),
-            _head(self.weight, self.bias, self.logit_scale, self.softcap, self),
-        )
+    def student(self, problem: Problem) -> Projection:
+        """Its logits are divided by the temperature, as the teacher's."""
+        return _head(problem.weight, problem.bias, problem.logit_scale, problem.softcap, self)
+
+    def teacher(self) -> Teacher:
+        assert self.hidden is not None
+        assert self.weight is not None
+        head = _head(self.weight, self.bias, self.logit_scale, self.softcap, self)
+        return Teacher(self.hidden, self.weight, head)
+
+    def teacher_size(self) -> int | None:
+        """The teacher's H; ``None`` without a teacher."""
+        return None if self.weight is None else self.weight.shape[1]
+
+    def given(self) -> Tensor:
+        """``(N, V)`` probabilities."""
+        assert self.probabilities is not None
+        return self.probabilities
 
 
 def _head(
@@ -98,7 +135,8 @@ def checked_divergence(
     if ce_weight and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
     check_tensor_types(problem)
-    teacher = Problem(divergence.hidden, divergence.weight, problem.labels, bias=divergence.bias)
+    hidden, weight = cast(Tensor, divergence.hidden), cast(Tensor, divergence.weight)
+    teacher = Problem(hidden, weight, problem.labels, bias=divergence.bias)
     try:
         check_tensor_types(teacher)
         if teacher.hidden.shape[:-1] != problem.hidden.shape[:-1]:
@@ -129,7 +167,7 @@ def checked_divergence(
             f"{teacher.hidden.dtype} for {problem.hidden.dtype}"
         )
     softcap, bias = divergence.softcap, teacher.bias
-    return problem, Divergence(
+    return problem, divergence.but(
         hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]),
         weight=teacher.weight.detach(),
         bias=None if bias is None else bias.detach(),
@@ -140,3 +178,36 @@ def checked_divergence(
         temperature=temperature,
         ce_weight=ce_weight,
     )
+
+
+def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, Divergence]:
+    """A cross-entropy of class probabilities: checked, cast, flattened; every position counts.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it must be, and what it is.
+    """
+    labels = probabilities.new_zeros(problem.hidden.shape[:-1], dtype=torch.int64)
+    if problem.ignore_index is not None and problem.ignore_index >= 0:
+        raise ValueError(
+            f"ignore_index must be negative or None for labels of class probabilities, which hold "
+            f"no index to ignore, got {problem.ignore_index}: give positions a token_weight of 0"
+        )
+    problem = checked(problem.but(labels=labels, ignore_index=None))
+    V, leading = len(problem.weight), labels.shape
+    if probabilities.shape != (*leading, V):
+        raise ValueError(
+            f"labels of class probabilities must be (..., V) = {(*leading, V)}, got "
+            f"{tuple(probabilities.shape)}"
+        )
+    if acc_dtype(probabilities.dtype) != acc_dtype(problem.hidden.dtype):
+        raise TypeError(
+            f"labels of class probabilities must be float64 exactly where hidden is, got "
+            f"{probabilities.dtype} for {problem.hidden.dtype}"
+        )
+    if probabilities.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "labels of class probabilities must not require grad: they receive none here. Detach "
+            "them"
+        )
+    given = probabilities.detach().reshape(-1, V)
+    return problem, Divergence(kind=TARGETS, probabilities=given)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from fusedce.contract.explain import not_a_tensor
 
@@ -134,6 +135,16 @@ def check_labels(labels: object) -> None:
         )
 
 
+def can_be_read(x: Tensor) -> bool:
+    """Whether looking at the values of ``x`` costs nothing: on a CPU, and not traced or faked."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and not is_fake(x)
+    )
+
+
 def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     T = labels.shape[-1]
     if labels.numel() != T:
@@ -146,7 +157,7 @@ def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
             f"cu_seqlens must be (documents + 1,) integers, "
             f"got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_be_read(cu_seqlens):
         borders = cu_seqlens.tolist()
         rising = all(a <= b for a, b in pairwise(borders))
         if borders[0] != 0 or borders[-1] > T or not rising:

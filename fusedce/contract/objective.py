@@ -44,6 +44,7 @@ class Upstream(NamedTuple):
     gamma: Tensor | None
     at_label: Tensor
     used: Tensor  # bool: any of it is not 0
+    others: Tensor  # probability of the classes but the label's
 
 
 class Slopes(NamedTuple):

@@ -1,4 +1,4 @@
-"""One call of a replaced head: what it computed with, kept for a loss or for logits later on."""
+"""One call of a replaced head: its inputs, kept to compute a loss or logits later."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedce.head.clock import Tick, version_of
-from fusedce.head.recipe import Operands, Recipe, as_they_are, merged_into, recipe_of
+from fusedce.head.optimizer_clock import Tick, version_of
+from fusedce.head.recipe import Operands, Recipe, merged_into, no_autocast, recipe_of
 
 if TYPE_CHECKING:
-    from fusedce.head.report import Report
+    from fusedce.head.report import HeadCounts
 
 _CHANGED = (
     "the hidden state or a parameter of the head has changed (by an optimizer step?) since the "
@@ -33,34 +33,43 @@ _SHARDED = (
 
 
 class HeadCall:
-    """Holds no graph: of what is no parameter, the values alone."""
+    """The inputs of one forward of a replaced head, without a graph.
+
+    Args:
+        module: the head; ``recipe``: its weight, bias and adapters when it ran.
+        hidden: ``(..., H)`` in the dtype in which the head multiplies; with dropout of LoRA, its
+            results stand beside it (:meth:`Recipe.with_dropped`).
+        report: counts losses and logits.
+        tick: the time of the call, to know which optimizers have stepped since.
+    """
 
     def __init__(
-        self, module: nn.Module, recipe: Recipe, hidden: Tensor, report: Report, tick: Tick
+        self, module: nn.Module, recipe: Recipe, hidden: Tensor, report: HeadCounts, tick: Tick
     ) -> None:
         self.module, self.report, self.tick = module, report, tick
         self.V, self.device = recipe.weight.shape[0], hidden.device
-        self.hidden = hidden.detach()  # (..., H), with what LoRA's dropouts made of it
-        if hidden.is_inference():  # writes into it could not be seen
+        self.hidden = hidden.detach()
+        if hidden.is_inference():  # inference tensors do not count writes
             self.hidden = self.hidden.clone()
         given = recipe.tensors()
         self.wanted = [x.requires_grad for x in given]
-        self.made = [not x.is_leaf and x._base is None for x in given]  # no parameters
+        self.made = [not x.is_leaf and x._base is None for x in given]  # computed, no parameters
         leaves = all(x.is_leaf for x in given)
         self.held = given if leaves else [x if x.is_leaf else x.detach() for x in given]
         self.recipe = recipe if leaves else recipe.of(self.held)
-        self.seen = self._fingerprints()
+        self.fingerprints = self._fingerprints()
 
-    # ---- what it computed with ---------------------------------------------------------------
+    # ---- the head's inputs -------------------------------------------------------------------
 
     def tensors(self, *, by_all_ranks: bool) -> list[Tensor]:
         """The parameters' values, without a graph.
 
-        ``by_all_ranks`` says that all ranks are here, as for the loss: those that FSDP2 has
-        sharded again are gathered. DeepSpeed's are in any case.
+        Args:
+            by_all_ranks: all ranks make this call, as they do for the loss. Parameters that FSDP2
+                has sharded again are then gathered; DeepSpeed's are gathered in any case.
 
         Raises:
-            RuntimeError: they are no longer those that the head ran with, or sharded.
+            RuntimeError: the values have changed since the head ran, or are sharded.
         """
         if self.has_changed():
             raise RuntimeError(_CHANGED)
@@ -69,25 +78,25 @@ class HeadCall:
         return [x.detach() for x in self.held]
 
     def has_changed(self) -> bool:
-        """Whether the values are, or may be, no longer those that the head ran with."""
+        """Whether the values have changed, or may have changed, since the head ran."""
         if self.recipe.merged != merged_into(self.module):
             return True
-        if self._fingerprints() != self.seen:
+        if self._fingerprints() != self.fingerprints:
             return self.tick.next is not None or not self.is_gone()
         return self.tick.next is not None and any(
             o is None or self.changes_with(o) for o in self.tick.steps()
         )
 
     def is_gone(self) -> bool:
-        """Whether a parameter is held in parts by now."""
+        """Whether a parameter's memory has been freed: it is sharded now."""
         return any(x.untyped_storage().size() == 0 for x in self.held)
 
     def needs_all_ranks(self) -> bool:
-        """Whether a look is refused, for the parameters are sharded by FSDP2."""
+        """Whether real logits need a gather by all ranks: FSDP2 has sharded the parameters."""
         return self.is_gone() and not all(hasattr(x, "ds_id") for x in self.held)
 
     def _fingerprints(self) -> list[Any]:
-        """What tells that tensors were written into, given other data, or freed."""
+        """Versions and storages, which change when tensors are written into, replaced or freed."""
         found = []
         for x in (self.hidden, *self.held):
             storage = x.untyped_storage()
@@ -95,11 +104,11 @@ class HeadCall:
         return found
 
     def changes_with(self, optimizer: Optimizer) -> bool:
-        """Whether a step of this optimizer changes what the head ran with, or may do so.
+        """Whether a step of this optimizer changes the head's inputs, or may do so.
 
-        It does where it holds a parameter, or memory of one. Of a parameter that is a view, or
-        trained as a part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), nobody knows
-        which optimizer's step is copied into it.
+        It does if it holds a parameter or a tensor in the same memory. A parameter that is a view,
+        or part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), may be updated by any
+        optimizer.
         """
         tensors = self.held
         known = {id(p) for p in self.module.parameters()}
@@ -110,7 +119,7 @@ class HeadCall:
         return any(_memory(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     def _gathered(self, tensors: list[Tensor], by_all_ranks: bool) -> list[Tensor]:
-        """Whole parameters of a head that has been sharded again since it ran.
+        """Gather the parameters of a head that has been sharded again since it ran.
 
         Collectives: an all-gather for each parameter, on all ranks of its group.
         """
@@ -131,10 +140,10 @@ class HeadCall:
             f"in the root's unit, use fully_shard (FSDP2), or call fusedce.restore_loss_head(model)"
         )
 
-    # ---- what comes of it --------------------------------------------------------------------
+    # ---- logits and gradients ----------------------------------------------------------------
 
     def leaves(self) -> tuple[Tensor, list[Tensor]]:
-        """The hidden state and the parameters as the beginning of a graph of their own.
+        """The hidden state and the parameters as leaves of a new graph.
 
         Collectives: an all-gather for each parameter that has been sharded since the head ran.
         """
@@ -142,34 +151,38 @@ class HeadCall:
         return self.hidden.detach(), [x.requires_grad_(want) for x, want in pairs]
 
     def operands(self, hidden: Tensor, tensors: Sequence[Tensor]) -> Operands:
-        with as_they_are(hidden.device):
+        """The one product that gives the logits, for these values of the inputs."""
+        with no_autocast(hidden.device):
             return self.recipe.of(list(tensors)).operands(hidden)
 
     def logits(self) -> Tensor:
-        """Real logits ``(..., V)``, as the original head makes them; without a graph."""
+        """Real logits ``(..., V)`` as the original head computes them, without a graph."""
         hidden, weight, bias = self.operands(self.hidden, self.tensors(by_all_ranks=False))
-        with as_they_are(hidden.device):
+        with no_autocast(hidden.device):
             return F.linear(hidden, weight, bias)
 
     def gradients(
         self, grad: Tensor, needed: Sequence[bool], live: Sequence[Tensor] | None = None
     ) -> list[Tensor | None]:
-        """What a real gradient ``(..., V)`` of the logits comes to, hidden state first.
+        """Gradients of the hidden state and the parameters from that of the logits ``(..., V)``.
 
-        ``live``: the hidden state and the parameters with their graph, where the gradients are to
-        be differentiated again.
+        Args:
+            grad: a real gradient of the logits.
+            needed: which gradients are wanted, hidden state first.
+            live: the hidden state and the parameters with their graph, if the gradients are to be
+                differentiated again.
         """
         if live is None:
             hidden, tensors = self.leaves()
             live = (hidden.requires_grad_(needed[0]), *tensors)
         inputs = [x for x, need in zip(live, needed, strict=True) if need]
         again = torch.is_grad_enabled()
-        with torch.enable_grad(), as_they_are(self.hidden.device):
+        with torch.enable_grad(), no_autocast(self.hidden.device):
             operands = self.operands(live[0], live[1:])
-        with as_they_are(self.hidden.device):
+        with no_autocast(self.hidden.device):
             grad = grad.to(operands.hidden.dtype)
             rows, h = grad.flatten(0, -2), operands.hidden.flatten(0, -2)
-            pairs = [  # an operand, and what the gradient comes to there
+            pairs = [  # an operand, and its gradient
                 (operands.hidden, lambda: grad @ operands.weight),
                 (operands.weight, lambda: rows.T @ h),
                 (operands.bias, lambda: rows.sum(0)),

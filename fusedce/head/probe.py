@@ -1,7 +1,7 @@
-"""Whether a head does what it looks like: fused against native on a few random tokens.
+"""Check that a head is linear: its native loss against the fused one on a few random tokens.
 
-Asked when a head is replaced, in training and in evaluation, and again whenever a head of a kind
-that is not torch's own is called in another dtype or under another autocast.
+A head is probed when it is replaced, in training and in evaluation. A head whose class is not
+torch's own is probed again for each other dtype and autocast in which it is called.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from torch import Tensor, nn
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK
+from fusedce.head.optimizer_clock import CLOCK
 from fusedce.head.recipe import recipe_of
-from fusedce.head.report import Report
+from fusedce.head.report import HeadCounts
 from fusedce.loss.fused_ce import fused_ce
 
 TOKENS = 4
 
 
 class Mode(NamedTuple):
-    """What a head may make its behaviour depend on."""
+    """The conditions that a head's behaviour may depend on."""
 
     training: bool
-    hidden: torch.dtype  # as it is handed to the head
+    hidden: torch.dtype  # of the head's input
     weight: torch.dtype
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None  # None: no autocast
 
 
 def mode_of(module: nn.Module, hidden: Tensor, weight: Tensor) -> Mode:
+    """The mode in which ``module`` would run now."""
     return Mode(module.training, hidden.dtype, weight.dtype, autocast_dtype(hidden.device))
 
 
 def is_plain(kind: type) -> bool:
-    """Whether a class of layers has torch's own forward, which is known in every mode."""
+    """Whether a class of layers has torch's own forward, which needs no probe."""
     return getattr(kind, "forward", None) is nn.Linear.forward
 
 
 def can_probe(weight: Tensor) -> bool:
-    """Whether there is something to compute with, and no other rank has to take part."""
+    """Whether the weight has values here, so that a probe needs no other rank."""
     return not (
         weight.is_meta
         or hasattr(weight, "full_tensor")
@@ -53,19 +54,19 @@ def can_probe(weight: Tensor) -> bool:
 
 
 class Products(NamedTuple):
-    """The result of probing how a head makes logits in one mode."""
+    """The result of a probe in one mode."""
 
-    dtype: torch.dtype  # in which it multiplies
+    dtype: torch.dtype  # of the product's operands
     logits: torch.dtype
 
 
 def probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Products:
-    """In which dtypes ``forward`` multiplies and returns logits in this mode.
+    """Find the dtypes in which ``forward`` multiplies and returns logits in this mode.
 
     Raises:
-        ValueError: it is not ``hidden @ weight.T + bias``; the message says how far off.
+        ValueError: ``forward`` is not ``hidden @ weight.T + bias``; the message gives the error.
     """
-    # Nothing can be differentiated by way of parameters that were made in inference mode.
+    # Autograd cannot use parameters that were created in inference mode.
     with torch.inference_mode(weight.is_inference()):
         return _probe(module, forward, mode, weight)
 
@@ -86,7 +87,7 @@ def _probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Produ
                 with restoring(module):
                     results.append(_of_fused(module, hidden, labels, dtype))
     fused = min(results, key=lambda x: _error(x.logits.to(native.dtype), native.logits))
-    # Native logits are rounded to their dtype, fused ones are not; TF32 rounds both, otherwise.
+    # Native logits are rounded to their dtype, fused ones are not; TF32 rounds both differently.
     eps = max(torch.finfo(d).eps for d in (fused.dtype, native.dtype))
     if device == "cuda" and torch.get_float32_matmul_precision() != "highest":
         eps = max(eps, 2.0**-10)
@@ -112,11 +113,13 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def cast_of(hidden: Tensor, autocast: torch.dtype | None) -> torch.dtype:
-    """Dtype in which ``F.linear`` multiplies such a hidden state."""
+    """Dtype in which ``F.linear`` multiplies this hidden state."""
     return hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
 
 
 class _Run(NamedTuple):
+    """The results of one head on the random tokens."""
+
     dtype: torch.dtype
     logits: Tensor
     loss: Tensor
@@ -146,12 +149,12 @@ def _of_native(module: nn.Module, forward: Any, hidden: Tensor, labels: Tensor, 
 
 
 def _of_fused(module: nn.Module, hidden: Tensor, labels: Tensor, dtype: torch.dtype) -> _Run:
-    """The same by products in this dtype."""
+    """The fused loss, with products in ``dtype``."""
     x = hidden.clone().requires_grad_(torch.is_grad_enabled())
     recipe = recipe_of(module)
     rows = x.to(dtype)
     rows = recipe.with_dropped(rows) if recipe.dropouts() else rows
-    call = HeadCall(module, recipe, rows, Report(""), CLOCK.now)
+    call = HeadCall(module, recipe, rows, HeadCounts(""), CLOCK.now)
     with torch.autocast(hidden.device.type, enabled=False):
         h, weight, bias = call.operands(rows, [t.detach() for t in recipe.tensors()])
         loss = fused_ce(h, weight, labels, bias=bias)[0]
@@ -161,7 +164,7 @@ def _of_fused(module: nn.Module, hidden: Tensor, labels: Tensor, dtype: torch.dt
 
 @contextmanager
 def _training(module: nn.Module, training: bool) -> Iterator[None]:
-    """In training or in evaluation for a while."""
+    """Put a module in training or evaluation mode, and restore its modes at the end."""
     modes = [(m, m.training) for m in module.modules()]
     module.train(training)
     try:
@@ -173,7 +176,7 @@ def _training(module: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def restoring(module: nn.Module) -> Iterator[None]:
-    """Random numbers and buffers (of a spectral norm) are as before when this ends."""
+    """Restore random states and buffers (of a spectral norm) at the end."""
     buffers = [(b, b.clone()) for b in module.buffers()]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices):

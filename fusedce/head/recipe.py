@@ -1,4 +1,4 @@
-"""What an output head is made of: a linear layer, perhaps inside wrappers of PEFT."""
+"""The parts of an output head: a linear layer, perhaps with LoRA adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from fusedce.contract.checks import autocast_dtype, memory_budget_of
 
 
-def as_they_are(device: torch.device) -> AbstractContextManager[object]:
-    """No autocast: it has cast what it wanted when the head ran."""
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off: it has cast the operands when the head ran."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 class Operands(NamedTuple):
-    """``logits = hidden @ weight.T + bias``; with LoRA its low-rank products are among them."""
+    """``logits = hidden @ weight.T + bias``; LoRA adds ``r`` columns to hidden and weight."""
 
     hidden: Tensor  # (..., H + r)
     weight: Tensor  # (V, H + r)
@@ -38,25 +38,26 @@ class Adapter(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a head computes with at one moment."""
+    """The tensors a head computes with at one moment."""
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     adapters: tuple[Adapter, ...]
-    merged: tuple[str, ...]  # adapters that are part of the weight
+    merged: tuple[str, ...]  # names of adapters that are merged into the weight
 
     def dropouts(self) -> list[Any]:
-        """Dropouts of adapters that would draw now."""
+        """Dropout modules of adapters that draw random numbers now."""
         return [a.dropout for a in self.adapters if a.dropout.training and _rate(a.dropout) > 0]
 
     def tensors(self) -> list[Tensor]:
+        """All tensors of the recipe, in a fixed order."""
         if not self.adapters:
             return [self.weight] if self.bias is None else [self.weight, self.bias]
         every = [self.weight, self.bias, *(x for y in self.adapters for x in (y.a, y.b, y.bias))]
         return [x for x in every if x is not None]
 
     def of(self, tensors: list[Tensor]) -> Recipe:
-        """The same with other tensors, in the order of :meth:`tensors`."""
+        """The same recipe with other tensors, in the order of :meth:`tensors`."""
         if not self.adapters:
             weight, bias = tensors if len(tensors) == 2 else (tensors[0], None)
             return Recipe(weight, bias, (), self.merged)
@@ -72,13 +73,13 @@ class Recipe(NamedTuple):
         return Recipe(weight, bias, adapters, self.merged)
 
     def with_dropped(self, hidden: Tensor) -> Tensor:
-        """``(..., H)`` and, beside it, what the dropout of each adapter makes of it."""
+        """Append each adapter's dropout of ``hidden (..., H)`` along the last dimension."""
         return torch.cat([hidden, *(a.dropout(hidden) for a in self.adapters)], -1)
 
     def operands(self, hidden: Tensor) -> Operands:
         """The linear layer as one product: ``[h, s A h] @ [W, B].T`` where LoRA is in use.
 
-        ``hidden``: ``(..., H)``, or :meth:`with_dropped` where dropout has been drawn. All come in
+        ``hidden`` is ``(..., H)``, or the result of :meth:`with_dropped`. All operands are cast to
         its dtype, as autocast would cast them.
         """
         H = self.weight.shape[1]
@@ -100,7 +101,7 @@ class Recipe(NamedTuple):
         return Operands(torch.cat(hiddens, -1), torch.cat(weights, -1), bias)
 
 
-ATTACHED = "_fusedce_head"  # where a replaced head keeps what it knows of itself
+ATTACHED = "_fusedce_head"  # attribute of a replaced head that holds its state
 
 
 def memory_budget_of_head(module: nn.Module) -> int | None:
@@ -110,6 +111,7 @@ def memory_budget_of_head(module: nn.Module) -> int | None:
 
 
 def check_module(head: Any) -> None:
+    """Raise ``TypeError`` unless ``head`` is a module."""
     if not isinstance(head, nn.Module):
         raise TypeError(
             f"head must be a torch.nn.Module, got {type(head).__name__}"
@@ -118,10 +120,11 @@ def check_module(head: Any) -> None:
 
 
 def check_linear(head: nn.Module) -> None:
-    """Whether this module can be the head.
+    """Raise unless this module can be the head.
 
     Raises:
-        TypeError, ValueError: it is something else, or has an adapter that is not understood.
+        TypeError: it is no linear layer.
+        ValueError: it has an adapter other than LoRA.
     """
     weight = getattr(_base_of(_active(head)), "weight", None)
     other_kind = isinstance(_base_of(_active(head)), (nn.Embedding, nn.EmbeddingBag, nn.Bilinear))
@@ -152,7 +155,7 @@ def _is_matrix(weight: Tensor) -> bool:
 
 
 def _active(module: Any) -> Any:
-    """Inside PEFT's ``modules_to_save`` wrapper: the copy that is trained, or the original."""
+    """The trained copy or the original inside PEFT's ``modules_to_save``; others unchanged."""
     while hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
         names = getattr(module, "active_adapters", None) or [module.active_adapter]
         disabled = getattr(module, "disable_adapters", False)
@@ -168,12 +171,12 @@ def _base_of(module: Any) -> Any:
 
 
 def linear_of(module: Any) -> Any:
-    """The linear layer itself, inside of PEFT's wrappers."""
+    """The linear layer inside PEFT's wrappers."""
     return _base_of(_active(module))
 
 
 def is_sum_of_products(module: Any) -> bool:
-    """Whether :func:`recipe_of` knows the adapter of a head, if it has one."""
+    """Whether :func:`recipe_of` supports the adapter of a head, if it has one."""
     if is_bare(module):
         return True
     module = _active(module)
@@ -185,7 +188,10 @@ def is_sum_of_products(module: Any) -> bool:
 
 
 def recipe_of(module: Any) -> Recipe:
-    """Asks for each parameter once: one that is parametrized is computed anew each time."""
+    """The recipe of a head now.
+
+    It reads each parameter once, since reading a parametrized one computes it.
+    """
     if is_bare(module):
         return Recipe(module.weight, module.bias, (), ())
     module = _active(module)
@@ -207,12 +213,12 @@ def recipe_of(module: Any) -> Recipe:
 
 
 def is_bare(module: Any) -> bool:
-    """Whether it is torch's own linear layer, replaced or not, without any wrapper."""
+    """Whether the module is torch's own linear layer, replaced or not, without a wrapper."""
     return type(module) is nn.Linear
 
 
 def merged_into(module: Any) -> tuple[str, ...]:
-    """The adapters that are part of the weight: PEFT merges them into ``weight.data``."""
+    """Names of the adapters that PEFT has merged into ``weight.data``."""
     if is_bare(module):
         return ()
     return tuple(getattr(_active(module), "merged_adapters", ()))

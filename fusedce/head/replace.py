@@ -1,9 +1,9 @@
-"""Replace the loss head of a causal language model, by one call and for any model.
+"""Replace the loss head of any causal language model by one call.
 
 The output head (``model.get_output_embeddings()``) returns lazy logits, see
 :mod:`fusedce.head.lazy.logits`. The model's own loss code, shift and denominators run unchanged
-on them; ``F.cross_entropy`` at their end is the fused loss. Nothing of the model is patched but
-the head's ``forward``.
+on them; ``F.cross_entropy`` at their end is the fused loss. The only patch is the head's
+``forward``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-import fusedce.head.lazy.loss  # noqa: F401  # F.cross_entropy of lazy logits
+import fusedce.head.lazy.loss  # noqa: F401  # registers F.cross_entropy of lazy logits
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.forward import Attached, attached_to
-from fusedce.head.items import note_items
+from fusedce.head.expected_items import note_items
 from fusedce.head.probe import can_probe, mode_of, restoring
 from fusedce.head.recipe import check_linear, check_module, linear_of
+from fusedce.head.replaced_forward import Attached, attached_to
 from fusedce.head.report import HeadReport
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -95,7 +95,7 @@ def replace_loss_head(
 def attach(
     model: nn.Module, head: nn.Module | None = None, memory_budget: int | None = None
 ) -> None:
-    """:func:`replace_loss_head` without its warnings."""
+    """:func:`replace_loss_head` without its warnings and its result."""
     check_memory_budget(memory_budget)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -107,7 +107,7 @@ def attach(
         if memory_budget is not None:
             replaced.memory_budget = memory_budget
         return
-    _restore(head)  # of a head that was replaced before an adapter was put around it
+    _restore(head)  # it may have been replaced before an adapter was put around it
     with restoring(head):
         check_linear(head)
         attached = _probed(head)
@@ -121,7 +121,7 @@ def attach(
 
 
 def restore_loss_head(model: ModelT) -> ModelT:
-    """Undo :func:`replace_loss_head`: the head is exactly what it was. Harmless without one.
+    """Undo :func:`replace_loss_head`; a model without a replaced head stays as it is.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -138,7 +138,7 @@ def restore_loss_head(model: ModelT) -> ModelT:
 
 
 def head_report(model: nn.Module) -> HeadReport:
-    """What the replaced head of ``model`` has done since it was replaced.
+    """Report what the replaced head of ``model`` has done since it was replaced.
 
     ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
@@ -216,7 +216,7 @@ def _is_trl_head(model: nn.Module) -> bool:
 
 
 def _runs_trl_head() -> bool:
-    """Whether that forward, and not the model's own, has called the decoder whose hook asks."""
+    """Whether TRL's forward, not the model's own, has called the decoder whose hook runs now."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -224,7 +224,7 @@ def _runs_trl_head() -> bool:
 
 
 def _probed(module: nn.Module) -> Attached:
-    """Asked in training and in evaluation, in the parameters' dtype."""
+    """The state of a head that was probed in training and evaluation, in its weight's dtype."""
     attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
     weight = linear_of(module).weight.detach()
     for training in (True, False) if can_probe(weight) else ():
@@ -237,9 +237,9 @@ def _probed(module: nn.Module) -> Attached:
 
 
 class _Watch:
-    """Replaces a head that has taken the place of a replaced one, before a model runs.
+    """Hook that replaces a model's new head before the model runs.
 
-    A hook on the model's decoder, which no adapter of PEFT wraps.
+    It stands on the model's decoder, which no adapter of PEFT wraps.
     """
 
     def __init__(self, model: nn.Module, memory_budget: int | None = None) -> None:

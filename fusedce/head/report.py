@@ -1,6 +1,6 @@
-"""What a replaced head has done: losses fused, logits made, and who made them.
+"""Counts of a replaced head: losses fused, logits computed, and the code that needed them.
 
-With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that makes logits is printed once.
+With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that needs logits is printed once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from fusedce.head.clock import CLOCK
+from fusedce.head.optimizer_clock import CLOCK
 
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
 class Place(NamedTuple):
-    """Somebody who needed real logits."""
+    """A line of code that needed real logits."""
 
     operation: str  # of torch, such as "aten.argmax"
     line: str  # "file:line" of the innermost code that is neither torch's nor this package's
@@ -54,52 +54,54 @@ class HeadReport(NamedTuple):
         return "\n".join(lines)
 
 
-class Once:
-    """Something that a compiled graph has done: its code makes one of these at each run.
+class GraphEvent:
+    """An event that compiled code records at each run, linked to the event before it.
 
-    A chain of them is a count that ``torch.compile`` adds to without asking how much it is, which
-    would compile the code anew for each number.
+    The length of the chain is a count. ``torch.compile`` would guard on an integer, and compile the
+    code again for each value.
     """
 
-    def __init__(self, before: Once | None) -> None:
+    def __init__(self, before: GraphEvent | None) -> None:
         self.before = before
 
 
-def _length(chain: Once | None) -> int:
+def _length(chain: GraphEvent | None) -> int:
     n = 0
     while chain is not None:
         n, chain = n + 1, chain.before
     return n
 
 
-class Report:
-    """Counts while a head is replaced."""
+class HeadCounts:
+    """What happened while a head was replaced: numbers of losses and logits, places, notes."""
 
     def __init__(self, since: str) -> None:
         self.since = since
         self.losses = self.made_by_graphs = 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
-        self.losses_in_graphs = self.made_in_graphs = Once(None)
+        self.losses_in_graphs = self.made_in_graphs = GraphEvent(None)
         CLOCK.reports.add(self)
 
     def __getstate__(self) -> dict[str, object]:
         self.collect()
         return self.__dict__
 
-    def __deepcopy__(self, memo: object) -> Report:
-        return Report(self.since)
+    def __deepcopy__(self, memo: object) -> HeadCounts:
+        return HeadCounts(self.since)
 
     def collect(self) -> None:
-        """Add what compiled graphs have done since."""
+        """Add up the events of compiled graphs."""
         self.losses += _length(self.losses_in_graphs) - 1
         self.made_by_graphs += _length(self.made_in_graphs) - 1
-        self.losses_in_graphs = self.made_in_graphs = Once(None)
+        self.losses_in_graphs = self.made_in_graphs = GraphEvent(None)
 
     def fused(self) -> None:
+        """Count a fused loss."""
         self.losses += 1
 
     def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
+        """Count logits of ``size`` bytes that ``operation`` needed."""
         line = _users_line()
         place = self.places.get((operation, line))
         if place is None:
@@ -108,11 +110,13 @@ class Report:
         self.places[operation, line] = place._replace(times=place.times + 1)
 
     def note(self, text: str) -> None:
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
             _explain(text)
 
     def summary(self, active: bool) -> HeadReport:
+        """The report for the user; ``active`` says whether the head is in use now."""
         self.collect()
         places = tuple(self.places.values())
         made = sum(p.times for p in places) + self.made_by_graphs

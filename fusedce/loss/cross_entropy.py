@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch
-from fusedce.contract.checks import checked
+from fusedce.autograd import dispatch, divergence
+from fusedce.contract.checks import check_tensor_types, checked
+from fusedce.contract.divergence import checked_targets
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
@@ -22,7 +23,7 @@ from fusedce.loss.tokens import check_reduction
 def fused_cross_entropy(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) dtype of hidden
-    labels: Tensor,  # (...) int64 or int32
+    labels: Tensor,  # (...) int64 or int32; or (..., V) floating
     *,
     bias: Tensor | None = None,  # (V,) dtype of hidden
     class_weight: Tensor | None = None,  # (V,) numbers
@@ -59,6 +60,16 @@ def fused_cross_entropy(
     times an infinite loss is 0 here. For one denominator over several batches or ranks take
     :func:`fused_ce` with :class:`LossAccumulator` instead of ``"mean"``.
 
+    ``labels (..., V)`` in a floating dtype are class probabilities, as ``F.cross_entropy`` takes
+    them: with ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
+
+        CE[i] = sum over v of class_weight[v] * t[v] * nll[i, v]
+
+    Every position counts then: "mean" divides by their number, whatever the class weights are. The
+    labels are constant, and need not sum to 1; a chunk of positions is computed at a time, so that
+    beside the labels nothing of their size exists. Positions with a ``token_weight`` of 0 are left
+    out of everything but the denominator of "mean".
+
     "mean" and "sum" have the cost of :func:`fused_ce`. "none" is exact under any upstream gradient:
     its backward computes the logits once more (four products of the head's size instead of three)
     and leaves out the tokens whose upstream gradient is 0.
@@ -76,14 +87,17 @@ def fused_cross_entropy(
         differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_ce`; class probabilities as labels are
-            not supported (they are as large as the logits).
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
+            ``ValueError`` for labels that require grad, an ``ignore_index`` of 0 or more, or a
+            sharded vocabulary, and ``RuntimeError`` inside transforms of ``torch.func``.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
         >>> labels = torch.randint(100, (2, 5))
         >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
         torch.Size([2, 5])
+        >>> fused_cross_entropy(hidden, weight, torch.rand(2, 5, 100).softmax(-1)).shape
+        torch.Size([])
     """
     problem = Problem(
         hidden,
@@ -101,6 +115,8 @@ def fused_cross_entropy(
         memory_budget=memory_budget,
         backend=backend,
     )
+    if _are_probabilities(hidden, labels):
+        return _of_probabilities(problem, labels, reduction, process_group)
     if is_sharded(weight, process_group):
         return reduced(problem, reduction, process_group)
     check_reduction(reduction)
@@ -112,6 +128,34 @@ def fused_cross_entropy(
     denominator = _denominator(problem)
     problem = problem.but(expected_upstream=1 / denominator)
     return dispatch.loss_sum(problem)[0].loss_sum / denominator
+
+
+def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
+    """Whether these are labels with one dimension more than class indices have."""
+    if not (isinstance(labels, Tensor) and isinstance(hidden, Tensor)):
+        return False
+    return labels.is_floating_point() and labels.dim() == hidden.dim()
+
+
+def _of_probabilities(
+    problem: Problem, labels: Tensor, reduction: str, process_group: Any
+) -> Tensor:
+    check_reduction(reduction)
+    if is_sharded(problem.weight, process_group):
+        raise ValueError(
+            "labels must be class indices with a sharded vocabulary, got class probabilities: "
+            "gather the head (weight.full_tensor()) for them"
+        )
+    check_tensor_types(problem)
+    problem, targets = checked_targets(problem, labels)
+    if reduction == "none":
+        return divergence.token_losses(problem, targets).view(labels.shape[:-1])
+    if reduction == "sum":
+        return divergence.loss_sum(problem, targets).loss_sum
+    positions = max(len(problem.labels), 1)
+    factor = problem.hidden.new_full((), 1 / positions, dtype=acc_dtype(problem.hidden.dtype))
+    problem = problem.but(expected_upstream=factor)
+    return divergence.loss_sum(problem, targets).loss_sum / positions
 
 
 def _denominator(problem: Problem) -> Tensor:

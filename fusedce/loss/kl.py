@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -95,31 +95,16 @@ def fused_kl(
         >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
         >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
     """
-    problem, compared = _checked(
-        hidden,
-        labels,
-        Divergence(
-            teacher_hidden,
-            teacher_weight,
-            teacher_bias,
-            teacher_softcap,
-            teacher_logit_scale,
-            divergence,
-            beta,
-            temperature,
-            ce_weight,
-        ),
-        weight=weight,
-        bias=bias,
-        token_weight=token_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
-    return operators.loss_sum(problem, compared)
+    student = Problem(
+        hidden, weight, cast(Tensor, labels), bias=bias, token_weight=token_weight,
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    teacher = Divergence(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale,
+        divergence, beta, temperature, ce_weight,
+    )  # fmt: skip
+    return operators.loss_sum(*_checked(student, teacher))
 
 
 @explains_names
@@ -162,40 +147,22 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    problem, compared = _checked(
-        hidden,
-        labels,
-        Divergence(
-            teacher_hidden,
-            teacher_weight,
-            teacher_bias,
-            teacher_softcap,
-            teacher_logit_scale,
-            divergence,
-            beta,
-            temperature,
-            ce_weight,
-        ),
-        weight=weight,
-        bias=bias,
-        token_weight=token_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
-    return operators.token_losses(problem, compared).view(hidden.shape[:-1])
+    student = Problem(
+        hidden, weight, cast(Tensor, labels), bias=bias, token_weight=token_weight,
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    teacher = Divergence(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale,
+        divergence, beta, temperature, ce_weight,
+    )  # fmt: skip
+    return operators.token_losses(*_checked(student, teacher)).view(hidden.shape[:-1])
 
 
-def _checked(
-    hidden: Tensor, labels: Tensor | None, divergence: Divergence, **options: object
-) -> tuple[Problem, Divergence]:
+def _checked(student: Problem, teacher: Divergence) -> tuple[Problem, Divergence]:
     """Without labels every position has one, a class that always is."""
-    given = labels
-    if labels is None and isinstance(hidden, Tensor):
+    hidden, given = student.hidden, cast(object, student.labels)
+    if given is None and isinstance(hidden, Tensor):
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        options["ignore_index"] = None
-    problem = Problem(hidden=hidden, labels=labels, **options)  # type: ignore[arg-type]
-    return checked_divergence(problem, divergence, given)
+        student = student.but(labels=labels, ignore_index=None)
+    return checked_divergence(student, teacher, given)

@@ -124,8 +124,8 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
             acc.scale(out_of(weight, micro[0]))
             with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss"):
                 acc.backward(out_of(weight, micro[1]))
-            acc._steps.window._begun = []  # the other error is what is tested here
-            acc._steps.window.seen = 1
+            acc._lifecycle.window._begun = []  # the other error is what is tested here
+            acc._lifecycle.window.n_done = 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

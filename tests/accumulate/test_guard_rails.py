@@ -215,6 +215,8 @@ def test_resume_at_a_border_gives_the_same_bits(tmp_path):
     acc, weight, optimizer = start()
     train(acc, weight, optimizer, range(4))
     saved = {"acc": acc.state_dict(), "weight": weight.detach(), "adam": optimizer.state_dict()}
+    last = sum(int((labels != -100).sum()) for _, labels in batches([3, 8, 3], 3))
+    assert saved["acc"]["previous_count"] == last
     torch.save(saved, tmp_path / "checkpoint")
 
     saved = torch.load(tmp_path / "checkpoint")  # plain numbers: nothing to unpickle

@@ -11,13 +11,13 @@ WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "strea
 SIZES = [3, 5]
 
 
-def windowed(acc, streaming, loop, parameters):
-    """A window of two micro-batches, in which ``loop`` runs."""
+def windowed(acc, streaming, loop, parameters, sizes=SIZES):
+    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` runs."""
     if streaming:
         loop()
         acc.finish(parameters)
     else:
-        with acc.window(SIZES):
+        with acc.window(sizes):
             loop()
 
 
@@ -100,9 +100,8 @@ def model_and_optimizer(kind=torch.optim.SGD):
     return model, kind(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("by", "to_none"), [("optimizer", True), ("optimizer", False), ("model", True)]
-)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("by", ["optimizer", "model"])
 @WAYS
 def test_zero_grad_between_micro_batches(streaming, by, to_none):
     model, optimizer = model_and_optimizer()
@@ -124,6 +123,23 @@ def test_zero_grad_between_micro_batches(streaming, by, to_none):
         optimizer.step()
         optimizer.zero_grad()
     assert acc.metrics()["n_windows"] == 2
+
+
+@WAYS
+def test_gradients_may_be_written_into_or_zero_between_micro_batches(streaming):
+    model, optimizer = model_and_optimizer()
+    acc = LossAccumulator()
+    acc.guard(optimizer, model)
+
+    def loop():
+        for hidden, labels in batches(SIZES):
+            acc.backward(fused_ce(hidden * 0, model.weight, labels))  # its gradient is zero
+        for hidden, labels in batches(SIZES):
+            if model.weight.grad.any():
+                model.weight.grad.mul_(1)
+            acc.backward(fused_ce(hidden, model.weight, labels))
+
+    windowed(acc, streaming, loop, model.parameters(), SIZES * 2)
 
 
 def step_inside(model, optimizer):

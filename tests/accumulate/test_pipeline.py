@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator
-from fusedce.accumulate.streaming import UNKNOWN
+from fusedce.accumulate.gradients import FIRST_ESTIMATE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -49,7 +49,8 @@ def empty_first_stage(rank):
         for n in (2, 6):
             acc.backward((p.sum() * n, torch.tensor(n)))
     else:
-        p.grad = torch.full((3,), 8.0) / UNKNOWN  # what arrives from a loss over the estimate
+        # This is the gradient of a loss that was divided by the estimate.
+        p.grad = torch.full((3,), 8.0) / FIRST_ESTIMATE
     acc.finish([p])
     refused = ranks.error_of(acc.scale, (p.sum(), torch.tensor(1))) if rank == 0 else None
     dist.barrier()
@@ -71,7 +72,7 @@ def data_by_pipeline(rank):
         if pp == 0:
             if streaming:
                 # What arrives from the last stage: averaged over "dp", over its estimate.
-                module.weight.grad = torch.full((1, 1), 8.0 / (2 * UNKNOWN))
+                module.weight.grad = torch.full((1, 1), 8.0 / (2 * FIRST_ESTIMATE))
                 acc.finish(model.parameters())
             else:
                 with acc.window():

@@ -209,7 +209,8 @@ def raised_inside(mine, rank):
                 raise mine[rank]
     except Exception as error:
         caught = type(error), str(error), getattr(error, "__notes__", [])
-    assert acc._steps.meeting.told is None  # its traceback would hold the micro-batch's memory
+    # The traceback of an error would hold the micro-batch's memory.
+    assert acc._lifecycle.exchange.shared_error is None
     run_window(acc, new_weight(), batches([2]))
     return caught
 
@@ -320,7 +321,7 @@ def test_the_timeout_is_the_users_with_any_backend(backend):
 def timeouts(rank):
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "dp", "tp"))
     groups = [
-        LossAccumulator.from_mesh(mesh, dims)._steps.tokens.group()
+        LossAccumulator.from_mesh(mesh, dims)._lifecycle.tokens.group()
         for dims in ("dp", ["a", "tp"], ["dp", "tp"])
     ]
     own = [own_group(group) for group in (*groups, dist.group.WORLD)]

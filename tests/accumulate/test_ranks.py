@@ -11,7 +11,7 @@ from support.loops import batches, distance, new_weight, run_streaming, run_wind
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate.ranks import LENGTH
+from fusedce.accumulate.exchange import LENGTH
 from fusedce.agreement import ALL_GATHER
 
 

@@ -71,7 +71,7 @@ def runs_out(first, rank):
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()
     stream(acc, model, 2)
-    met, store = acc._steps.meeting._met, acc._steps.meeting._store()
+    met, store = acc._lifecycle.exchange._n_messages, acc._lifecycle.exchange._store()
 
     def goes_on():
         if first == "end":
@@ -100,8 +100,8 @@ def fails(rank):
             stream(acc, model, 1)
             if rank:
                 raise ZeroDivisionError("a bug in the loop")
-            meeting = acc._steps.meeting
-            meeting._store().wait([f"end/{meeting._met}"])
+            exchange = acc._lifecycle.exchange
+            exchange._store().wait([f"end/{exchange._n_messages}"])
             stream(acc, model, 1)
 
     error, seconds = ranks.timed(window)
@@ -115,7 +115,7 @@ def two_at_once(rank):
     for acc, weight in ((a, one), (b, two), (a, one), (b, two)):
         acc.backward(fused_ce(hidden, weight, labels))
     if not rank:
-        a._steps.meeting._store().wait([f"end/{a._steps.meeting._met}"])
+        a._lifecycle.exchange._store().wait([f"end/{a._lifecycle.exchange._n_messages}"])
         b.backward(fused_ce(hidden, two, labels))
     a.finish([one])
     if rank:

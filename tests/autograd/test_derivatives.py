@@ -2,9 +2,18 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce import (
+    count_valid,
+    fused_ce,
+    fused_cross_entropy,
+    fused_kl,
+    fused_kl_tokens,
+    fused_logprobs,
+    shift_labels,
+)
 from fusedce.backends import gradients
 from fusedce.contract.denominator import expecting
 from fusedce.testing import Case
@@ -56,3 +65,94 @@ def test_second_derivatives_of_token_losses_are_refused():
     loss = fused_cross_entropy(hidden, weight, labels, reduction="none").sum()
     with pytest.raises(RuntimeError, match="not differentiable"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["token_weight", "class_weight", "temperature"])
+def test_tangents_of_weights_and_temperatures_are_refused(name):
+    hidden, weight, labels = (x.detach() for x in inputs())
+    size = len(weight) if name == "class_weight" else len(labels)
+    functions = {
+        "token_weight": [fused_ce, fused_cross_entropy, fused_kl],
+        "class_weight": [fused_cross_entropy],
+        "temperature": [fused_logprobs],
+    }
+    for function in functions[name]:
+        teacher = (hidden / 2, weight) if function is fused_kl else ()
+        given = torch.full((size,), 1.5)
+        function(hidden, weight, *teacher, labels, **{name: given})
+        with forward_ad.dual_level():
+            given = forward_ad.make_dual(given, torch.ones(size))
+            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+                function(hidden, weight, *teacher, labels, **{name: given})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_several_factors_at_once(dtype):
+    """``is_grads_batched``: as one by one."""
+    hidden, weight, labels = inputs(dtype=dtype)
+    teacher = (hidden.detach() / 2, weight.detach())
+    several = labels[:, None].expand(-1, 2).clamp(min=0)
+    losses = (
+        fused_ce(hidden, weight, labels).loss_sum,
+        fused_ce(hidden, weight, labels).mean(),
+        fused_cross_entropy(hidden, weight, labels, reduction="none"),
+        fused_logprobs(hidden, weight, several).logprob,
+        fused_kl(hidden, weight, *teacher, labels).mean(),
+        fused_kl_tokens(hidden, weight, *teacher, labels),
+    )
+    for loss in losses:
+        factors = torch.randn(3, *loss.shape)
+        one_by_one = [
+            torch.autograd.grad(loss, (hidden, weight), x, retain_graph=True) for x in factors
+        ]
+        at_once = torch.autograd.grad(loss, (hidden, weight), factors, is_grads_batched=True)
+        for i, grads in enumerate(one_by_one):
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+            torch.testing.assert_close([x[i] for x in at_once], list(grads), **close)
+
+
+def test_values_of_fake_tensors_are_not_asked_for():
+    with FakeTensorMode():
+        hidden, weight, labels = torch.empty(9, 12), torch.empty(37, 12), torch.zeros(9).long()
+        stats = fused_logprobs(hidden, weight, labels, temperature=torch.ones(9))
+        assert stats.logprob.shape == (9,)
+        borders = torch.tensor([0, 4, 9])
+        assert shift_labels(labels, cu_seqlens=borders).shape == (9,)
+        assert count_valid(labels, cu_seqlens=borders).shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("K", [None, 2])
+def test_statistics_are_of_one_dtype(dtype, K):
+    """Whatever that of the temperature is."""
+    hidden, weight, labels = inputs(dtype=dtype)
+    labels = labels if K is None else labels[:, None].expand(-1, K)
+    t = torch.full((9,), 1.3, dtype=torch.float64)
+    stats = fused_logprobs(hidden, weight, labels, temperature=t)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert stats.logprob.dtype == stats.lse.dtype == stats.entropy.dtype == wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_users_hooks_hand_back_is_left_as_it_is(dtype):
+    hidden, weight, labels = inputs(dtype=dtype)
+    teacher = (hidden.detach() / 2, weight.detach())
+    losses = (
+        lambda: fused_ce(hidden, weight, labels).loss_sum * 3,
+        lambda: fused_cross_entropy(hidden, weight, labels, reduction="none").sum(),
+        lambda: fused_logprobs(hidden, weight, labels).logprob.sum(),
+        lambda: fused_kl(hidden, weight, *teacher, labels).loss_sum * 3,
+    )
+    for loss in losses:
+        kept = []
+
+        def pack(x, kept=kept):
+            kept.append((x, x.clone()))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = loss()
+        got = torch.autograd.grad(out, (hidden, weight))
+        assert kept
+        assert all(x.equal(before) for x, before in kept)
+        torch.testing.assert_close(got, torch.autograd.grad(loss(), (hidden, weight)))

@@ -33,6 +33,30 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
         assert rows * T * 4 <= (32 if H >= 4096 else 128) * 2**20
 
 
+@pytest.mark.parametrize(("gib", "budget"), [(None, 1), (24, 1), (32, 1), (39.4, 2), (80, 2)])
+def test_a_large_device_has_larger_chunks(gib, budget):
+    """From 40 GB on: a card that is sold as 40 GB reports 39.4 GiB."""
+    memory = None if gib is None else int(gib * 2**30)
+    assert plan.device_budget(memory) == budget * 2**30
+    gemma = LLAMA._replace(n=2**15, V=256000, H=2304, budget=plan.device_budget(memory))
+    assert plan.chunk_size(gemma) == {1: 2048, 2: 4096}[budget]
+
+
+@given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 16384))
+def test_rows_of_tiles_are_equal(C, V, H):
+    rows, T = plan.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), plan.EXP_BLOCK_V))
+    parts = -(-C // rows)
+    assert rows == C or rows % 128 == 0
+    assert parts * rows - C < 128 * parts  # no part is smaller than the others by more
+    assert rows * T <= max(plan.TILE_ELEMENTS[1], 128 * plan.EXP_BLOCK_V)
+
+
+@pytest.mark.parametrize("H", [2304, 2560, 3072])
+def test_no_tile_has_a_few_rows_alone(H):
+    """8192 tokens were 7281 and 911, 6553 and 1639, 5461 and 2731."""
+    assert plan.tile_shape(8192, 256000, H, 2048)[0] == 4096
+
+
 def test_less_memory_takes_the_next_way():
     """bf16 at (8192, 4096, 128256): all logits are 2 GiB, the accumulator as much again."""
     long = LLAMA._replace(n=32768, N=32768)

@@ -44,6 +44,17 @@ def test_a_word_that_another_warp_wrote():
     run(write + "bar.sync 0;\n" + read, X, threads=64)
 
 
+def test_a_word_that_another_warp_alone_has_read():
+    """Where all warps have read an old value, one of them may write the new one."""
+    read = AT + "ld.global.b32 %r3, [%rd9];\n"
+    write = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n" \
+            "st.global.b32 [%rd8], %r3;"  # fmt: skip
+    assert "another warp read" in fault(read + write, X, threads=64)
+    run(read + "bar.sync 0;\n" + write, X, threads=64)
+    first = "setp.eq.u32 %p1, %r0, 0;\n@%p1 st.global.b32 [%rd0], %r3;"
+    run("ld.global.b32 %r3, [%rd0];\n" + first, X, threads=64)
+
+
 def test_threads_write_different_values_to_one_place():
     assert "different values" in fault("st.global.b32 [%rd0], %r0;", X)
     assert "different values" in fault("mov.b32 %r1, 0;\nst.shared.b32 [%r1], %r0;", X)

@@ -16,7 +16,12 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 
 
 def train(hidden, weight, labels, **options):
-    return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+    if options.get("class_weight") is None:
+        return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+    n_valid = (labels != -100).sum()
+    return fusedce.fused_cross_entropy(
+        hidden, weight, labels, reduction="sum", backend="triton", **options
+    ), n_valid
 
 
 def case(N, H, V, dtype=BF16, **more):
@@ -29,7 +34,7 @@ def by_gemm(gpu, **fields):
 
     def chosen(walks):
         changed = {k: getattr(walks, k)._replace(**fields) for k in ("gemm", "gemm_with_options")}
-        return walks._replace(by_gemm=True, **changed)
+        return walks._replace(gemm_up_to=2**31, **changed)
 
     gpu.row = gpu.row._replace(
         two_bytes=chosen(gpu.row.two_bytes), four_bytes=chosen(gpu.row.four_bytes)
@@ -60,6 +65,13 @@ def test_gradients_by_one_gemm(on, arch, descriptor):
     else:
         by_gemm(gpu)
     check(train, case(24, 136, 515, logits="peaked"))
+    assert gpu.ran("exp_gemm_kernel") == 1
+
+
+def test_a_small_hidden_size_takes_one_gemm_by_default(on):
+    gpu = on("sm_90")
+    gpu.row = archs.BY_NAME["sm_90"]
+    check(train, case(24, 40, 300, with_bias=True, options=OPTIONS))
     assert gpu.ran("exp_gemm_kernel") == 1
 
 
@@ -96,6 +108,14 @@ def test_sizes(on, arch, dtype, N, H, V, gemm):
     if gemm and dtype == FP32:
         V, H = min(V, 140), min(H, 72)
     check(train, case(N, H, V, dtype, ignored=0.2 if N > 1 else 0.0))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("V", [1, 2, 7])
+def test_a_vocabulary_of_less_than_16_classes(on, dtype, V):
+    """Rows are padded to 16, and a block of a maximum is no narrower."""
+    on("sm_90")
+    check(train, case(9, 24, V, dtype))
 
 
 def test_rows_that_are_not_aligned_have_blocks_of_their_own_in_one_gemm(on):
@@ -187,7 +207,7 @@ def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
     gpu = on(arch)
     row = gpu.row
     for blocks in dict.fromkeys((*row.two_bytes[:7], *row.two_bytes.candidates)):
-        walks = row.two_bytes._replace(by_gemm=True, gemm=blocks, gemm_with_options=blocks)
+        walks = row.two_bytes._replace(gemm_up_to=2**31, gemm=blocks, gemm_with_options=blocks)
         gpu.row = row._replace(two_bytes=walks)
         check(train, case(blocks.BLOCK_N + 12, 136, 2 * blocks.BLOCK_V + 3, options=options))
     assert gpu.ran("exp_gemm_kernel") == len(archs.BY_NAME[arch].two_bytes.candidates) + len(

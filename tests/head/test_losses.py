@@ -16,7 +16,7 @@ import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.contract.denominator import expecting
 from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.tap import LossTap
+from fusedce.head.loss_observer import LossObserver
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
@@ -256,14 +256,14 @@ def test_classes_of_transformers(sweep, model_type):
     assert row["fused"], row
 
 
-def test_a_tap_sees_what_it_monitors():
+def test_an_observer_holds_what_it_monitors():
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     with torch.no_grad():
         y[0, :5] = model[1](model[0](x)).argmax(-1)[0, :5]
         correct = int((model(x).argmax(-1) == y).sum())
-    with LossTap(monitor=("correct",)) as tap:
+    with LossObserver(monitor=("correct",)) as observer:
         LOSSES["view"](model(x), y).backward()
-    assert [int(m["correct"]) for m in tap.monitors] == [correct]
+    assert [int(m["correct"]) for m in observer.monitors] == [correct]
 
 
 class Told(nn.Module):

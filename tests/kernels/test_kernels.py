@@ -16,16 +16,17 @@ from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case, check
 
-BLOCKS = (32, 64, 32)  # what the interpreter's configuration uses; none divides the shapes below
+# Blocks of the interpreter's configuration. None divides the shapes below, whose largest has a last
+# block after three of rows, two of columns and five of the vocabulary, and three chunks.
+BLOCKS = (32, 64, 32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("V", [1, 2, 127, 1031])
+@pytest.mark.parametrize("V", [1, 2, 127, 327])
 @pytest.mark.parametrize("H", [1, 96, 123])
-@pytest.mark.parametrize("N", [1, 257])
+@pytest.mark.parametrize("N", [1, 97])
 def test_odd_shapes_match_the_reference(V, H, N):
-    heavy = N * V > 100_000
-    for dtype in (torch.float32,) if heavy else (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         case = Case(
             (N,), H, V, dtype, ignored=0.3 if N > 1 else 0.0, with_bias=True,
             options={"softcap": 5.0, "logit_scale": 0.7},
@@ -33,7 +34,7 @@ def test_odd_shapes_match_the_reference(V, H, N):
         for need in ((), ("hidden", "weight", "bias")):
 
             def fn(*args, **kwargs):
-                return fusedce.fused_ce(*args, backend="triton", chunk_tokens=100, **kwargs)
+                return fusedce.fused_ce(*args, backend="triton", chunk_tokens=40, **kwargs)
 
             check(fn, Case(**{**vars(case), "requires_grad": need}))
 
@@ -87,10 +88,6 @@ def test_scale_in_place_rounds_once(dtype, factor):
     torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-7)
 
 
-# With every option at once in fp16: 24 to 52 bytes, in bench/compiler_report.py's KNOWN_SPILLS.
-SPILLING = {"divergence_rows fp16 jsd bias+scale+cap+ce"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [row.name for row in archs.ARCHITECTURES if row.compiler])
 def test_every_kernel_compiles(arch):
@@ -107,7 +104,7 @@ def test_every_kernel_compiles(arch):
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "label_logit", "exp_tile", "softmax_rows", "hidden_grad",
         "label_grad", "token_grad", "stats", "merge_stats", "scale", "compact",
-        "divergence_rows", "shard_sums", "merge_shards",
+        "divergence_rows", "target_rows", "shard_sums", "merge_shards",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(
@@ -118,16 +115,23 @@ def test_every_kernel_compiles(arch):
         assert row["warnings"] == [], name  # C75xx: ptxas serialises wgmma
         if name.startswith(tensor_cores):
             assert row["matrix"], f"no tensor-core instruction in {name} on {arch}"
-        of_rows = ("label_", "softmax_rows", "exp_tile", "hidden_grad", "divergence_rows")
+        of_rows = (
+            "label_",
+            "softmax_rows",
+            "exp_tile",
+            "hidden_grad",
+            "divergence_rows",
+            "target_",
+        )
         if name.startswith(of_rows) and version("triton").startswith("3.7."):
-            assert row["spill_bytes"] == 0 or name in SPILLING, name
+            assert row["spill_bytes"] == 0, name
     if arch != "sm_90":
         return
     if not version("triton").startswith("3.7."):
         pytest.skip("registers were chosen with Triton 3.7; 3.9 spills in three forward kernels")
     # Those two never run: blocks with TMA are for aligned rows, which have it.
     without_tma = {f"forward {dtype} bias+scale+cap" for dtype in ("bf16", "fp16")}
-    assert {name for name, row in rows.items() if row["spill_bytes"]} <= without_tma | SPILLING
+    assert {name for name, row in rows.items() if row["spill_bytes"]} <= without_tma
     for name in (
         "forward bf16 TMA", "forward bf16", "forward fp16 TMA", "forward fp32 tf32", "stats bf16",
         "forward bf16 bias+scale+cap TMA", "forward fp16 bias+scale+cap TMA",

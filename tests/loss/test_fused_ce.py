@@ -225,7 +225,7 @@ def test_accuracy_is_that_of_one_rounding(logits, chunk_tokens, backend):
     def ours(*args):
         return fused_ce(*args, chunk_tokens=chunk_tokens, backend=backend)
 
-    for seed in range(3):
+    for seed in range(3 if backend == "torch" else 1):  # the interpreter is slow
         case = Case(
             (100,), 64, 1031, torch.bfloat16, logits=logits, requires_grad=INPUTS, seed=seed
         )

@@ -1,12 +1,12 @@
 """Divergences from a teacher: against their definition, near equality, and what is refused."""
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support import memory
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedce
@@ -14,6 +14,8 @@ from fusedce import LossAccumulator, fused_ce, fused_kl, fused_kl_tokens, refere
 from fusedce.autograd.summed import Attached
 from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.problem import Wanted
+from fusedce.measure import peak_extra_bytes
+from fusedce.testing import Pair, assert_matches_reference_kl, check_pair, pairs
 
 KINDS = ("forward", "reverse", "jsd")
 BACKENDS = ("torch", "triton")
@@ -23,155 +25,60 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A student and a teacher, drawn from numbers; hidden states of ignored positions are NaN."""
-
-    N: int = 9
-    H: int = 12
-    teacher_H: int = 20
-    V: int = 131
-    dtype: torch.dtype = torch.float32
-    teacher_dtype: torch.dtype | None = None
-    ignored: float = 0.0
-    spread: float = 1.0  # of the logits
-    bias: bool = False
-    token_weight: bool = False
-    seed: int = 0
-
-    def tensors(self):
-        """``(hidden, weight, teacher_hidden, teacher_weight, labels), options``."""
-        rng = torch.Generator().manual_seed(self.seed)
-        of_teacher = self.teacher_dtype or self.dtype
-
-        def draw(*shape):
-            return torch.randn(shape, generator=rng)
-
-        hidden = draw(self.N, self.H) * self.spread / self.H**0.5
-        there = draw(self.N, self.teacher_H) * self.spread / self.teacher_H**0.5
-        labels = torch.randint(self.V, (self.N,), generator=rng)
-        ignored = torch.rand(self.N, generator=rng) < self.ignored
-        labels[ignored] = -100
-        hidden[ignored] = there[ignored] = math.nan
-        options = {}
-        if self.bias:
-            options["bias"] = draw(self.V).to(self.dtype)
-            options["teacher_bias"] = draw(self.V).to(of_teacher)
-        if self.token_weight:
-            options["token_weight"] = draw(self.N) * (torch.rand(self.N, generator=rng) < 0.7)
-        tensors = (
-            hidden.to(self.dtype),
-            draw(self.V, self.H).to(self.dtype),
-            there.to(of_teacher),
-            draw(self.V, self.teacher_H).to(of_teacher),
-            labels,
-        )
-        return tensors, options
-
-
-def run(fn, tensors, options):
-    """Loss, count, and gradients of the mean by hidden, weight and bias."""
-    hidden, weight, *rest = tensors
-    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
-    if "bias" in options:
-        leaves.append(options["bias"].detach().requires_grad_())
-        options = options | {"bias": leaves[-1]}
-    out = fn(*leaves[:2], *rest, **options)
-    out.mean().backward()
-    return out.loss_sum.detach(), out.n_valid, [x.grad for x in leaves]
+def ours(backend):
+    return partial(fused_kl, backend=backend, chunk_tokens=4)
 
 
 def wide(tensors):
     return [x.double() if x.is_floating_point() else x for x in tensors]
 
 
-def check(pair, backend, **options):
-    tensors, more = pair.tensors()
-    options |= more
-    exact_options = {
-        k: x.double() if isinstance(x, torch.Tensor) else x for k, x in options.items()
-    }
-    loss, n_valid, grads = run(
-        lambda *a, **o: fused_kl(*a, backend=backend, chunk_tokens=4, **o), tensors, options
-    )
-    exact, count, exact_grads = run(reference_kl, wide(tensors), exact_options)
-    _, _, eager_grads = run(
-        lambda *a, **o: reference_kl(*a, dtype=torch.float32, **o), tensors, options
-    )
-    assert n_valid == count
-    acc = torch.float64 if pair.dtype == torch.float64 else torch.float32
-    assert loss.dtype == acc
-    eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
-    size = 1 + 30 * pair.spread
-    # (weights of both signs may cancel in the sum, not in the sum of their sizes)
-    weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
-    scale = float(exact.abs()) + pair.N * weights
-    assert abs(float(loss) - float(exact)) <= 8 * eps * size * scale
-    for ours, truth, eager in zip(grads, exact_grads, eager_grads, strict=True):
-        assert ours.dtype == pair.dtype
-        largest = float(truth.abs().max()) if truth.numel() else 0.0
-        error = float((ours.double() - truth).abs().max()) if truth.numel() else 0.0
-        of_eager = float((eager.double() - truth).abs().max()) if truth.numel() else 0.0
-        bound = 2 * of_eager + 2 * out * largest + 64 * eps * size * weights
-        assert error <= bound, (error, bound, of_eager, largest)
-
-
-@st.composite
-def pairs(draw, dtypes, max_vocabulary=300):
-    return Pair(
-        N=draw(st.integers(0, 20)),
-        H=draw(st.integers(1, 30)),
-        teacher_H=draw(st.integers(1, 30)),
-        V=draw(st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, max_vocabulary))),
-        dtype=draw(st.sampled_from(dtypes)),
-        ignored=draw(st.sampled_from([0.0, 0.4, 1.0])),
-        spread=draw(st.sampled_from([0.1, 1.0, 20.0])),
-        bias=draw(st.booleans()),
-        token_weight=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-@st.composite
-def options_of(draw):
-    values = {
-        "temperature": (0.5, 2.0),
-        "softcap": (1.0, 30.0),
-        "teacher_softcap": (5.0,),
-        "logit_scale": (0.25, -1.5),
-        "teacher_logit_scale": (3.0,),
-        "ce_weight": (0.3, -1.0),
-        "beta": (0.0, 0.1, 1.0),
-    }
-    drawn = {k: draw(st.sampled_from([None, None, *x]), label=k) for k, x in values.items()}
-    kind = draw(st.sampled_from(KINDS))
-    return {"divergence": kind} | {k: x for k, x in drawn.items() if x is not None}
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(pairs([torch.float32, torch.bfloat16, torch.float16, torch.float64]), options_of())
-def test_any_pair_torch(pair, options):
-    check(pair, "torch", **options)
+@given(pairs())
+def test_any_pair_torch(pair):
+    check_pair(ours("torch"), pair)
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(pairs([torch.float32, torch.bfloat16, torch.float16], max_vocabulary=600), options_of())
-def test_any_pair_triton(pair, options):
-    check(pair, "triton", **options)
+@given(pairs(dtypes=[torch.float32, torch.bfloat16, torch.float16], max_vocabulary=600))
+def test_any_pair_triton(pair):
+    check_pair(ours("triton"), pair)
+
+
+@pytest.mark.parametrize("factor", ["loss", "gradient", "count"])
+def test_what_is_published_for_tests_sees_errors(factor):
+    def wrong(*args, **options):
+        total, n = fused_kl(*args, **options)
+        if factor == "count":
+            return total, n + 1
+        if factor == "loss":
+            return total + 1e-3, n
+        return total.detach() * 1e-3 + total * (1 - 1e-3), n
+
+    assert_matches_reference_kl(fused_kl, Pair(), max_examples=1)
+    with pytest.raises(AssertionError, match={"count": "n_valid", "loss": "loss_sum"}.get(
+        factor, "hidden"
+    )):  # fmt: skip
+        assert_matches_reference_kl(wrong, Pair())
+    with pytest.raises(AssertionError):
+        assert_matches_reference_kl(wrong, max_examples=20, options=("divergence",))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_options_at_once(kind, dtype, backend):
-    pair = Pair(V=531, dtype=dtype, ignored=0.3, bias=True, token_weight=True)
-    check(pair, backend, divergence=kind, **EVERYTHING)
+    options = EVERYTHING | {"divergence": kind}
+    pair = Pair(
+        V=531, dtype=dtype, ignored=0.3, bias=True, token_weight=True, options=options
+    )  # fmt: skip
+    check_pair(ours(backend), pair)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_teacher_of_another_dtype(backend):
-    check(Pair(teacher_dtype=torch.bfloat16), backend)
+    check_pair(ours(backend), Pair(teacher_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,6 +98,25 @@ def test_nearly_equal_distributions_do_not_cancel(kind, backend):
     assert (tokens > 0).all()
     same = fused_kl_tokens(*args, divergence=kind, backend=backend)
     assert same.abs().max() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_differences_of_logits_are_not_those_of_log_probabilities(kind, backend):
+    """Each token within 3e-5, where logits are far smaller than their log-sum-exp."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = 0.01 * torch.randn(100, 8, generator=rng)
+    weight = torch.randn(200, 8, generator=rng)
+    apart = 1.4e-3 * torch.randn(200, generator=rng)
+    exact = torch.stack([
+        reference_kl(*wide((h, weight, h, weight)), divergence=kind,
+                     teacher_bias=apart.double()).loss_sum
+        for h in hidden.split(1)
+    ])  # fmt: skip
+    ours = fused_kl_tokens(
+        hidden, weight, hidden, weight, divergence=kind, teacher_bias=apart, backend=backend
+    )
+    torch.testing.assert_close(ours.double(), exact, rtol=3e-5, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -269,6 +195,48 @@ def test_the_loss_of_trl():
             hidden, weight, there, head, labels, divergence="jsd", beta=beta, temperature=1.7
         )
         torch.testing.assert_close(ours.loss_sum, theirs)
+
+
+def liger_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+    jsd_beta, ignore_index, temperature,
+):  # fmt: skip
+    """What `LigerFusedLinearJSD` computes: the mean over labels that count, by definition."""
+    log_q = (student_input @ student_weight.T / temperature).log_softmax(-1)
+    log_p = (teacher_input @ teacher_weight.T / temperature).log_softmax(-1)
+    if jsd_beta == 0:
+        each = log_p.exp() * (log_p - log_q)
+    elif jsd_beta == 1:
+        each = log_q.exp() * (log_q - log_p)
+    else:
+        m = jsd_beta * log_p.exp() + (1 - jsd_beta) * log_q.exp()
+        each = jsd_beta * log_p.exp() * (log_p - m.log())
+        each = each + (1 - jsd_beta) * log_q.exp() * (log_q - m.log())
+    used = shift_labels != ignore_index
+    return each.sum(-1)[used].sum() / used.sum()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_loss_of_liger(backend, beta, temperature):
+    """The row of docs/migrating.md: the same arguments, the same mean and gradients."""
+    (hidden, weight, there, head, labels), _ = Pair(N=20, ignored=0.3).tensors()
+    hidden, there = hidden.nan_to_num(), there.nan_to_num()
+    found = []
+    for mine in (True, False):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        args = (*leaves, there, head, labels)
+        loss = (
+            fused_kl(
+                *args, divergence="jsd", beta=beta, temperature=temperature, backend=backend
+            ).mean()
+            if mine
+            else liger_jsd(*args, beta, -100, temperature)
+        )
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_cross_entropy_beside_it_is_the_ordinary_one():
@@ -367,6 +335,20 @@ def test_memory_budget_makes_small_chunks():
     exact = fused_kl(*args, labels).loss_sum
     ours = fused_kl(*args, labels, memory_budget=8 * 2**20).loss_sum
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*KINDS, None])
+@pytest.mark.parametrize("budget", [16, 40])
+def test_the_peak_of_a_process_is_within_the_budget(dtype, kind, budget):
+    """In MiB; the logits of one head would be 64, and so would given probabilities in float32."""
+    peak = peak_extra_bytes(
+        "support.memory:compared",
+        {"dtype": dtype, "memory_budget": budget << 20, "divergence": kind},
+    )
+    gradients = getattr(torch, dtype).itemsize * (memory.N + memory.V) * memory.H
+    assert peak - gradients <= budget << 20
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "window: ranks forgotten",
-        'steps.tokens.size() if steps.grad_reduction == "mean" else 1',
+        'lifecycle.tokens.size() if lifecycle.grad_reduction == "mean" else 1',
         "1",
         "accumulate/test_ranks.py -k big_batch",
     ),
@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batch: counts when it is scaled",
-        "            return\n        number, self._scaled",
-        "            return\n        self._count(losses)\n        number, self._scaled",
+        "            return\n        number, self._n_scaled",
+        "            return\n        self._count(losses)\n        number, self._n_scaled",
         "test_failures.py -k never",
     ),
     Mutant(
@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp2: leftovers unseen",
-        "if self._dropped and leftovers():",
+        "if self._dropped and held_by_fsdp2():",
         "if False:",
         "test_failures.py -k fsdp2",
     ),
@@ -173,13 +173,13 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: evaluation of this rank only",
-        "steps.totals.add(names, sent.wait())",
-        "steps.totals.add(names, sent.wait() / 2)",
+        "lifecycle.totals.add(names, sent.wait())",
+        "lifecycle.totals.add(names, sent.wait() / 2)",
         "test_state.py -k evaluation",
     ),
     Mutant(
         "metrics: a collective after training",
-        "if self._evaluated or not steps.has_trained:",
+        "if self._evaluated or not lifecycle.has_trained:",
         "if True:",
         "accumulate/test_ranks.py -k collectives",
     ),
@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     Mutant(
         "edge: first estimate of one token",
-        "torch.tensor(float(UNKNOWN * self.tokens.size()), dtype=torch.float64)",
+        "torch.tensor(float(FIRST_ESTIMATE * self.tokens.size()), dtype=torch.float64)",
         "torch.tensor(1.0, dtype=torch.float64)",
         "accumulate/test_accumulator.py -k empty_first",
     ),
@@ -269,9 +269,27 @@ MUTANTS = [
     ),
     Mutant(
         "guard: zero_grad of the model unseen",
-        "if self._lost or (p is not None and p.grad is None):",
-        "if self._lost:",
+        "        gone = p is not None and p.grad is None\n",
+        "        gone = False\n",
         "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: gradients of the model filled with zeros unseen",
+        "gone = grad._version != version and not grad.any()",
+        "gone = False",
+        "test_misuse.py -k between",
+    ),
+    Mutant(
+        "guard: gradients that were written into count as gone",
+        "gone = grad._version != version and not grad.any()",
+        "gone = grad._version != version",
+        "test_misuse.py -k written",
+    ),
+    Mutant(
+        "guard: gradients that are zero count as gone",
+        "gone = grad._version != version and not grad.any()",
+        "gone = not grad.any()",
+        "test_misuse.py -k written",
     ),
     Mutant(
         "guard: steps inside backward unseen",
@@ -281,8 +299,8 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: evaluation is added to training",
-        "        if self._steps.totals.n_windows:",
-        "        if False:",
+        "        if n_windows := self._lifecycle.totals.n_windows:",
+        "        if n_windows := 0:",
         "test_misuse.py -k mixed",
     ),
     Mutant(

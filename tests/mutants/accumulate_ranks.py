@@ -59,14 +59,14 @@ MUTANTS = [
     ),
     Mutant(
         "ranks: places are not compared",
-        '"place": place, **settings',
+        '"purpose": purpose, **settings',
         "**settings",
         "test_agreement.py -k reads_metrics",
     ),
     Mutant(
         "ranks: settings are not compared",
-        '"place": place, **settings',
-        '"place": place',
+        '"purpose": purpose, **settings',
+        '"purpose": purpose',
         "test_agreement.py -k settings",
     ),
     Mutant(
@@ -77,8 +77,8 @@ MUTANTS = [
     ),
     Mutant(
         "ranks: a failure stays on its rank",
-        "            if (error := explain(table.read())) is not None:\n                self.told",
-        "            if (error := None) is not None:\n                self.told",
+        "            if (error := explain(table.read())) is not None:\n                self.shared",
+        "            if (error := None) is not None:\n                self.shared",
         "test_agreement.py -k bad_label",
     ),
     Mutant(
@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks: leaving a window tells nobody twice",
-        "if error is not self.meeting.told and not window.was_refused():",
+        "if error is not self.exchange.shared_error and not window.was_refused():",
         "if True:",
         "test_agreement.py -k metrics_in_a_window",
     ),
@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     Mutant(
         "ended windows: the rank that goes on does not look",
-        "ended is not None and ended <= seen",
-        "ended is not None and ended < seen",
+        "ended is not None and ended <= n_done",
+        "ended is not None and ended < n_done",
         "test_uneven.py -k runs_out",
     ),
     Mutant(
@@ -131,14 +131,14 @@ MUTANTS = [
     ),
     Mutant(
         "known denominator: an error of other ranks is raised once",
-        "            self.meeting.heard(self.table)  #",
-        "            self._sums = self.values\n            self.meeting.heard(self.table)  #",
+        "            self.exchange.check(self.table)  #",
+        "            self._sums = self.values\n            self.exchange.check(self.table)  #",
         "accumulate/test_agreement.py",
     ),
     Mutant(
         "ranks: any accumulator answers",
-        '{"accumulator": self._number, "place": place',
-        '{"place": place',
+        '{"accumulator": self._number, "purpose": purpose',
+        '{"purpose": purpose',
         "test_rank_scenarios.py -k other_order",
     ),
     Mutant(
@@ -161,14 +161,14 @@ MUTANTS = [
     ),
     Mutant(
         "ranks: nobody says what to look at",
-        "            raise self.told from error\n",
+        "            raise self.shared_error from error\n",
         "            raise\n",
         "test_rank_scenarios.py -k uneven",
     ),
     Mutant(
         "ranks: own errors are others' errors",
-        "            self.fail(place, error)\n            raise\n",
-        "            self.fail(place, error)\n            raise ValueError from error\n",
+        "            self.fail(purpose, error)\n            raise\n",
+        "            self.fail(purpose, error)\n            raise ValueError from error\n",
         "test_agreement.py -k raise_the_same",
     ),
     Mutant(
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp2: gradients stay inside",
-        "held = [p for p in leftovers() if id(p) not in self._held]",
+        "held = [p for p in held_by_fsdp2() if id(p) not in self._held]",
         "held = []",
         "test_rank_scenarios.py -k fsdp2",
     ),

@@ -31,6 +31,36 @@ MUTANTS = [
         "test_plan.py",
     ),
     Mutant(
+        "plan: rows of tiles in unequal parts",
+        "rows = min(C, _equal(C, max(count // block // 128 * 128, 128), 128))",
+        "rows = min(C, max(count // block, 128))",
+        "test_plan.py -k rows",
+    ),
+    Mutant(
+        "plan: a large device has chunks as a small one",
+        "return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET",
+        "return DEVICE_BUDGET",
+        "test_plan.py -k large_device",
+    ),
+    Mutant(
+        "plan: a block of a maximum is narrower than a row's padding",
+        "return min(max(1 << (V - 1).bit_length(), 16), most)",
+        "return min(1 << (V - 1).bit_length(), most)",
+        "test_ptx_training.py -k less_than_16",
+    ),
+    Mutant(
+        "exponentials: one GEMM whatever H is",
+        'return H <= walks.gemm_up_to if asked == "" else asked == "1"',
+        'return walks.gemm_up_to > 0 if asked == "" else asked == "1"',
+        "test_exponentials.py -k hidden_size",
+    ),
+    Mutant(
+        "exponentials: the plan counts tiles that one GEMM does not hold",
+        "triton=True, gemm_block=block)",
+        "triton=True)",
+        "test_exponentials.py -k overrules",
+    ),
+    Mutant(
         "edge: tuning draws from the user's generator",
         "H, device=device, generator=rng)",
         "H, device=device)",

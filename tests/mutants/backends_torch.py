@@ -64,8 +64,8 @@ MUTANTS = [
     ),
     Mutant(
         "rescaling: tiles keep their own maximum",
-        "(maxima - top).exp_()",
-        "(maxima - maxima).exp_()",
+        "(k - top).exp_()).sum(0).log()",
+        "(k - k).exp_()).sum(0).log()",
         TORCH,
     ),
     Mutant(

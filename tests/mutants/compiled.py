@@ -6,13 +6,15 @@ FORWARD = "test_ptx_forward.py"
 TRAINING = "test_ptx_training.py"
 ORDERS = f"{FORWARD} -k order_of_ctas"
 VALUES = f"{FORWARD} -k reference"
+DIVERGENCE = "test_ptx_divergence.py -k values"
+TILES = "test_ptx_tokens.py -k by_tiles_of"
 
 MUTANTS = [
     Mutant(
         "compiled: rows past the last one are read",
         "mask=mask_n, other=0).to(tl.int64)\n    label = tl.load(labels + row, mask",
         ").to(tl.int64)\n    label = tl.load(labels + row, mask",
-        VALUES,
+        f"{FORWARD} -k wherever_it_stands",
     ),
     Mutant(
         "compiled: more tickets are cleared than there are",
@@ -47,11 +49,20 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: threads of a row disagree about its label's logit",
-        """        products += h.to(tl.float32) * w.to(tl.float32)
+        """    products = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    for start_h in range(0, H, BLOCK_H):
+        mask_h = (start_h + offs_h < H)[None, :]
+        h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
+        w = tl.load(weight_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
+        products += h.to(tl.float32) * w.to(tl.float32)
     z = tl.sum(products, axis=1)
 """,
-        """        products += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)[:, None]
-    z = tl.max(products, axis=1)
+        """    z = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start_h in range(0, H, BLOCK_H):
+        mask_h = (start_h + offs_h < H)[None, :]
+        h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
+        w = tl.load(weight_rows[:, None] + (start_h + offs_h)[None, :], mask=mask_h, other=0.0)
+        z += tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=1)
 """,
         f"{FORWARD} -k wherever_it_stands",
     ),
@@ -84,5 +95,28 @@ MUTANTS = [
         "tl.load(columns + tl.minimum(start, n - 1))",
         "tl.load(columns + start)",
         f"{TRAINING} -k likeliest",
+    ),
+    Mutant(
+        "compiled: a block of the divergence's gradient is stored before all of it is read",
+        """            tl.debug_barrier()
+            tl.store(
+                grads + start + offs_v,
+""",
+        """            tl.store(
+                grads + start + offs_v,
+""",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "compiled: both walks over a row's logits read past V",
+        "    z = tl.load(products + offs, mask=mask, other=0.0)\n    b = None",
+        "    z = tl.load(products + offs)\n    b = None",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "compiled: a tile of the vocabulary is read past its width",
+        "products += c * stride_pc\n    z = tl.load(products + offs_t, mask=mask_t, other=0.0)",
+        "products += c * stride_pc\n    z = tl.load(products + offs_t)",
+        TILES,
     ),
 ]

@@ -1,32 +1,34 @@
-"""Mutants of divergences from a teacher."""
+"""Mutants of divergences from a teacher, and of class probabilities as labels."""
 
 from mutants import Mutant
 
 KL = "test_kl.py"
+GIVEN = "test_class_probabilities.py"
 
 MUTANTS = [
     Mutant(
         "divergence: of absolute log-probabilities",
-        "t.sub_(s).add_(self.shift)  # d",
-        "t.sub_(self.lse_t).sub_(torch.sub(s, self.lse))  # d",
+        "half = torch.sub(s, t, out=first)\n"
+        "        torch.add(self.half_shift, half, alpha=0.5, out=half)",
+        "half = ((s - self.lse) - (t - self.lse_t)) / 2",
+        f"{KL} -k differences_of_logits",
+    ),
+    Mutant(
+        "divergence: what sums to 0 is left out",
+        "torch.addcmul(tanh, half, part, out=part)",
+        "torch.mul(half, part, out=part)",
         f"{KL} -k nearly_equal",
     ),
     Mutant(
-        "divergence: the small side is not corrected",
-        "torch.clamp(d, max=0, out=scratch).mul_(e).add_(d)",
-        "torch.clamp(d, max=0, out=scratch).mul_(0).add_(d)",
-        f"{KL} -k all_options_at_once",
-    ),
-    Mutant(
         "divergence: no mean in the gradient",
-        "torch.addcmul(self.t[begin:end], s, mean.to(s.dtype), out=s)",
-        "torch.addcmul(self.t[begin:end], s, 0 * mean.to(s.dtype), out=s)",
+        "torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)",
+        "torch.addcmul(t, s, self.mean.to(s.dtype), value=0, out=s)",
         f"{KL} -k all_options_at_once",
     ),
     Mutant(
         "divergence: cross-entropy at the temperature of the divergence",
-        "cls(stats.losses(), stats.lse(), stats.y, divergence.ce_weight * t, t)",
-        "cls(stats.losses(), stats.lse(), stats.y, divergence.ce_weight * t, 1)",
+        "_CrossEntropy(ce.losses(), ce.lse(), y, weight, temperature)",
+        "_CrossEntropy(ce.losses(), ce.lse(), y, weight, 1)",
         f"{KL} -k all_options_at_once",
     ),
     Mutant(
@@ -55,8 +57,68 @@ MUTANTS = [
     ),
     Mutant(
         "divergence kernel: no barrier of float16's range",
-        "amplify = AMPLIFY / size",
-        "amplify = AMPLIFY",
+        "size = largest + tl.abs(mean) + tl.maximum(of_ce, -of_ce) * to_plain",
+        "size = 1e-6 + 0 * largest",
         f"{KL} -k all_options_at_once",
+    ),
+    Mutant(
+        "divergence: reverse takes the other side's complement",
+        "part = torch.add(tanh, 1)",
+        "part = torch.sub(tanh, 1)",
+        f"{KL} -k all_options_at_once",
+    ),
+    Mutant(
+        "divergence: a budget is of one head",
+        "heads, H = (1, 0) if teacher_H is None else (2, teacher_H)",
+        "heads, H = (1, 0) if teacher_H is None else (1, teacher_H)",
+        f"{KL} -k peak",
+    ),
+    Mutant(
+        "probabilities: the label's gradient from p - 1",
+        "(of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(h.dtype)",
+        "(of_all * ((-nll).exp().float() - 1) + total + of_lse * (-nll).exp()).to(h.dtype)",
+        f"{GIVEN} -k does_not_cancel",
+    ),
+    Mutant(
+        "probabilities: no other class in the loss",
+        "self.loss += behind.mul_(t).sum(0)",
+        "behind.mul_(t).sum(0)",
+        f"{GIVEN} -k torchs",
+    ),
+    Mutant(
+        "probabilities: mean over the class weights",
+        "    positions = max(len(problem.labels), 1)\n",
+        "    positions = max(float(labels.sum() * 2), 1)\n",
+        f"{GIVEN} -k torchs",
+    ),
+    Mutant(
+        "probabilities: smoothing is left out",
+        "t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))",
+        "t.mul_(1 - smoothing)",
+        f"{GIVEN} -k torchs",
+    ),
+    Mutant(
+        "probabilities: they may ask for a gradient",
+        "if probabilities.requires_grad and torch.is_grad_enabled():",
+        "if False:",
+        f"{GIVEN} -k what_is_wrong",
+    ),
+    Mutant(
+        "probabilities kernel: class weights are left out",
+        "t *= tl.load(class_weight + offs, mask=mask, other=0.0)",
+        "t *= 1.0",
+        f"{GIVEN} -k torchs",
+    ),
+    Mutant(
+        "probabilities kernel: no z-loss in the gradient",
+        "alpha = (of_all + of_lse).to(tl.float32)",
+        "alpha = of_all.to(tl.float32)",
+        f"{GIVEN} -k all_options_at_once",
+    ),
+    Mutant(
+        "probabilities kernel: no barrier of float16's range",
+        "size = size + tl.abs(alpha) + tl.abs(at_label)",
+        "size = 1e-6 + 0 * size",
+        f"{GIVEN} -k all_options_at_once",
     ),
 ]

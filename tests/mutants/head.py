@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "stale: writes unseen",
-        "if self._fingerprints() != self.seen:",
+        "if self._fingerprints() != self.fingerprints:",
         "if False:",
         "head/test_tensors.py -k change",
     ),

@@ -32,9 +32,15 @@ MUTANTS = [
         f"{RECIPES} -k scaled",
     ),
     Mutant(
+        "distillation: what sums to 0 is left out",
+        "(half * (tanh - 1) + tanh)",
+        "(half * (tanh - 1))",
+        f"{RECIPES} -k below_0",
+    ),
+    Mutant(
         "distillation: no tail",
-        "- q_tail * log_tail",
-        "- 0 * log_tail",
+        "forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
+        "forward_parts(log_p, log_q)",
         f"{RECIPES} -k distillation",
     ),
     Mutant(
@@ -59,13 +65,13 @@ MUTANTS = [
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
     Mutant(
         "trainers: other temperature",
-        "temperature=float(temperature),",
-        "temperature=1.0,",
+        "temperature=float(temperature),\n                mean_logit=mean_logit",
+        "temperature=1.0,\n                mean_logit=mean_logit",
         "test_policy_trainers.py -k grpo",
     ),
     Mutant(
         "trainers: TRL's function stays",
-        "setattr(trl_utils, _NAME, _Fused)",
+        "setattr(module, name, ours)",
         "pass",
         "test_policy_trainers.py -k same",
     ),

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: counted before the shift",
-        "int(tap.losses[0][1])",
+        "int(observer.losses[0][1])",
         "row[name].numel()",
         "trainer/test_mixin.py",
     ),
@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: any reduction",
-        '[reduction for *_, reduction in tap.losses] != ["mean"]',
-        "len(tap.losses) != 1",
+        '[reduction for *_, reduction in observer.losses] != ["mean"]',
+        "len(observer.losses) != 1",
         "trainer/test_mixin.py -k refused",
     ),
     Mutant(

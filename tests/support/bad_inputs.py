@@ -24,7 +24,7 @@ BAD = [
     ({"labels": torch.zeros(4)}, TypeError, "labels must be int64 or int32.*float32"),
     ({"labels": torch.tensor([0, 10, 1, 2])}, ValueError, "V=10.*got 10 at flattened position 1"),
     ({"labels": torch.tensor([0, 1, -7, 2])}, ValueError, "got -7 at flattened position 2"),
-    ({"labels": torch.zeros(4, 10)}, TypeError, "labels must be int64 or int32"),
+    ({"labels": torch.zeros(4, 11)}, ValueError, r"labels (must have|of class probabil)"),
     ({"bias": torch.zeros(11)}, ValueError, r"bias must be \(V,\) with V=10"),
     ({"bias": torch.zeros(10).half()}, TypeError, "bias must have the dtype"),
     ({"bias": 1.0}, TypeError, "bias must be a tensor"),

@@ -4,7 +4,7 @@ import mmap
 
 import torch
 
-from fusedce import fused_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_kl
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
@@ -26,6 +26,31 @@ def step(dtype: str, grad: bool, memory_budget: int | None = None):
         return out
 
     run(*inputs(130, 2048))  # several chunks and tiles
+    given = inputs(N, V)
+    return lambda: run(*given)
+
+
+def compared(dtype: str, memory_budget: int, divergence: str | None):
+    """A step of a divergence from a teacher; of given probabilities where it is ``None``."""
+
+    def inputs(n, v):
+        rng = torch.Generator().manual_seed(0)
+        kind = getattr(torch, dtype)
+        heads = []
+        for width in (H, 2 * H):
+            hidden = torch.randn(n, width, generator=rng).to(kind)
+            heads += [hidden, (0.1 * torch.randn(v, width, generator=rng)).to(kind)]
+        given = torch.rand(n, v, generator=rng).to(kind) if divergence is None else None
+        return [heads[0].requires_grad_(), heads[1].requires_grad_(), *heads[2:]], given
+
+    def run(heads, given):
+        if given is not None:
+            loss = fused_cross_entropy(*heads[:2], given, memory_budget=memory_budget)
+        else:
+            loss = fused_kl(*heads, divergence=divergence, memory_budget=memory_budget).mean()
+        loss.backward()
+
+    run(*inputs(130, 2048))
     given = inputs(N, V)
     return lambda: run(*given)
 

@@ -9,7 +9,7 @@ from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
 from fusedce import head_report, replace_loss_head, trainer_rl
-from fusedce.trainer_rl import FusedPolicyMixin
+from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -87,6 +87,24 @@ def rloo(base, tmp_path, tokenizer, **kwargs):
     return grpo(base, tmp_path, tokenizer, "RLOOConfig", **kwargs)
 
 
+def distillation(base, tmp_path, tokenizer, **kwargs):
+    rows = [{"prompt": text(4, i)} for i in range(4)]
+    config = trl.DistillationConfig(
+        **settings(
+            tmp_path, per_device_train_batch_size=2, max_completion_length=6, temperature=0.9,
+            **kwargs,
+        )
+    )  # fmt: skip
+    student, teacher = llama(), llama()
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    return base(
+        model=student, teacher_model=teacher, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
 def run(make, base, tmp_path, tokenizer, **kwargs):
     """What was logged, but for times, and the parameters after training."""
     torch.manual_seed(0)
@@ -134,6 +152,79 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
         for name, value in exact.items():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
+def test_distillation_logs_and_trains_the_same(beta, options, tmp_path, tokenizer, monkeypatch):
+    trl_1_16()
+
+    class Ours(FusedDistillationMixin, trl.DistillationTrainer):
+        pass
+
+    calls = []
+    original = trainer_rl.fused_kl
+    monkeypatch.setattr(
+        trainer_rl, "fused_kl", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    options = {"beta": beta, "learning_rate": 0.05} | options
+    stock_logs, stock = run(distillation, trl.DistillationTrainer, tmp_path, tokenizer, **options)
+    assert not calls
+    logs, ours = run(distillation, Ours, tmp_path, tokenizer, **options)
+    assert len(calls) == 2 * options.get("gradient_accumulation_steps", 1)
+    assert len(logs) == len(stock_logs) >= 2
+    for mine, exact in zip(logs, stock_logs, strict=True):
+        assert mine.keys() == exact.keys()
+        for name, value in exact.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
+    assert logs[0]["loss"] > 1e-3
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
+def test_every_option_of_trls_divergence(num_items):
+    trl_1_16()
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss as theirs
+
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng)
+
+    student, teacher, weight, there = draw(2, 5, 8), draw(2, 5, 12), draw(31, 8), draw(31, 12)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+    options = {
+        "num_items_in_batch": num_items, "student_lm_head_bias": draw(31),
+        "teacher_lm_head_bias": draw(31), "student_logit_scale": 0.7, "teacher_logit_scale": 1.3,
+        "student_final_logit_softcapping": 5.0, "teacher_final_logit_softcapping": 8.0,
+        "temperature": 1.7,
+    }  # fmt: skip
+    for beta in (0.0, 0.4, 1.0):
+        found = []
+        for function in (trainer_rl._divergence_loss, theirs):
+            leaves = [student.clone().requires_grad_(), weight.clone().requires_grad_()]
+            loss, entropy, n = function(leaves[0], teacher, leaves[1], there, mask, beta, **options)
+            found.append((loss, entropy, n, *torch.autograd.grad(loss, leaves)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_partitioned_head_and_another_trl_are_refused(tmp_path, tokenizer, monkeypatch):
+    weight = torch.empty(0)
+    weight.ds_id = 3
+    with pytest.raises(RuntimeError, match="ZeRO-3 has partitioned one"):
+        trainer_rl._divergence_loss(
+            torch.ones(1, 2, 3), torch.ones(1, 2, 3), weight, weight, torch.ones(1, 2), 0.5
+        )
+
+    class Ours(FusedDistillationMixin, trl.DPOTrainer):
+        pass
+
+    for name, value in (("_DIVERGENCE", "nothing"), ("_DISTILLATION", "trl.no_such_module")):
+        monkeypatch.setattr(trainer_rl, name, value)
+        with pytest.raises(RuntimeError, match="FusedDistillationMixin needs a TRL with"):
+            dpo(Ours, tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from fusedce.backends.sharded.exchange import (
     of_all_tokens,
     sharded_call,
 )
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.labels import bad_label_codes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
@@ -70,9 +71,10 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
                 d_bias[: local.real] += g.sum(0)
             g = g.to(local.gemm)
             if d_rows is not None:
-                d_rows[begin : begin + len(chunk)] = _mm(g, local.weight, acc)
+                rows_here = d_rows[begin : begin + len(chunk)]
+                local.products(g, local.weight.to(local.gemm), rows_here)
             if d_weight is not None:
-                _add_mm(d_weight[: local.real], g.t(), h)
+                local.products(g.t(), h.to(local.gemm), d_weight[: local.real], add=True)
         begin += len(chunk)
 
     d_hidden = None
@@ -118,13 +120,16 @@ class LocalRows:
         self.weight = weight[: self.real]
         self.bias = None if bias is None else bias[: self.real].to(self.acc)
         self.problem, self.shard = problem, shard
-        # fp16 cannot hold small probabilities, and a CPU has no bf16 product with an fp32 result.
-        low = weight.dtype == torch.bfloat16 and weight.device.type != "cpu"
-        self.gemm = torch.bfloat16 if low else self.acc
+        self.products = Products.of(weight)
+        # A product rounded to bfloat16 would be rounded on every rank. fp16 cannot hold small
+        # probabilities.
+        self.gemm = self.products.gradients if self.products.exact_bf16 else self.acc
 
     def logits(self, h: Tensor) -> Tensor:
         """``(C, real)`` in fp32 or better."""
-        z = _mm(h, self.weight.t(), self.acc)
+        dtype = self.products.logits
+        z = torch.empty(len(h), self.real, dtype=self.acc, device=h.device)
+        self.products(h.to(dtype), self.weight.t().to(dtype), z)
         if self.bias is not None:
             z += self.bias
         if self.problem.logit_scale != 1.0:
@@ -194,21 +199,6 @@ class _Tile:
         if self.local.real:
             old = self.e.gather(1, self.at)[:, 0]
             self.e.scatter_(1, self.at, torch.where(self.inside, values, old)[:, None])
-
-
-def _mm(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
-    """``a @ b`` with an ``acc`` result, of exact products."""
-    if a.dtype == b.dtype != acc and a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=acc)
-    return torch.mm(a.to(acc), b.to(acc))
-
-
-def _add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, of exact products."""
-    if a.dtype == b.dtype != total.dtype:
-        total += _mm(a, b, total.dtype)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,20 +1,22 @@
-"""The torch backend: divergences of a student from a teacher, and the student's gradients.
+"""The torch backend: a student beside a teacher or given probabilities, and its gradients.
 
-Of a chunk of tokens both heads' logits are made, tile by tile of the vocabulary, ``(v, C)``; when
-both log-sum-exps are known, a second walk over the tiles turns the student's logits into factors
-of the gradient, in their place. One product for the teacher, three for the student.
+The student's logits of a chunk of tokens are made tile by tile of the vocabulary, ``(v, C)``, and
+so are the teacher's where there is one. Once the log-sum-exps are known, a second walk over the
+tiles turns the student's logits into the gradient, in their place. One product for the teacher,
+three for the student. Tiles are small enough to stay in a core's own cache while they are walked
+over a dozen times.
 
-With ``d = log p - log q`` (p of the teacher, q of the student) everything is made from
-``big = max(p, q)`` and ``e = expm1(-|d|)``: the smaller one is ``big * (1 + e)``. To each class's
-part of a divergence what sums to 0 over all classes is added::
+With ``h = (log q - log p) / 2`` (p of the teacher, q of the student) and ``t = tanh(h)``, the
+difference ``q - p`` is ``(p + q) * t``, which does not cancel. To each class's part of a divergence
+what sums to 0 over all classes is added::
 
-    forward   p d - p + q                       gradient    q - p
-    reverse   q (-d) - q + p                                q (-d - KL)
-    jsd       beta p log(p/m) + (1 - beta) q log(q/m)       (1 - beta) q (log(q/m) - KL(q||m))
+    forward   p log(p/q) - p + q = (p + q) * (h * (t - 1) + t)     gradient   q - p
+    reverse   q log(q/p) - q + p = (p + q) * (h * (t + 1) - t)                q (2 h - KL)
+    jsd       beta p log(p/m) + (1 - beta) q log(q/m)          (1 - beta) q (log(q/m) - KL(q||m))
 
-so that none is negative, and errors of a log-sum-exp, which are errors of all ``d`` at once, enter
-in second order. Near equality nothing is left of the probabilities themselves: ``d`` is the
-difference of two logits, and ``q - p`` is ``big * e``.
+so that none is negative, and errors of a log-sum-exp, which are errors of all ``h`` at once, enter
+in second order. Near equality nothing is left of the probabilities themselves: ``h`` comes from the
+difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the larger probability.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
-from fusedce.backends.torch.products import add_product, gemm_dtype
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, label_entry, tiles
-from fusedce.contract.divergence import FORWARD, INFINITE, JSD, Divergence
+from fusedce.backends.torch.tiles import Logits, TileStats, label_entry, tiles
+from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds two logits a class."""
+    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
     hidden = problem.hidden
     (V, H), (N, device) = problem.weight.shape, (len(hidden), hidden.device)
     rows, n_valid = valid_rows(problem)
-    student, teacher = divergence.heads(problem)
-    acc, gemm = student.acc, gemm_dtype(hidden)
+    products = Products.of(hidden)
+    acc, gemm = products.acc, products.gradients
     way = way_of_divergence(
-        call_of(problem, wanted, len(rows), waiting(problem), logit=2 * acc.itemsize),
-        divergence.weight.shape[1],
+        call_of(problem, wanted, len(rows), waiting(problem)),
+        divergence.teacher_size(),
         chunk_tokens=problem.chunk_tokens,
         memory_budget=problem.memory_budget,
     )
@@ -54,76 +56,64 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     factor = expected_upstream(problem, n_valid)
     losses = torch.zeros(N, dtype=acc, device=device)
-    size = V * min(way.tokens, len(rows))
-    of_student, of_teacher = (torch.empty(size, dtype=acc, device=device) for _ in range(2))
-    scratch = [
-        torch.empty(step * min(way.tokens, len(rows)), dtype=acc, device=device) for _ in range(2)
-    ]
+    compare = _ToTargets if divergence.kind == TARGETS else _ToTeacher
+    compared = compare(problem, divergence, min(way.tokens, len(rows)), step)
 
     for at, chunk in enumerate(parts):
-        h, y, C = hidden[chunk].to(acc), problem.labels[chunk].long(), len(chunk)
-        s, t = of_student[: V * C].view(V, C), of_teacher[: V * C].view(V, C)
-        there = divergence.hidden[chunk].to(teacher.acc)
-        stats = _logits(student, h, y, s, step, scratch[0])
-        lse_t = _logits(teacher, there, y, t, step, scratch[0]).lse()
-        del there
-        pair = _Pair(student, divergence, s, t, stats.lse(), lse_t, scratch)
-        ce = _CrossEntropy.of(divergence, stats, s, step) if divergence.ce_weight else None
-        kl, mean = pair.walk(step, ce)
-        loss = kl.masked_fill(kl >= INFINITE, torch.inf)
-        if ce is not None:
-            loss = loss + divergence.ce_weight * ce.nll
-        of_rows = torch.full_like(loss, problem.logit_scale / divergence.temperature) * factor
-        if problem.token_weight is not None:
-            w = problem.token_weight[chunk].double()
-            loss, of_rows = loss * w, of_rows * w
-        losses[chunk] = loss.to(acc)
-        if not train:
-            continue
-        of_rows = of_rows.to(acc)[:, None]  # (C, 1)
+        h, C = hidden[chunk].to(acc), len(chunk)
+        compared.start(h, chunk)
+        of_rows = torch.full((C,), problem.logit_scale / divergence.temperature, device=device)
+        of_rows = of_rows.double() * factor
+        w = None if problem.token_weight is None else problem.token_weight[chunk].double()
+        of_rows = (of_rows if w is None else of_rows * w).to(acc)[:, None]  # (C, 1)
         scaled = (h * of_rows).to(gemm)
-        dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
+        dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
         for begin, end in tiles(V, step):
-            g = pair.gradient(begin, end, mean).to(gemm)  # (v, C)
+            g = compared.gradient(begin, end)  # (v, C)
+            if not train:
+                continue
+            g = g.to(gemm)
             if dh is not None:
-                dh += torch.mm(g.t(), problem.weight[begin:end].to(gemm))
+                products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
             if grads.weight is not None:
-                add_product(grads.weight[begin:end], g, scaled, first=at == 0)
+                products(g, scaled, grads.weight[begin:end], add=at > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += torch.mv(g.to(acc), of_rows[:, 0])
+        loss = compared.losses()
+        losses[chunk] = (loss if w is None else loss * w).to(acc)
         if grads.hidden is not None and dh is not None:
             grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
     return Diverged(losses, n_valid, factor, *grads.written())
 
 
-def _logits(
-    head: Projection, h: Tensor, y: Tensor, out: Tensor, step: int, scratch: Tensor
-) -> TileStats:
-    """``out (V, C)`` filled with logits of ``h (C, H)``; what their log-sum-exp is made of."""
-    stats = TileStats(y, head.acc)
-    for begin, end in tiles(len(out), step):
-        z = head.logits(h, begin, end, out=out[begin:end])
-        stats.add(scratch[: z.numel()].view_as(z).copy_(z), begin)
-    return stats
+class _Exponentials:
+    """Maxima of tiles of logits, and sums of the exponentials beside them."""
+
+    def __init__(self) -> None:
+        self.maxima: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def add(self, z: Tensor, scratch: Tensor) -> None:
+        """Take in a tile ``z (v, C)``; ``scratch`` of its shape is overwritten."""
+        k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
+        self.sums.append(torch.sub(z, k, out=scratch).exp_().sum(0))
+        self.maxima.append(k)
+
+    def lse(self) -> Tensor:
+        """``(C,)`` float64."""
+        k = torch.stack(self.maxima).double()  # (tiles, C)
+        top = k.amax(0)
+        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
 
 
 class _CrossEntropy(NamedTuple):
-    """Of the student's logits, multiplied by the temperature again."""
+    """The student's cross-entropy of the label, at temperature 1."""
 
     nll: Tensor  # (C,) float64
     lse: Tensor  # (C,) float64
     y: Tensor  # (C,)
     weight: float  # of its gradient by the logits that are divided by the temperature
     temperature: float
-
-    @classmethod
-    def of(cls, divergence: Divergence, stats: TileStats, s: Tensor, step: int) -> _CrossEntropy:
-        t = divergence.temperature
-        if t != 1:
-            stats = TileStats(stats.y, s.dtype)
-            for begin, end in tiles(len(s), step):
-                stats.add(s[begin:end] * t, begin)
-        return cls(stats.losses(), stats.lse(), stats.y, divergence.ce_weight * t, t)
 
     def gradient(self, s: Tensor, begin: int) -> Tensor:
         """``weight * (softmax - onehot) (v, C)`` of a tile of logits."""
@@ -134,82 +124,188 @@ class _CrossEntropy(NamedTuple):
         return g.mul_(self.weight)
 
 
-class _Pair:
-    """A chunk's logits of both; ``s`` becomes minus the gradient by the student's logits."""
+class _ToTeacher:
+    """The student's logits of one chunk after another beside the teacher's."""
 
-    def __init__(
-        self,
-        student: Projection,
-        divergence: Divergence,
-        s: Tensor,  # (V, C), overwritten, as t
-        t: Tensor,
-        lse_s: Tensor,  # (C,) float64
-        lse_t: Tensor,
-        scratch: list[Tensor],
-    ) -> None:
-        self.student, self.divergence = student, divergence
-        self.s, self.t, self.scratch = s, t, scratch
-        self.lse, self.lse_t = lse_s.to(s.dtype), lse_t.to(s.dtype)
-        self.shift = (lse_s - lse_t).to(s.dtype)
-        self.kl = torch.zeros_like(lse_s)
-        self.mean = torch.zeros_like(lse_s)  # sum of q * log(q / p or m)
+    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
+        self.problem, self.divergence, self.step = problem, divergence, step
+        self.student, self.teacher = divergence.student(problem), divergence.teacher()
+        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.teacher_logits = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
+        self.of_student, self.of_teacher = (_buffer(problem, most) for _ in range(2))
+        self.scratch = [_buffer(problem, most, step) for _ in range(2)]
 
-    def walk(self, step: int, ce: _CrossEntropy | None) -> tuple[Tensor, Tensor]:
-        """``(C,)`` float64 divergences, and the means that the gradients of some need."""
-        for begin, end in tiles(len(self.s), step):
-            s, t = self.s[begin:end], self.t[begin:end]
-            first, second = (x[: s.numel()].view_as(s) for x in self.scratch)
-            slope = self.student.slope(s)
-            more = None if ce is None else ce.gradient(s, begin)
-            big = torch.sub(s, self.lse, out=first)
-            big = torch.maximum(big, torch.sub(t, self.lse_t, out=second), out=big).exp_()
-            t.sub_(s).add_(self.shift)  # d
-            minus = torch.abs(t, out=second).neg_()
-            e = torch.expm1(minus, out=s)
-            of_kind = self._forward if self.divergence.kind == FORWARD else self._others
-            of_kind(t, e, big, minus)
-            written = [s] if self.divergence.kind == FORWARD else [s, t]
-            if more is not None:
-                written[-1].sub_(more)
-            if slope is not None:
-                for part in written:
-                    part.mul_(slope)
-        return self.kl, self.mean
+    def start(self, h: Tensor, chunk: Tensor) -> None:
+        """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
+        problem, divergence = self.problem, self.divergence
+        V, C = len(problem.weight), len(h)
+        self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
+        of_student, of_teacher = _Exponentials(), _Exponentials()
+        y, temperature = problem.labels[chunk].long(), divergence.temperature
+        ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
+        here = self.logits.operand(h)
+        there = self.teacher_logits.operand(self.teacher.hidden[chunk])
+        for begin, end in tiles(V, self.step):
+            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
+            scratch = self.scratch[0][: s.numel()].view_as(s)
+            of_student.add(s, scratch)
+            if ce is not None:
+                ce.add(torch.mul(s, temperature, out=scratch), begin)
+            t = self.teacher_logits.tile(there, begin, end, out=self.t[begin:end])
+            of_teacher.add(t, scratch)
+        lse, lse_t = of_student.lse(), of_teacher.lse()
+        self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
+        self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
+        self.kl, self.mean = torch.zeros_like(lse), torch.zeros_like(lse)
+        self.ce = None
+        if ce is not None:
+            weight = divergence.ce_weight * temperature
+            self.ce = _CrossEntropy(ce.losses(), ce.lse(), y, weight, temperature)
+        if divergence.kind != FORWARD:  # the gradient needs the divergence itself
+            for begin, end in tiles(V, self.step):
+                self._walk(begin, end)
 
-    def _forward(self, d: Tensor, e: Tensor, big: Tensor, scratch: Tensor) -> None:
-        """``p - q`` in the place of ``e``."""
-        part = torch.clamp(d, max=0, out=scratch).mul_(e).add_(d)
-        drop = torch.copysign(e, d, out=e)  # (p - q) / big
-        self.kl += part.sub_(drop).mul_(big).sum(0)
-        drop.mul_(big)
+    def losses(self) -> Tensor:
+        """``(C,)`` float64, once all tiles were walked over."""
+        loss = self.kl.masked_fill(self.kl >= INFINITE, torch.inf)
+        return loss if self.ce is None else loss + self.divergence.ce_weight * self.ce.nll
 
-    def _others(self, d: Tensor, e: Tensor, big: Tensor, scratch: Tensor) -> None:
-        """``q`` in the place of ``e``, and ``-q * x`` in that of ``d``, x a logarithm."""
+    def gradient(self, begin: int, end: int) -> Tensor:
+        """``(v, C)`` of a tile, once, by the logits that are divided by the temperature."""
+        if self.divergence.kind == FORWARD:
+            self._walk(begin, end)
+            return self.s[begin:end]
+        # q x - q mean, with q x in t
+        s, t = self.s[begin:end], self.t[begin:end]
+        return torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
+
+    def _walk(self, begin: int, end: int) -> None:
+        """Over a tile: its part of the divergence, and the gradient in the logits' place.
+
+        Other kinds than "forward" leave ``q`` in the place of ``s`` and ``q * x`` in that of ``t``,
+        x a logarithm, whose mean they add up.
+        """
+        s, t = self.s[begin:end], self.t[begin:end]
+        first, second = (x[: s.numel()].view_as(s) for x in self.scratch)
+        slope = self.student.slope(s)
+        more = None if self.ce is None else self.ce.gradient(s, begin)
+        half = torch.sub(s, t, out=first)
+        torch.add(self.half_shift, half, alpha=0.5, out=half)
         if self.divergence.kind == JSD:
-            beta = self.divergence.beta
-            x = d.gt(0).to(d.dtype).mul_(1 - 2 * beta).add_(beta)  # weight of the smaller one
-            part = torch.addcmul(-scratch, scratch, e, value=-1).mul_(x)  # w |d| (1 + e)
-            x.mul_(e)
-            log = x.log1p()  # log(m / big)
-            part.add_(log).addcmul_(x, log).mul_(big).neg_()
-            drop = torch.copysign(e, d, out=e)
-            q = drop.clamp_(min=0).neg_().add_(1).mul_(big)
-            d.clamp_(min=0).add_(log).mul_(q)  # -q log(q / m)
-            self.mean -= d.sum(0)
-            d.mul_(1 - beta)
-            q.mul_(1 - beta)
+            self._jsd(s, t, half, second)
         else:
-            drop = torch.copysign(e, d, out=e)
-            part = torch.clamp(d, min=0, out=scratch).mul_(drop).sub_(d).add_(drop).mul_(big)
-            q = drop.clamp_(min=0).neg_().add_(1).mul_(big)
-            d.mul_(q)
-            self.mean -= d.sum(0)
-        self.kl += part.sum(0)
+            self._kl(s, t, half, second)
+        written = [s] if self.divergence.kind == FORWARD else [s, t]
+        if more is not None:
+            written[-1].add_(more)
+        if slope is not None:
+            for x in written:
+                x.mul_(slope)
 
-    def gradient(self, begin: int, end: int, mean: Tensor) -> Tensor:
+    def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
+        tanh = torch.tanh(half, out=scratch)
+        q = s.sub_(self.lse).exp_()
+        both = t.sub_(self.lse_t).exp_().add_(q)
+        if self.divergence.kind == FORWARD:
+            part = torch.sub(tanh, 1, out=s)
+            torch.addcmul(tanh, half, part, out=part)
+            self.kl += part.mul_(both).sum(0)
+            torch.mul(both, tanh, out=s)
+            return
+        part = torch.add(tanh, 1)
+        self.kl -= torch.addcmul(tanh, half, part, value=-1, out=part).mul_(both).sum(0)
+        torch.mul(half.mul_(2), q, out=t)
+        self.mean += t.sum(0)
+
+    def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
+        beta = self.divergence.beta
+        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()
+        d = half.mul_(-2)  # log p - log q
+        minus = torch.abs(d, out=t).neg_()
+        e = torch.expm1(minus, out=scratch)
+        x = d.gt(0).to(d.dtype).mul_(1 - 2 * beta).add_(beta)  # weight of the smaller one
+        part = torch.addcmul(-minus, minus, e, value=-1).mul_(x)  # w |d| (1 + e)
+        x.mul_(e)
+        log = x.log1p()  # log(m / big)
+        self.kl -= part.add_(log).addcmul_(x, log).mul_(big).sum(0)
+        drop = torch.copysign(e, d, out=e)
+        q = drop.clamp_(min=0).neg_().add_(1).mul_(big)
+        torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
+        self.mean += t.sum(0)
+        t.mul_(1 - beta)
+        torch.mul(q, 1 - beta, out=s)
+
+
+class _ToTargets:
+    """The student's logits of one chunk after another beside given probabilities ``t``.
+
+    The cross-entropy is ``T * nll[y] + sum over v of t[v] * (z[y] - z[v])``, with ``T`` the sum of
+    ``t`` and ``y`` its largest class: where the student is sure of ``y``, nothing cancels.
+    """
+
+    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
+        self.problem, self.divergence, self.step = problem, divergence, step
+        self.student = divergence.student(problem)
+        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.of_student = _buffer(problem, most)
+        self.scratch = [_buffer(problem, most, step) for _ in range(2)]
+
+    def start(self, h: Tensor, chunk: Tensor) -> None:
+        """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
+        V, C = len(self.problem.weight), len(h)
+        self.chunk, self.s = chunk, self.of_student[: V * C].view(V, C)
+        largest, at, others = [], [], []
+        for begin, end in tiles(V, self.step):
+            t = self._weighed(begin, end)
+            value, place = t.max(1)
+            largest.append(value.double())
+            at.append(place + begin)
+            others.append(t.scatter_(1, place[:, None], 0).sum(1).double())
+        top = torch.stack(largest).max(0).indices[None]
+        self.y = torch.stack(at).gather(0, top)[0]
+        of_label = torch.stack(largest).gather(0, top)[0]
+        # of all classes but y
+        total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
+        stats, here = TileStats(self.y, h.dtype), self.logits.operand(h)
+        for begin, end in tiles(V, self.step):
+            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
+            stats.add(self.scratch[0][: s.numel()].view_as(s).copy_(s), begin)
+        nll, lse = stats.losses(), stats.lse()
+        z_loss = self.problem.z_loss
+        of_all = total + of_label
+        of_lse = 2 * z_loss * lse
+        self.z_label, self.lse = stats.z_label, lse.to(h.dtype)
+        self.alpha = (of_all + of_lse).to(h.dtype)
+        self.at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(h.dtype)
+        self.loss = of_all * nll + z_loss * lse.square()
+
+    def losses(self) -> Tensor:
+        """``(C,)`` float64, once all tiles were walked over."""
+        return self.loss.masked_fill(self.loss >= INFINITE, torch.inf)
+
+    def gradient(self, begin: int, end: int) -> Tensor:
         """``(v, C)`` of a tile, once."""
         s = self.s[begin:end]
-        if self.divergence.kind == FORWARD:
-            return s.neg_()
-        # q x - q mean, with -q x in t
-        return torch.addcmul(self.t[begin:end], s, mean.to(s.dtype), out=s).neg_()
+        slope = self.student.slope(s)
+        t = self._weighed(begin, end).t()
+        t = self.scratch[1][: t.numel()].view_as(s).copy_(t)
+        behind = torch.sub(self.z_label, s, out=self.scratch[0][: s.numel()].view_as(s))
+        self.loss += behind.mul_(t).sum(0)
+        g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
+        at, inside = label_entry(self.y, begin, len(g))
+        g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
+        return g if slope is None else g.mul_(slope)
+
+    def _weighed(self, begin: int, end: int) -> Tensor:
+        """``(C, v)`` of a tile: class weights times smoothed probabilities."""
+        t = self.divergence.given()[:, begin:end].index_select(0, self.chunk).to(self.s.dtype)
+        if smoothing := self.problem.label_smoothing:
+            t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))
+        if self.problem.class_weight is not None:
+            t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
+        return t
+
+
+def _buffer(problem: Problem, tokens: int, classes: int | None = None) -> Tensor:
+    size = tokens * (len(problem.weight) if classes is None else classes)
+    return torch.empty(size, dtype=Projection.of(problem).acc, device=problem.hidden.device)

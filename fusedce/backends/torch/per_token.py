@@ -6,6 +6,11 @@ a tile of logits becomes its own gradient in place, and one product of it with t
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
 added up in float32 or better. Inside a tile, work goes by blocks of tokens.
 
+Where a tile is rounded to bfloat16, its labels' entries and others that are large beside their
+token's whole gradient are made good: alone in their size, they have no neighbours to average their
+rounding with. The errors of the rest reach d_hidden with the rows of the head, whose common part
+they would add up: it is taken away.
+
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
 out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
@@ -21,9 +26,9 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.plan import tiles_of
-from fusedce.backends.torch.products import add_product, gemm_dtype
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
-from fusedce.backends.torch.tiles import clear_labels, label_entry, nan_at_inf, tiles
+from fusedce.backends.torch.tiles import APART, Logits, clear_labels, label_entry, nan_at_inf, tiles
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
@@ -34,6 +39,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     N, V = len(problem.labels), problem.weight.shape[0]
     rows, n_valid = valid_rows(problem)
     head = Projection.of(problem)
+    logits = Logits(head, Products.of(problem.hidden))
     device = problem.hidden.device
 
     def out(wanted: bool) -> Tensor:
@@ -47,12 +53,12 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     moments = wanted.entropy or argmax is not None
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, way.tokens):
-        h = problem.hidden[block].to(head.acc)  # (R, H)
+        h = logits.operand(problem.hidden[block])  # (R, H)
         seen = _Seen(problem.labels[block].long(), head.acc, moments=moments)
         zmean = torch.zeros(len(h), dtype=torch.float64, device=device)
         temperature = None if problem.temperature is None else problem.temperature[block]
         for begin, end in tiles(V, way.classes):
-            z = head.logits(h, begin, end)  # (v, R)
+            z = logits.tile(h, begin, end)  # (v, R)
             if temperature is not None:
                 z.div_(temperature)
             if wanted.zmean:
@@ -80,8 +86,9 @@ def token_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients, from logits computed anew; holds one tile of them."""
     V, H = problem.weight.shape
-    head = Projection.of(problem)
-    gemm = gemm_dtype(problem.hidden)
+    products = Products.of(problem.hidden)
+    logits = Logits(Projection.of(problem), products)
+    acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     way = tiles_of(
         call_of(problem, wanted, len(rows), dtypes),
@@ -90,26 +97,35 @@ def token_grads(
     )
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
+    mean_row = logits.mean_row() if gemm != acc else None
+    sums = None  # (T, H), of a tile's rows of the weight gradient
+    if grads.weight is not None and grads.weight.dtype != acc and blocks:
+        sums = torch.empty(way.classes, H, dtype=acc, device=grads.weight.device)
     for begin, end in tiles(V, way.classes if blocks else V):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
-        d_weight = of_tile
-        if of_tile is not None and of_tile.dtype != head.acc and blocks:
-            d_weight = torch.empty(end - begin, H, dtype=head.acc, device=of_tile.device)
+        d_weight = of_tile if sums is None else sums[: end - begin]
         for number, block in enumerate(blocks):
-            h = problem.hidden[block.rows].to(head.acc)  # (R, H)
-            g = _gradient(problem, head, block, h, begin, end)  # (v, R)
+            hidden = problem.hidden[block.rows]  # (R, H)
+            h = logits.operand(hidden)
+            g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
             tile = g.to(gemm)
             if grads.hidden is not None:
-                _add_to_rows(grads.hidden, block.rows, tile, problem.weight[begin:end].to(gemm))
+                w = logits.rows(begin, end, gemm)
+                _add_to_rows(products, grads.hidden, block.rows, tile, w)
             if d_weight is not None:
-                add_product(d_weight, tile, h.to(gemm), first=number == 0)
+                products(tile, hidden.to(gemm), d_weight, add=number > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-            if gemm != head.acc:
-                _add_what_rounding_took(problem, grads.hidden, d_weight, block, h, g, tile, begin)
+            if mean_row is not None:
+                _add_what_rounding_took(
+                    problem, grads.hidden, d_weight, block, hidden, g, tile, mean_row, begin
+                )
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
     return grads.written()
+
+
+_COLUMNS = 64  # tokens whose entries are looked through at a time
 
 
 class _Block(NamedTuple):
@@ -123,6 +139,7 @@ class _Block(NamedTuple):
     gamma: Tensor | None
     at_label: Tensor
     temperature: Tensor | None
+    large: Tensor  # size of entries that are made good
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
@@ -140,6 +157,8 @@ class _Block(NamedTuple):
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
+        large = APART / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
+        large *= abs(problem.logit_scale)
         return cls(
             rows,
             problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
@@ -149,14 +168,16 @@ class _Block(NamedTuple):
             factor(upstream.gamma),
             factor(upstream.at_label),  # type: ignore[arg-type]
             None if temperature is None else temperature[rows],
+            large[rows].to(head.acc).masked_fill_(large[rows] == 0, math.inf),
         )
 
 
 def _gradient(
-    problem: Problem, head: Projection, block: _Block, h: Tensor, begin: int, end: int
+    problem: Problem, logits: Logits, block: _Block, h: Tensor, begin: int, end: int
 ) -> Tensor:
     """``(v, R)``: derivative by the products of hidden states and classes ``begin`` to ``end``."""
-    z = head.logits(h, begin, end)
+    head = logits.head
+    z = logits.tile(h, begin, end)
     slope = head.slope(z)
     if block.temperature is not None:
         z.div_(block.temperature)
@@ -178,12 +199,13 @@ def _gradient(
     return g if head.scale == 1.0 else g.mul_(head.scale)
 
 
-def _add_to_rows(total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
+def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
     """``total[rows] += tile.T @ w``."""
     if isinstance(rows, Tensor):
-        total.index_add_(0, rows, torch.mm(tile.t(), w).to(total.dtype))
+        added = torch.empty(len(rows), w.shape[1], dtype=total.dtype, device=total.device)
+        total.index_add_(0, rows, products(tile.t(), w, added))
     else:
-        add_product(total[rows], tile.t(), w, first=False)
+        products(tile.t(), w, total[rows], add=True)
 
 
 def _add_what_rounding_took(
@@ -191,22 +213,40 @@ def _add_what_rounding_took(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,  # (v, H)
     block: _Block,
-    h: Tensor,  # (R, H)
+    hidden: Tensor,  # (R, H)
     g: Tensor,  # (v, R)
     tile: Tensor,  # g, rounded
+    mean_row: Tensor,  # (H,)
     begin: int,
 ) -> None:
-    """The labels' entries are alone in their size: their rounding does not average out."""
+    """Adds the rounding errors of the labels' entries and of large ones in ``acc``.
+
+    And of the others in all, as if each were of the mean row of the head.
+    """
     at, inside = label_entry(block.y, begin, len(g))
-    lost = (g.gather(0, at)[0] - tile.gather(0, at)[0].to(g.dtype)).masked_fill_(~inside, 0)
-    if d_weight is not None:
-        d_weight.index_add_(0, at[0], h * lost[:, None])
+    left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype))
+    where = block.rows
+    holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
+    for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
+        some = g.index_select(1, tokens)
+        chosen = some.abs() >= block.large[tokens]
+        chosen.scatter_(0, at[:, tokens], chosen.gather(0, at[:, tokens]) | inside[tokens])
+        classes, column = chosen.nonzero().unbind(1)
+        lost = some[classes, column]
+        column = tokens[column]
+        lost -= tile[classes, column].to(g.dtype)
+        left.index_add_(0, column, lost, alpha=-1)
+        if d_weight is not None:
+            d_weight.index_add_(0, classes, hidden[column] * lost[:, None])
+        if d_hidden is not None:
+            rows = where[column] if isinstance(where, Tensor) else where.start + column
+            of_classes = problem.weight[begin + classes].to(g.dtype)
+            d_hidden.index_add_(0, rows, of_classes.mul_(lost[:, None]))
     if d_hidden is not None:
-        of_labels = problem.weight[block.y].to(g.dtype).mul_(lost[:, None])
-        if isinstance(block.rows, Tensor):
-            d_hidden.index_add_(0, block.rows, of_labels)
+        if isinstance(where, Tensor):
+            d_hidden.index_add_(0, where, left[:, None] * mean_row)
         else:
-            d_hidden[block.rows] += of_labels
+            d_hidden[where].addr_(left, mean_row)
 
 
 class _Seen:

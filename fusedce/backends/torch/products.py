@@ -1,42 +1,210 @@
-"""Products: in which dtype, and added to a gradient."""
+"""Matrix products: how this CPU multiplies inputs of a dtype.
+
+A loss needs products of bfloat16 matrices with float32 results, which no operator of torch has on a
+CPU. MKL has one, ``gemm_bf16bf16f32``; torch's library carries it and exports its name, so it is
+called from here. It reads bfloat16, adds in float32 and changes no setting of the process. With AMX
+it takes about as long as a bfloat16 product; without, longer than a float32 one.
+
+===============  ===================================  ============================================
+inputs           logits                               gradients
+===============  ===================================  ============================================
+bf16, AMX, CUDA  bf16 operands, float32 result        bf16 operands, float32 result
+bf16 units       widened to float32                   bf16 operands, result rounded to bf16
+bf16 otherwise   widened to float32                   widened to float32
+fp16             widened (CUDA: as bf16)              widened to float32
+fp32, fp64       as they are                          as they are
+===============  ===================================  ============================================
+
+Products of widened operands have full precision whatever ``torch.set_float32_matmul_precision``
+says: the user's float32 inputs follow it, as in ``F.linear``, and bfloat16 and float16 ones do not.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedce.contract.rounding import acc_dtype
 
-
-def add_product(
-    total: Tensor,  # (v, H)
-    tile: Tensor,  # (v, C)
-    h: Tensor,  # (C, H)
-    *,
-    first: bool,  # total is not yet written
-) -> None:
-    """``total (+)= tile @ h``."""
-    if total.dtype == tile.dtype:
-        torch.addmm(total, tile, h, beta=0 if first else 1, out=total)
-    elif first:
-        total.copy_(torch.mm(tile, h))
-    else:
-        total.add_(torch.mm(tile, h))
+_BLOCK = 1024  # rows of a rounded product, which waits in memory of its own to be added
 
 
-def gemm_dtype(hidden: Tensor) -> torch.dtype:
-    """Of the products behind the logits' gradient."""
-    if hidden.dtype == torch.bfloat16 and fast_bf16(hidden.device):
-        return torch.bfloat16
-    return acc_dtype(hidden.dtype)
+class Products(NamedTuple):
+    """Products of inputs of one dtype on one device."""
+
+    inputs: torch.dtype
+    logits: torch.dtype  # of the operands
+    gradients: torch.dtype  # of the operands
+    acc: torch.dtype  # of logits and sums
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> Products:
+        dtype, acc = hidden.dtype, acc_dtype(hidden.dtype)
+        if hidden.is_cuda and acc != dtype:
+            return cls(dtype, dtype, dtype if dtype == torch.bfloat16 else acc, acc)
+        if dtype == torch.bfloat16 and hidden.is_cpu and bf16_gemm() is not None:
+            return cls(dtype, dtype, dtype, acc)
+        units = dtype == torch.bfloat16 and fast_bf16(hidden.device)
+        return cls(dtype, acc, dtype if units else acc, acc)
+
+    @property
+    def exact_bf16(self) -> bool:
+        """Whether bfloat16 operands have products in float32."""
+        return self.logits == self.inputs != self.acc
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        """``out = a @ b``, or ``out += a @ b``: (m, k), (k, n), (m, n).
+
+        ``a`` and ``b`` are of one dtype, ``out`` of the same or of ``acc``.
+        """
+        if a.dtype == out.dtype:
+            if self.inputs != a.dtype == self.acc and out.is_cpu:
+                return _full_precision(a, b, out, add=add)
+            return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
+        if gemm is not None:
+            return _call(gemm, a, b, out, add=add)
+        for rows, some in zip(a.split(_BLOCK), out.split(_BLOCK), strict=True):
+            product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
+            if add:
+                some.add_(product)
+            else:
+                some.copy_(product)
+        return out
+
+    def by_onednn(self, w: Tensor) -> bool:
+        """Whether oneDNN multiplies for logits instead of BLAS: of bfloat16 that was widened.
+
+        MKL's float32 product takes 20 to 40% longer than oneDNN's on AMD's CPUs; but it sums in
+        more parts. The gradients of float32 would show oneDNN's 1.5 to 2 times the error, while
+        of bfloat16 it is far below the rounding.
+        """
+        widened = self.inputs == torch.bfloat16 and self.logits == self.acc
+        return widened and w.is_cpu and _mkl_beside_onednn()
 
 
 def fast_bf16(device: torch.device) -> bool:
     """Whether bf16 GEMMs run on units made for them. Elsewhere they are 3 to 4 times slower."""
     if device.type != "cpu":
         return True
-    return any(
-        probe()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        if (probe := getattr(torch.cpu, name, None)) is not None
-    )
+    return _cpu_has("_is_avx512_bf16_supported") or _cpu_has("_is_amx_tile_supported")
+
+
+@functools.cache
+def bf16_gemm() -> Callable[..., None] | None:
+    """MKL's product of bf16 matrices with a float32 result; ``None`` where AMX does not run it."""
+    gemm = _blas("gemm_bf16bf16f32") if _amx_for_mkl() else None
+    if gemm is None:
+        return None
+    a = torch.linspace(-1, 1, 48 * 100).view(48, 100).bfloat16()
+    b = torch.linspace(1, -2, 100 * 32).view(100, 32).bfloat16()
+    exact = a.double() @ b.double()
+    right = torch.allclose(_call(gemm, a, b, torch.empty(48, 32)).double(), exact, 1e-5, 1e-4)
+    return gemm if right else None
+
+
+def _amx_for_mkl() -> bool:
+    """Whether MKL uses AMX here: this CPU and system have it, and no variable limits MKL.
+
+    Asked of what does not change from run to run, not of a clock: a busy machine must not choose
+    other bits.
+    """
+    if not (_cpu_has("_is_amx_tile_supported") and _cpu_has("_init_amx")):
+        return False
+    limits = (os.environ.get(name, "") for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"))
+    return all(re.fullmatch(r"|AUTO|AVX512_E[4-9]", limit.strip().upper()) for limit in limits)
+
+
+def _cpu_has(name: str) -> bool:
+    probe = getattr(torch.cpu, name, None)
+    return probe is not None and bool(probe())
+
+
+def _mkl_beside_onednn() -> bool:
+    """Whether `torch.mm` asks MKL where oneDNN could be asked."""
+    onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return onednn and torch.backends.mkl.is_available()
+
+
+# ---- BLAS itself ------------------------------------------------------------------------------
+
+
+def _full_precision(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """Of float32 matrices, where `torch.mm` may round its operands to bfloat16 first."""
+    gemm = _blas("sgemm")
+    if gemm is not None:
+        return _call(gemm, a, b, out, add=add)
+    if _reduced_precision():  # in float64: no setting reaches it
+        product = torch.mm(a.double(), b.double())
+        return out.add_(product) if add else out.copy_(product)
+    return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+
+
+def _reduced_precision() -> bool:
+    """Whether the user lets float32 products of a CPU round their operands."""
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision not in ("none", "ieee")
+    return torch.get_float32_matmul_precision() == "medium"
+
+
+@functools.cache
+def _blas(name: str) -> Callable[..., None] | None:
+    """A product of the BLAS library that torch is linked to, in its Fortran form; or ``None``.
+
+    That form takes pointers to its integers: on a little-endian machine 64-bit ones are read right
+    by libraries with 32-bit and with 64-bit integers. The call lets other threads run.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if sys.byteorder != "little" or not library.exists():
+        return None
+    try:
+        function: Callable[..., None] = getattr(ctypes.CDLL(str(library)), name + "_")
+    except (OSError, AttributeError):
+        return None
+    function.restype = None  # type: ignore[attr-defined]
+    return function
+
+
+def _call(
+    gemm: Callable[..., None],
+    a: Tensor,  # (m, k)
+    b: Tensor,  # (k, n)
+    out: Tensor,  # (m, n) fp32, rows of neighbours
+    *,
+    add: bool = False,
+) -> Tensor:
+    """``out (+)= a @ b``, as Fortran sees it: ``out.T (+)= b.T @ a.T``."""
+    (m, k), n = a.shape, b.shape[1]
+    if not m * n * k:
+        return out if add else out.zero_()
+    rows = out.stride(1) == 1 and out.stride(0) >= n
+    given = out if rows else torch.empty(m, n).copy_(out)
+    (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
+    integer, real = ctypes.c_int64, ctypes.c_float
+    gemm(
+        of_b, of_a, *(ctypes.byref(integer(x)) for x in (n, m, k)), ctypes.byref(real(1)),
+        ctypes.c_void_p(b.data_ptr()), ctypes.byref(integer(stride_b)),
+        ctypes.c_void_p(a.data_ptr()), ctypes.byref(integer(stride_a)),
+        ctypes.byref(real(1 if add else 0)),
+        ctypes.c_void_p(given.data_ptr()), ctypes.byref(integer(given.stride(0))),
+    )  # fmt: skip
+    return out if given is out else out.copy_(given)
+
+
+def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
+    """A matrix whose rows, or whose columns (``T``), have neighbouring elements; its stride."""
+    for letter, y in ((b"N", x), (b"T", x.t())):
+        if y.stride(1) == 1 and y.stride(0) >= y.shape[1]:
+            return letter, x, y.stride(0)
+    x = x.contiguous()
+    return b"N", x, max(x.stride(0), x.shape[1])

@@ -4,16 +4,19 @@ Work goes by *chunks* of valid tokens and, inside a chunk, by *tiles* of the voc
 logits is stored vocabulary-major, ``(v, C)``: both GEMMs that follow then read it along its fast
 dimension, and the first writes it faster too (6 to 12% less time for the three on a CPU).
 
-One exponential per logit. A tile keeps ``e = exp(z - k)`` with its own maximum ``k (C,)``; once
-the log-sum-exp is known, ``p = e * exp(k - lse)`` differs from ``e`` by one factor per token and
-tile, which is applied to the small ``(C, H)`` operand of each GEMM instead of to the big tile.
+One exponential per logit, ``e = exp(z - k)``, with a reference ``k (C,)`` that all tiles of a chunk
+share nearly always (`TileStats`). Once the log-sum-exp is known, ``p = e * exp(k - lse)`` differs
+from ``e`` by one factor per token, which is applied to the small ``(C, H)`` operand or result of
+each GEMM instead of to the exponentials. So d_hidden is added up in float32 while a tile and its
+rows of the head are at hand, and d_weight is one product for all tiles.
 
 The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``L`` the log-sum-exp
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
 float32 would have rounded most of the loss away. Where exponentials are rounded to bfloat16, the
 largest of the others leaves its tile, too, if its probability is `APART` or more: alone in its
-size, it has no neighbours to average its rounding with.
+size, it has no neighbours to average its rounding with. The rounding errors that are left reach
+d_hidden with the rows of the head, whose common part they would add up: it is taken away.
 
 Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
 and of probabilities rounded to bfloat16 nothing but their errors. So the exponentials of a chunk
@@ -22,39 +25,50 @@ then wait in float32, and what is rounded is the difference.
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.gradients import Gradients, call_of, scratch, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.per_token import token_grads, token_stats
-from fusedce.backends.torch.products import add_product, gemm_dtype
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import TileStats, clear_labels, label_entry, tiles
+from fusedce.backends.torch.tiles import (
+    APART,
+    Logits,
+    ReferenceTooLow,
+    TileStats,
+    clear_labels,
+    first_reference,
+    label_entry,
+    tiles,
+)
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
-
-APART = 0.125  # a probability
 
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n_valid = valid_rows(problem)
-    head = Projection.of(problem)
+    logits = Logits(Projection.of(problem), Products.of(problem.hidden))
+    acc = logits.head.acc
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
-    V = len(problem.weight)
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    step = logits.step(way)
     for chunk in chunks_of(rows, way.tokens):
-        h = problem.hidden[chunk].to(head.acc)  # (C, H)
-        stats = TileStats(problem.labels[chunk].long(), head.acc)
-        for begin, end in tiles(V, way.classes):
-            stats.add(head.logits(h, begin, end), begin)
+        h = logits.operand(problem.hidden[chunk])  # (C, H)
+        stats = TileStats(problem.labels[chunk].long(), acc)
+        for begin, end in tiles(len(problem.weight), step):
+            stats.add(logits.tile(h, begin, end), begin)
         total += stats.losses().sum()
-    return total.to(head.acc), n_valid
+    return total.to(acc), n_valid
 
 
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
@@ -62,65 +76,70 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     V, H = problem.weight.shape
     device = problem.hidden.device
     rows, n_valid = valid_rows(problem)
-    head = Projection.of(problem)
-    acc = head.acc
-    gemm = gemm_dtype(problem.hidden)
-    stored = acc if problem.label_smoothing else gemm
+    products = Products.of(problem.hidden)
+    logits = Logits(Projection.of(problem), products)
+    head, acc = logits.head, products.acc
+    stored = acc if problem.label_smoothing else products.gradients
     call = call_of(problem, wanted, len(rows), waiting(problem), logit=stored.itemsize)
     way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     if way.name == TILES:
         return two_passes.loss_and_grads(token_stats, token_grads, problem, wanted, argmax)
-    step = way.classes
+    step = logits.step(way)
     chunks = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
-    buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
+    mean_row = logits.mean_row() if wanted.hidden and products.gradients != acc else None
+    buffer = scratch((V * min(way.tokens, len(rows)),), stored, device)
     if argmax is not None:
         argmax.fill_(-1)
 
     for number, chunk in enumerate(chunks):
         h = problem.hidden[chunk].to(acc)  # (C, H)
         C = len(chunk)
-        exps = buffer[: V * C].view(V, C)
-        labels = problem.labels[chunk].long()
-        stats = _exponentials(head, h, labels, exps, step, argmax is not None)
+        y = problem.labels[chunk].long()
+        dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
+        made = _Exponentials(logits, buffer[: V * C].view(V, C), step)
+        added = None if mean is not None else dh
+        stats = made.make(logits.operand(h), y, argmax=argmax is not None, dh=added)
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
             argmax[chunk] = stats.argmax()
 
-        y = stats.y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
+        y = y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
         of_chunk = problem.rows(chunk)
         total += token_losses(of_chunk, y, nll, lse, None if mean is None else mean.of(h)).sum()
         by = slopes(of_chunk, y, lse)
         outer = problem.logit_scale * factor
         at_label = outer * _label_gradient(problem, by, y, nll, head.slope(stats.z_label.double()))
         at_label = at_label.to(acc)  # (C,)
-        of_p = outer * (by.nll + by.lse)  # () or (C,)
-        factors = (stats.factors(lse) * of_p).to(acc)  # (tiles, C)
-        tokens, classes, p = _largest(head, stats, lse, exps, step)
-        apart = (p * of_p.expand(C)[tokens]).to(acc)
-        shift = None if mean is None else outer * by.zmean / V  # () or (C,)
-
-        dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
-        for (begin, end), of_tile in zip(tiles(V, step), factors, strict=True):
-            tile, row_factors = exps[begin:end], of_tile[:, None]  # (v, C), (C, 1)
-            if shift is not None:
-                tile = _smoothed(problem, tile, of_tile, shift, stats.y, begin).to(gemm)
-                row_factors = torch.ones_like(row_factors)
-            if dh is not None:
-                w = problem.weight[begin:end].to(gemm)
-                dh.addcmul_(torch.mm(tile.t(), w).to(acc), row_factors)
-            if grads.weight is not None:
-                scaled = (h * row_factors).to(gemm)
-                add_product(grads.weight[begin:end], tile, scaled, first=number == 0)
-            if grads.bias is not None:
-                grads.bias[begin:end] += torch.mv(tile.to(acc), row_factors[:, 0])
+        of_p = (outer * (by.nll + by.lse)).expand(C)
+        factors = [(begin, (f * of_p).to(acc)) for begin, f in stats.factors(lse)]
+        if dh is not None and mean is None:
+            dh.mul_(factors[-1][1][:, None])
+            made.lost.mul_(factors[-1][1])
+        tokens, classes, apart, added = made.without_largest(h, lse, of_p, factors)
+        excess = apart - added
+        made.lost.index_add_(0, tokens, excess, alpha=-1)
+        if mean is None:
+            made.add_to_head(grads, h, factors, first=number == 0)
+        else:
+            shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
+            c = problem.class_weight
+            made.lost.zero_()
+            apart = excess = apart + shift[tokens] * (1.0 if c is None else c[classes].to(acc))
+            for begin, end, f in made.tiles_of(factors):
+                g = _smoothed(problem, made.exps[begin:end], f, shift, stats.y, begin)
+                here = (classes >= begin) & (classes < end)
+                g[classes[here] - begin, tokens[here]] = 0
+                made.add_tile(grads, dh, g, h, begin, first=number == 0)
 
         if grads.hidden is not None and dh is not None:
+            if mean_row is not None:
+                dh.addr_(made.lost, mean_row)
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
-            dh[tokens] += problem.weight[classes].to(acc) * apart[:, None]
+            dh.index_add_(0, tokens, problem.weight[classes].to(acc) * excess[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         if len(tokens):  # one sum with the labels', so that it is rounded once
             y, h, at_label = (
@@ -131,56 +150,143 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     return Summed(total.to(acc), n_valid, factor, *grads.written())
 
 
-def _exponentials(
-    head: Projection,
-    h: Tensor,  # (C, H)
-    y: Tensor,  # (C,)
-    exps: Tensor,  # (V, C) to fill with exponentials times the slope of their logits
-    step: int,  # classes of a tile
-    argmax: bool,
-) -> TileStats:
-    stats = TileStats(y, head.acc, argmax=argmax)
-    for begin, end in tiles(len(exps), step):
-        in_place = exps[begin:end] if exps.dtype == head.acc else None
-        z = head.logits(h, begin, end, out=in_place)
+class _Exponentials:
+    """The exponentials of a chunk, times the slope of their logits, and what is added of them."""
+
+    stats: TileStats
+    lost: Tensor  # (C,) what rounding took from the sum of those that d_hidden is made of
+
+    def __init__(self, logits: Logits, exps: Tensor, step: int) -> None:
+        self.logits, self.products, self.step = logits, logits.products, step
+        self.exps = exps  # (V, C), to be filled
+
+    def make(
+        self,
+        h: Tensor,  # (C, H), the operand of logits
+        y: Tensor,  # (C,)
+        *,
+        argmax: bool,
+        dh: Tensor | None,  # (C, H), to which exponentials times the head are added
+    ) -> TileStats:
+        """Fills ``exps``, each relative to the reference of its span."""
+        exps, logits, acc = self.exps, self.logits, self.products.acc
+        k = first_reference(logits, h, y)
+        self.lost = torch.zeros_like(k)
+        self.stats = stats = TileStats(y, acc, argmax=argmax, k=k)
+        for begin, end in tiles(len(exps), self.step):
+            tile = exps[begin:end]
+            in_place = tile if exps.dtype == acc else None
+            try:
+                z, slope, ratio = self._one(h, begin, end, in_place)
+            except ReferenceTooLow:
+                z, slope, ratio = self._one(h, begin, end, in_place)
+            if slope is not None:
+                z.mul_(slope)
+            if in_place is None:
+                tile.copy_(z)
+                if dh is not None:
+                    exact = stats.sums[-1] if slope is None else z.sum(0)
+                    if ratio is not None:
+                        self.lost.mul_(ratio)
+                    self.lost.add_(exact).sub_(tile.sum(0, dtype=acc))
+            if dh is not None:
+                if ratio is not None:
+                    dh.mul_(ratio[:, None])
+                w = logits.rows(begin, end, self.products.gradients)
+                self.products(tile.t(), w, dh, add=True)
+        return stats
+
+    def _one(
+        self, h: Tensor, begin: int, end: int, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A tile of ``exp(z - k)``, slopes of its logits, and what its new reference demands."""
+        z = self.logits.tile(h, begin, end, out=out)
+        slope = self.logits.head.slope(z)
+        return z, slope, self.stats.add(z, begin)
+
+    def without_largest(
+        self,
+        h: Tensor,  # (C, H) in acc
+        lse: Tensor,  # (C,) float64
+        of_p: Tensor,  # (C,) float64
+        factors: list[tuple[int, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens and classes of entries that go apart; their gradients in ``acc``, and as stored.
+
+        They are 0 among the exponentials now. There are none where nothing is rounded.
+        """
+        exps, head = self.exps, self.logits.head
+        begins = torch.tensor([begin for begin, _ in factors], device=lse.device)
+        of_span = torch.stack([f for _, f in factors])  # (spans, C)
+        tokens = classes = torch.zeros_like(self.stats.y[:0])
+        if self.products.gradients != self.products.acc:
+            tokens, classes = self._candidates(lse)
+        z = (h[tokens] * head.weight[classes].to(h.dtype)).sum(1, dtype=torch.float64)
+        z = self.logits.finished(z, classes)
+        p = (z - lse[tokens]).exp_()
         slope = head.slope(z)
-        stats.add(z, begin)  # z becomes exp(z - k)
-        if slope is not None:
-            z.mul_(slope)
-        if in_place is None:
-            exps[begin:end] = z
-    return stats
+        apart = of_p[tokens] * (p if slope is None else p * slope)
+        span = torch.bucketize(classes, begins, right=True) - 1
+        rounded = exps[classes, tokens].double() * of_span[span, tokens]
+        exps[classes, tokens] = 0
+        return tokens, classes, apart.to(h.dtype), rounded.to(h.dtype)
 
+    def _candidates(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, and classes, of tiles whose sum is a probability of `APART` or more."""
+        found = []
+        sums = torch.stack(self.stats.sums).double()  # (tiles, C)
+        spans = self.stats.factors(lse)
+        factors = torch.stack([f for _, _, f in self.tiles_of(spans)])
+        for number in (held := sums.mul_(factors) >= APART).any(1).nonzero()[:, 0].tolist():
+            here, begin = held[number].nonzero()[:, 0], number * self.step
+            some = self.exps[begin : begin + self.step].index_select(1, here)
+            found.append((here, begin + some.float().argmax(0)))
+        if not found:
+            return lse[:0].long(), lse[:0].long()
+        tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
+        return tokens, classes
 
-def _largest(
-    head: Projection,
-    stats: TileStats,
-    lse: Tensor,  # (C,) float64
-    exps: Tensor,  # (V, C), in which they become 0
-    step: int,  # classes of a tile
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, classes, and probability times slope in float64, of entries that go apart.
+    def add_to_head(
+        self, grads: Gradients, h: Tensor, factors: list[tuple[int, Tensor]], *, first: bool
+    ) -> None:
+        """Adds ``exps @ (h * factor)`` to the weight's gradient, and their sums to the bias's."""
+        ends = [begin for begin, _ in factors[1:]] + [len(self.exps)]
+        for (begin, f), end in zip(factors, ends, strict=True):
+            if grads.weight is not None:
+                scaled = (h * f[:, None]).to(self.products.gradients)
+                total = grads.weight[begin:end]
+                self.products(self.exps[begin:end], scaled, total, add=not first)
+        if grads.bias is not None:
+            for begin, end, f in self.tiles_of(factors):
+                grads.bias[begin:end] += torch.mv(self.exps[begin:end].to(f.dtype), f)
 
-    There are none where nothing is rounded. An entry is looked for by what was stored of it: of two
-    that are alike, either will do.
-    """
-    top, tile = torch.stack(stats.maxima).max(0)
-    p = (top.double() - lse).exp_()
-    slope = head.slope(top)
-    slope = torch.ones_like(top) if slope is None else slope
-    stored = slope.to(exps.dtype)
-    largest = (p >= APART) & (exps.dtype != head.acc)
-    tokens = largest.nonzero()[:, 0]
-    found = [(tokens[:0], tokens[:0])]
-    for number, (begin, end) in enumerate(tiles(len(exps), step)):
-        here = tokens[tile[tokens] == number]
-        if len(here):
-            alike = exps[begin:end].index_select(1, here) == stored[here]
-            known = alike.any(0)
-            found.append((here[known], begin + alike.int().argmax(0)[known]))
-    tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
-    exps[classes, tokens] = 0
-    return tokens, classes, p[tokens] * slope[tokens]
+    def add_tile(
+        self,
+        grads: Gradients,
+        dh: Tensor | None,  # (C, H)
+        g: Tensor,  # (v, C) in acc
+        h: Tensor,  # (C, H) in acc
+        begin: int,
+        *,
+        first: bool,
+    ) -> None:
+        """Adds what a tile of gradients of the logits makes of all three gradients."""
+        end, gemm = begin + len(g), self.products.gradients
+        if grads.bias is not None:
+            grads.bias[begin:end] += g.sum(1)
+        exact, g = g, g.to(gemm)
+        if dh is not None:
+            if g.dtype != exact.dtype:
+                self.lost.add_(exact.sum(0)).sub_(g.sum(0, dtype=exact.dtype))
+            self.products(g.t(), self.logits.rows(begin, end, gemm), dh, add=True)
+        if grads.weight is not None:
+            self.products(g, h.to(gemm), grads.weight[begin:end], add=not first)
+
+    def tiles_of(self, factors: list[tuple[int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
+        """Begin, end and factors of each tile."""
+        begins = [begin for begin, _ in factors]
+        for begin, end in tiles(len(self.exps), self.step):
+            yield begin, end, factors[bisect.bisect_right(begins, begin) - 1][1]
 
 
 def _label_gradient(
@@ -202,13 +308,12 @@ def _smoothed(
     problem: Problem,
     exps: Tensor,  # (v, C), overwritten
     factors: Tensor,  # (C,)
-    shift: Tensor | float,  # () or (C,)
+    shift: Tensor,  # (C,)
     y: Tensor,  # (C,)
     begin: int,
 ) -> Tensor:
     """``exps * factors + class_weight * shift``, and 0 at the labels."""
     g = exps.mul_(factors)
-    shift = torch.as_tensor(shift, dtype=g.dtype, device=g.device).expand(g.shape[1])
     if problem.class_weight is None:
         g.add_(shift)
     else:

@@ -12,6 +12,7 @@ would change the last bits of a loss from run to run.
 from __future__ import annotations
 
 import functools
+import os
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Walks(NamedTuple):
     gemm: Blocks  # the product whose epilogue writes exponentials
     gemm_with_options: Blocks  # and argmax
     candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
-    by_gemm: bool = False  # training uses it, rather than cuBLAS and a kernel after it
+    gemm_up_to: int = 0  # hidden size up to which training uses it: see `by_one_gemm`
 
 
 class Architecture(NamedTuple):
@@ -63,7 +64,8 @@ class Architecture(NamedTuple):
         plan.EXP_BLOCK_V
     )  # vocabulary entries of a row that share one maximum in training
     exp_warps: int = 4
-    divergence_warps: int = 8  # two rows at once, and the divergence between them
+    divergence_block_v: int = 1024  # two rows at once, and the divergence between them
+    divergence_warps: int = 8
     # Float32 products at a time.
     tile_elements: tuple[int, int] = plan.TILE_ELEMENTS
     tile_flops: int = plan.TILE_FLOPS
@@ -82,6 +84,22 @@ class Architecture(NamedTuple):
 
 def _same(blocks: Blocks) -> Walks:
     return Walks(blocks, blocks, blocks, blocks, blocks, blocks, blocks)
+
+
+def by_one_gemm(walks: Walks, H: int) -> bool:
+    """Whether training makes its exponentials by one GEMM with an epilogue, or by cuBLAS's tiles.
+
+    The GEMM saves writing and reading float32 tiles, 8 bytes a logit; its main loop is slower than
+    cuBLAS's, which costs time in proportion to H. So it wins up to some H: on paper 2304 on sm_90,
+    if the main loop reaches 0.78 of cuBLAS's rate. ``FUSEDCE_EXP_GEMM=1`` and ``0`` overrule it.
+
+    Raises:
+        ValueError: the variable holds something else.
+    """
+    asked = os.environ.get("FUSEDCE_EXP_GEMM", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"FUSEDCE_EXP_GEMM must be 0, 1 or unset, got {asked!r}")
+    return walks.gemm_up_to >= H if asked == "" else asked == "1"
 
 
 _AMPERE = Blocks(128, 128, 64, 8, 3)
@@ -135,6 +153,7 @@ ARCHITECTURES = (
             unaligned=_UNALIGNED,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_SMALL,
+            gemm_up_to=plan.EXP_GEMM_H,
             candidates=(
                 _HOPPER._replace(FLATTEN=True),
                 _HOPPER._replace(GROUP_N=8),
@@ -163,6 +182,7 @@ ARCHITECTURES = (
             unaligned=_UNALIGNED,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_NARROW,
+            gemm_up_to=plan.EXP_GEMM_H,
             candidates=(
                 _HOPPER._replace(num_stages=4),
                 Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
@@ -197,6 +217,7 @@ ARCHITECTURES = (
         _same(_TINY._replace(DESCRIPTOR=True))._replace(unaligned=_TINY),
         _same(_TINY),
         exp_block_v=256,
+        divergence_block_v=128,
     ),
 )
 BY_NAME = {row.name: row for row in ARCHITECTURES}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.exponentials import Exponentials
+from fusedce.backends.triton.exponentials import Exponentials, gemm_blocks
 from fusedce.backends.triton.operands import multiple, padded, pointwise, power_of_2, span
 from fusedce.backends.triton.peers import Peers
 from fusedce.backends.triton.relaunch import Relaunch
@@ -49,7 +49,7 @@ class Chunks:
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.pointwise = pointwise(problem) | {"bias": None if bias is None else padded(bias)}
         self.amplify = amplification(weight.dtype, problem.logit_scale)
-        self.tiles = Tiles(self.weight, C, self.arch)
+        self.tiles = Tiles(self.weight, C, self.arch, of_logits=gemm_blocks(problem) is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
         exps = self.grads

@@ -1,7 +1,7 @@
-"""Divergences of a student from a teacher: a chunk's products by cuBLAS, one kernel between them.
+"""A student beside a teacher or given probabilities: products by cuBLAS, one kernel between them.
 
-Both heads' logits of a chunk are float32; the kernel writes the factors of the student's gradient
-in the place of the student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is
+A chunk's logits are float32; the kernel writes the factors of the student's gradient in the place
+of the student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is
 read once, since the host sets the sizes of the products; inside a CUDA graph, which nothing may
 wait for, all rows are computed, ignored ones as zeros.
 """
@@ -22,15 +22,15 @@ from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.operands import multiple, power_of_2, span
 from fusedce.backends.triton.products import add_product, product
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import KINDS, Divergence
+from fusedce.contract.divergence import KINDS, TARGETS, Divergence
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.divergence import divergence_rows_kernel
+from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds two logits a class."""
+    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
     problem = problem.but(labels=labels)
     (N, H), device, dtype = hidden.shape, hidden.device, hidden.dtype
@@ -43,8 +43,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         else:
             n, outer, factor = rows_and_factor(problem, packed)
         way = way_of_divergence(
-            call_of(problem, wanted, n, dtypes, logit=8, triton=True),
-            divergence.weight.shape[1],
+            call_of(problem, wanted, n, dtypes, triton=True),
+            divergence.teacher_size(),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -59,11 +59,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
-            h, there = hidden[some], divergence.hidden[some]
-            if graph:
-                left_out = (weights == 0)[some, None]
-                h, there = h.masked_fill(left_out, 0), there.masked_fill(left_out, 0)
-            lost, g, factors = chunk.gradient(h, there, labels[some], weights[some])
+            left_out = (weights == 0)[some, None] if graph else None
+            h = _rows(hidden, some, left_out)
+            lost, g, factors = chunk.gradient(h, some, left_out, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
@@ -85,6 +83,12 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         return Diverged(losses, packed.n_valid, factor, *grads.written())
 
 
+def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
+    """``x[some]``, 0 at rows ``left_out (C, 1)``."""
+    rows = x[some]
+    return rows if left_out is None else rows.masked_fill(left_out, 0)
+
+
 def _weights(problem: Problem, graph: bool) -> Tensor:
     """``(N,)`` fp32, 0 at positions that are left out."""
     w = problem.token_weight
@@ -96,67 +100,84 @@ def _weights(problem: Problem, graph: bool) -> Tensor:
 
 
 class _Chunk:
-    """Both heads' logits of one chunk after another, in the same buffers."""
+    """The heads' logits of one chunk after another, in the same buffers."""
 
     def __init__(self, problem: Problem, divergence: Divergence, C: int, train: bool) -> None:
         weight, device = problem.weight, problem.weight.device
-        self.weight, self.teacher = weight, divergence.weight
-        self.arch, self.train = archs.architecture(device), train
-        self.divergence = divergence
+        self.weight, self.divergence, self.train = weight, divergence, train
+        self.arch = archs.architecture(device)
         V = len(weight)
         self.V, self.width = V, multiple(V)
-        # 16 bytes of what is stored for each thread.
-        self.block = min(power_of_2(V), self.arch.exp_block_v * 2 // weight.element_size())
-        self.of_student, self.of_teacher = (
-            torch.empty(C, self.width, dtype=torch.float32, device=device) for _ in range(2)
-        )
+        # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
+        self.block = min(power_of_2(V), self.arch.divergence_block_v)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
-        student, teacher = divergence.heads(problem)
+        student = divergence.student(problem)
         self.common: dict[str, Any] = {
             "bias": None if student.bias is None else student.bias.contiguous(),
-            "teacher_bias": None if teacher.bias is None else teacher.bias.contiguous(),
             "scale": None if student.scale == 1 else student.scale,
             "softcap": student.softcap,
-            "teacher_scale": None if teacher.scale == 1 else teacher.scale,
-            "teacher_softcap": teacher.softcap,
+            "V": V,
+            "width": self.width,
+            "NORMALISE": self.normalise,
+            "AMPLIFY": self.amplify,
+            "BLOCK_V": self.block,
+            "num_warps": self.arch.divergence_warps,
+        }
+        self.of_student = self._buffer(C)
+        if divergence.kind == TARGETS:
+            c = problem.class_weight
+            self.common |= {
+                "class_weight": None if c is None else c.float(),
+                "smoothing": problem.label_smoothing,
+                "z_loss": problem.z_loss,
+            }
+            return
+        self.of_teacher = self._buffer(C)
+        head = divergence.teacher().projection
+        self.common |= {
+            "teacher_bias": None if head.bias is None else head.bias.contiguous(),
+            "teacher_scale": None if head.scale == 1 else head.scale,
+            "teacher_softcap": head.softcap,
             "share": divergence.beta,
             "of_ce": divergence.ce_weight,
             "to_plain": divergence.temperature,
             "KIND": KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
-            "NORMALISE": self.normalise,
-            "AMPLIFY": self.amplify,
         }
+
+    def _buffer(self, C: int) -> Tensor:
+        return torch.empty(C, self.width, dtype=torch.float32, device=self.weight.device)
 
     def gradient(
         self,
         h: Tensor,  # (C, H)
-        there: Tensor,  # (C, H of the teacher)
+        some: Tensor,  # (C,) positions
+        left_out: Tensor | None,  # (C, 1) bool
         y: Tensor,  # (C,)
         weights: Tensor,  # (C,) fp32
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
         C, V, device = len(h), self.V, h.device
-        s, t = span(self.of_student, 0, C), span(self.of_teacher, 0, C)
+        s = span(self.of_student, 0, C)
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
-        product(device, there.dtype)(there, self.teacher.t(), out=t[:, :V])
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
-        divergence_rows_kernel[(C,)](
-            student=s,
-            teacher=t,
-            grads=g if self.train else None,
-            labels=y,
-            token_weight=weights,
-            losses=losses,
-            row_factors=factors,
-            V=V,
-            width=self.width,
-            stride_g=g.stride(0),
-            BLOCK_V=self.block,
-            num_warps=self.arch.divergence_warps,
-            **self.common,
-        )
+        common = self.common | {
+            "student": s,
+            "grads": g if self.train else None,
+            "token_weight": weights,
+            "losses": losses,
+            "row_factors": factors,
+            "stride_g": g.stride(0),
+        }
+        if self.divergence.kind == TARGETS:
+            given = self.divergence.given()[some]
+            target_rows_kernel[(C,)](targets=given, largest=given.argmax(1), **common)
+        else:
+            teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
+            there = _rows(teacher.hidden, some, left_out)
+            product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
+            divergence_rows_kernel[(C,)](teacher=t, labels=y, **common)
         return losses, g[:, :V] if self.train else None, factors

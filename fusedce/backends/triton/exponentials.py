@@ -21,6 +21,17 @@ from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel
 
 
+def gemm_blocks(problem: Problem) -> archs.Blocks | None:
+    """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS's tiles do."""
+    weight = problem.weight
+    walks = archs.architecture(weight.device).walks(weight.element_size())
+    if not archs.by_one_gemm(walks, weight.shape[1]):
+        return None
+    if alignment(problem) == 1:
+        return walks.unaligned
+    return walks.gemm_with_options if has_options(problem) else walks.gemm
+
+
 class Exponentials:
     """Of one chunk after another of at most ``C`` tokens, in the same buffers.
 
@@ -42,13 +53,8 @@ class Exponentials:
         self.arch = archs.architecture(weight.device)
         self.problem, self.tiles, self.pointwise = problem, tiles, pointwise
         self.out, self.amplify, self.own_references = out, amplify, own_references
-        walks = self.arch.walks(weight.element_size())
-        self.gemm, self.block = None, tiles.block
-        if walks.by_gemm:
-            self.gemm = walks.gemm_with_options if has_options(problem) else walks.gemm
-            if alignment(problem) == 1:
-                self.gemm = walks.unaligned
-            self.block = self.gemm.BLOCK_V
+        self.gemm = gemm_blocks(problem)
+        self.block = tiles.block if self.gemm is None else self.gemm.BLOCK_V
         self.blocks = -(-weight.shape[0] // self.block)
         sizes = (self.blocks * C, self.blocks * C, C)
         of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=weight.device)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import rows_of_hidden
+from fusedce.backends.plan import exp_block, rows_of_hidden
 from fusedce.backends.triton.archs import Architecture
-from fusedce.backends.triton.operands import multiple, power_of_2, span
+from fusedce.backends.triton.operands import multiple, span
 from fusedce.backends.triton.products import product
 
 # Of a chunk's logits: the first row, how many; the first class, how many; and the products
@@ -20,16 +20,26 @@ Tile = tuple[int, int, int, int, Tensor]
 class Tiles:
     """Of the logits of at most ``C`` tokens, and of the gradient of their hidden states."""
 
-    def __init__(self, weight: Tensor, C: int, arch: Architecture) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        C: int,
+        arch: Architecture,
+        *,
+        of_logits: bool = True,  # else :meth:`logits` is not asked for
+    ) -> None:
         V, H = weight.shape
         self.weight, self._product = weight, product(weight.device, weight.dtype)
-        self.block = min(power_of_2(V), arch.exp_block_v)
+        self.block = exp_block(V, arch.exp_block_v)
         self.most_rows, self.most = arch.tile_shape(C, V, H, self.block)
         self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
         self._columns = weight.t().split_with_sizes(self._sizes, 1)
         self._rows_of_hidden = rows_of_hidden(H, arch.tile_elements)
         self.products = torch.empty(
-            max(self.most_rows * multiple(self.most), min(self._rows_of_hidden, C) * H),
+            max(
+                self.most_rows * multiple(self.most) if of_logits else 0,
+                min(self._rows_of_hidden, C) * H,
+            ),
             dtype=torch.float32,
             device=weight.device,
         )

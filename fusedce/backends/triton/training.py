@@ -18,6 +18,7 @@ from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import Rows, capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.exponentials import gemm_blocks
 from fusedce.backends.triton.head_gradients import add_head_gradients
 from fusedce.backends.triton.operands import span
 from fusedce.backends.triton.row_factors import RowFactors
@@ -40,8 +41,10 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         else:
             n, outer, factor = rows_and_factor(problem, packed)
         logit = dtype.itemsize + (4 if problem.label_smoothing else 0)
+        gemm = gemm_blocks(problem)
+        block = 0 if gemm is None else gemm.BLOCK_V
         way = way_of(
-            call_of(problem, wanted, n, dtypes, logit=logit, triton=True),
+            call_of(problem, wanted, n, dtypes, logit=logit, triton=True, gemm_block=block),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )

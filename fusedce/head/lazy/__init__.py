@@ -1,1 +1,1 @@
-"""Logits that are computed when somebody looks."""
+"""Lazy logits: tensors that are computed when code reads their values."""

@@ -1,18 +1,18 @@
-"""Gradients of logits that are not computed: what they come to at the head is known already.
+"""Lazy gradients of logits, which carry the gradients of the head's inputs instead of values.
 
-The fused loss knows the gradients of the hidden state and of the head's parameters without that of
-the logits, which torch's own backward nodes ask for on their way. They get a :class:`LogitsGrad`,
-and whatever they do to it is what autograd does:
+The fused loss computes the gradients of the hidden state and of the head's parameters without that
+of the logits. Torch's backward nodes between loss and head need a gradient of the logits; they get
+a :class:`LogitsGrad` and do this to it:
 
-* undoing a step that the loss took into account (:data:`fusedce.head.lazy.table.STEPS`) takes that
-  step off the list of those that are still to be undone; so does moving values around;
-* a factor multiplies what it comes to; gradients of other uses of the logits are added, as they
-  are, or as a dense part;
-* with anything else, and for whoever looks, the numbers themselves are computed.
+* undoing a step that the loss took into account (:data:`fusedce.head.lazy.table.STEPS`) removes
+  that step from the list of steps left to undo, and so does rearranging values;
+* a factor multiplies the gradients of the head's inputs; gradients of other uses of the logits are
+  added, lazy ones as terms and real ones as a dense part;
+* for any other operator, and for code that reads values, the real gradient is computed.
 
-At the head, nothing is left to be undone; where something is, because somebody's function has a
-backward that is not its derivative, the numbers are computed as well. So nothing depends on
-autograd's nodes being those that one expects, but memory.
+At the head no step is left. If one is, because a user's function has a backward that is not its
+derivative, the real gradient is computed as well. Unexpected nodes of autograd therefore cost
+memory, and never a wrong result.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
-from fusedce.head.lazy.ops import Known, Layout
-from fusedce.head.lazy.steps import Step
-from fusedce.head.lazy.tensor import BELOW, Lazy, real, write
+from fusedce.head.lazy.ops import LazyLayout, OpInfo
+from fusedce.head.lazy.steps import LogitsStep
+from fusedce.head.lazy.tensor import NO_TORCH_FUNCTION, Lazy, real, write
+from fusedce.head.optimizer_clock import CLOCK
 
 
-class Source:
-    """Logits that the numbers of a gradient are made of, while somebody has that gradient."""
+class LogitsSource:
+    """Logits from which a real gradient is computed, kept while that gradient exists."""
 
     def __init__(self, x: LazyLogits | Memory) -> None:
         self.x = x
         CLOCK.sources.add(self)
 
-    def look(self, operation: str) -> Tensor:
-        return self.x.look(operation)
+    def materialize(self, operation: str) -> Tensor:
+        return self.x.materialize(operation)
 
     def before(self, optimizer: Optimizer) -> None:
         (self.x if isinstance(self.x, Memory) else self.x.memory).before(optimizer)
 
 
 def check_not_batched(grad: Tensor) -> None:
+    """Raise ``RuntimeError`` for a batch of gradients, which ``vmap`` passes to a backward."""
     if torch._C._functorch.is_legacy_batchedtensor(grad):
         raise RuntimeError(
             "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
@@ -57,48 +58,57 @@ def check_not_batched(grad: Tensor) -> None:
 
 
 class Term(NamedTuple):
-    """The gradient by way of one loss."""
+    """The part of a gradient that comes from one loss."""
 
     call: HeadCall
-    comes_to: tuple[Tensor | None, ...]  # at the hidden state and the head's parameters
-    bias: Tensor | None  # at what was added to the logits, (V,)
-    left: tuple[Step, ...]  # that `comes_to` has undone and autograd has not; the last one first
-    factors: tuple[Any, ...] = ()  # numbers, or tensors without dimensions
+    input_grads: tuple[Tensor | None, ...]  # of the hidden state and the head's parameters
+    bias: Tensor | None  # (V,), gradient of the bias that was added to the logits
+    left: tuple[LogitsStep, ...]  # steps that autograd has yet to undo, the last one first
+    factors: tuple[Any, ...] = ()  # numbers or () tensors
 
     def scaled(self, x: Tensor | None) -> Tensor | None:
-        """What comes to somewhere, with the factors."""
+        """``x`` times the factors; ``None`` stays ``None``."""
         for factor in self.factors:
             x = None if x is None else x * factor
         return x
 
 
-# What operators do to gradients that stay lazy (:mod:`fusedce.head.lazy.undo`); `None`: all others.
-# Each is given the operator and its arguments, and may answer `NotImplemented`.
+# Rules by operator (fusedce.head.lazy.grad_rules); the key `None` stands for all others. A rule is
+# called with the operator and its arguments, and may return `NotImplemented`.
 RULES: dict[Any, Callable[..., Any]] = {}
 
 
 class LogitsGrad(Lazy):
-    """See the module. ``make`` computes the numbers of its ``terms``.
+    """A lazy gradient of logits: see the module.
 
-    As with any tensor, one may be a view of another, its ``base``: ``move`` makes its numbers of
-    the base's, and shares their memory as soon as somebody may write into it.
+    Attributes:
+        terms: the parts that come from losses.
+        dense: a real gradient to be added, or ``None``.
+        make: computes the real gradient of the ``terms``; ``None`` without terms.
+        base: the gradient that this one is a view of, or ``None``.
+        move: computes this view's numbers from those of its base, in the same memory.
+        numbers: the real gradient, once computed.
+        exposed: whether code may write into ``numbers``, which then replace the terms.
+        writes: number of writes into this gradient.
+        base_writes: number of the base's writes that ``numbers`` include.
+        reshaped: whether this is a view of the base's values in the same order.
     """
 
     terms: tuple[Term, ...]
     dense: Tensor | None
-    make: Callable[[str], Tensor] | None  # None: without terms
+    make: Callable[[str], Tensor] | None
     base: LogitsGrad | None = None
     move: Callable[[Tensor], Tensor]
     numbers: Tensor | None = None
-    exposed = False  # its numbers are what counts
+    exposed = False
     writes = 0
-    seen = 0  # how many writes of the base are in these
-    reshaped = False  # of the base: the same values in the same order
+    base_writes = 0
+    reshaped = False
 
     @staticmethod
     def __new__(
         cls,
-        layout: Layout,
+        layout: LazyLayout,
         device: torch.device,
         terms: tuple[Term, ...],
         dense: Tensor | None,
@@ -109,15 +119,15 @@ class LogitsGrad(Lazy):
         return new
 
     def sync(self) -> None:
-        """See what has been written into the base."""
+        """Take over writes into the base."""
         if self.base is not None:
             self.base.sync()
-            if self.base.writes != self.seen:
-                self._become(self.move(self.base.look("view")))
-                self.seen = self.base.writes
+            if self.base.writes != self.base_writes:
+                self._become(self.move(self.base.materialize("view")))
+                self.base_writes = self.base.writes
 
-    def look(self, operation: str) -> Tensor:
-        """The numbers."""
+    def materialize(self, operation: str) -> Tensor:
+        """The real gradient, without a graph."""
         self.sync()
         if self.numbers is None:
             with torch.no_grad():
@@ -135,14 +145,14 @@ class LogitsGrad(Lazy):
         return self.numbers
 
     def expose(self, operation: str) -> Tensor:
-        """The numbers for somebody who may write into them."""
+        """The real gradient, for code that may write into it."""
         self.sync()
         if not self.exposed:
             if self.base is None:
-                self._become(self.look(operation))
+                self._become(self.materialize(operation))
             else:
                 self._become(self.move(self.base.expose(operation)))
-                self.seen = self.base.writes
+                self.base_writes = self.base.writes
             self.exposed = True
         assert self.numbers is not None
         return self.numbers
@@ -155,15 +165,15 @@ class LogitsGrad(Lazy):
         self.expose(operation)
 
     def end_write(self) -> None:
-        """Say that these, and so the base, have been written into."""
+        """Count a write into this gradient and into its base."""
         self.writes += 1
         if self.base is not None:
             self.base.end_write()
-            self.seen = self.base.writes
+            self.base_writes = self.base.writes
 
     @classmethod
-    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with BELOW():
+    def dispatch(cls, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with NO_TORCH_FUNCTION():
             for x in args[:2]:
                 if isinstance(x, LogitsGrad) and x.base is not None:
                     x.sync()

@@ -1,10 +1,10 @@
-"""Logits that are not computed until somebody looks at them, and never for the loss.
+"""Logits that are computed when code reads their values, and never for the loss.
 
 :class:`LazyLogits` is what a replaced output head returns: a tensor of shape ``(..., V)`` without
-storage. Autograd is torch's own and knows of nothing: views, casts, writes, hooks and functions of
-users run through it as for any tensor, and what arrives *below* it, in ``__torch_dispatch__``, is
-either recorded (:mod:`fusedce.head.lazy.steps`) or done with real logits, computed once.
-``F.cross_entropy`` is taken above autograd and becomes one function of the lazy logits
+storage. Autograd is unchanged: views, casts, writes, hooks and functions of users run through it as
+for any tensor. An operator that arrives *below* autograd, in ``__torch_dispatch__``, is either
+recorded (:mod:`fusedce.head.lazy.steps`) or applied to real logits, which are computed once.
+``F.cross_entropy`` is taken over above autograd and becomes one function of the lazy logits
 (:mod:`fusedce.head.lazy.loss`), whose gradient is lazy as well (:mod:`fusedce.head.lazy.grad`).
 
 Views share a :class:`~fusedce.head.lazy.memory.Memory`, as they would a storage.
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.clock import CLOCK
 from fusedce.head.lazy.memory import Memory, Recorded
-from fusedce.head.lazy.ops import Known, Layout, aten, layout_after
-from fusedce.head.lazy.steps import Index, Step, Steps
-from fusedce.head.lazy.tensor import BELOW, Lazy, T, real, split, unbind, write
+from fusedce.head.lazy.ops import LazyLayout, OpInfo, aten, layout_after
+from fusedce.head.lazy.steps import Index, LogitsStep, LogitsSteps
+from fusedce.head.lazy.tensor import NO_TORCH_FUNCTION, Lazy, T, real, split, unbind, write
+from fusedce.head.optimizer_clock import CLOCK
 
 _SET_DATA: Any = T.data.__set__  # type: ignore[attr-defined]  # a slot of C
 _AUTOGRAD = torch._C._autograd
@@ -31,64 +31,65 @@ _in_backward = torch._C._current_graph_task_id  # -1: no
 
 
 class LazyLogits(Lazy):
-    """See the module. Made by a replaced head, never directly."""
+    """Lazy logits ``(..., V)``: see the module. Only a replaced head makes them."""
 
     memory: Memory
-    views: tuple[Recorded, ...]  # that lead from the memory to these
+    views: tuple[Recorded, ...]  # view operators that lead from the memory to these logits
 
     @staticmethod
-    def __new__(cls, memory: Memory, views: tuple[Recorded, ...], layout: Layout) -> LazyLogits:
+    def __new__(cls, memory: Memory, views: tuple[Recorded, ...], layout: LazyLayout) -> LazyLogits:
         new: LazyLogits = layout.wrapper(cls, memory.call.device)
         new.memory, new.views, new.like = memory, views, layout
         return new
 
     @property
     def recorded(self) -> tuple[Recorded, ...]:
+        """All operators applied since the head."""
         return (*self.memory.history, *self.views)
 
     @property
-    def steps(self) -> Steps | None:
-        """All that was done since the head; ``None`` where the loss does not know it."""
+    def steps(self) -> LogitsSteps | None:
+        """All steps since the head; ``None`` if the loss cannot fuse one of them."""
         if self.memory.written:
             return None
-        found: list[Step] = []
+        found: list[LogitsStep] = []
         for recorded in self.recorded:
             if recorded.steps is None:
                 return None
             found += recorded.steps
         return tuple(found)
 
-    def look(self, operation: str) -> Tensor:
-        """The real logits, without a graph. They share what is written with these."""
-        x = self.memory.look(operation)
+    def materialize(self, operation: str) -> Tensor:
+        """The real logits, without a graph, in the memory that all views of these share."""
+        x = self.memory.materialize(operation)
         if self.views:
-            with torch.no_grad(), BELOW():
+            with torch.no_grad(), NO_TORCH_FUNCTION():
                 for view in self.views:
                     x = view(x)
         return x
 
     def expose(self, operation: str) -> Tensor:
-        """Real logits for somebody who may write into them unseen."""
-        values = self.look(operation)
+        """Real logits, for code that may write into their memory."""
+        values = self.materialize(operation)
         self.memory.expose()
         return values
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.memory.values is None:
             return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
-        with BELOW():
-            return repr(self.look("repr")).replace("tensor(", "LazyLogits(", 1)
+        with NO_TORCH_FUNCTION():
+            return repr(self.materialize("repr")).replace("tensor(", "LazyLogits(", 1)
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return self.look("format").__format__(spec) if self.dim() == 0 else str(self)
+        return self.materialize("format").__format__(spec) if self.dim() == 0 else str(self)
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Lazy as well: it holds the head's parameters, and copies none."""
+        """A lazy copy, which refers to the head's parameters and copies none of them."""
         if not self.is_leaf:
             return T.__deepcopy__(self, memo)  # torch refuses that
         if id(self) not in memo:
@@ -101,17 +102,17 @@ class LazyLogits(Lazy):
         return memo[id(self)]
 
     def begin_write(self, operation: str) -> None:
-        self.look(operation)
+        self.materialize(operation)
         self.memory.written = True
 
     def become(self, other: LazyLogits) -> LazyLogits:
-        """Be what the other is from now on: its shape, its dtype, its memory."""
+        """Take over shape, dtype and memory of ``other``, in place."""
         _SET_DATA(self, other.detach())
         self.memory, self.views, self.like = other.memory, other.views, other.like
         return self
 
     @classmethod
-    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(cls, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.writes:
             return _write(func, op, args, kwargs)
         flipped = op.symmetric and not isinstance(args[0], LazyLogits)
@@ -120,7 +121,7 @@ class LazyLogits(Lazy):
             result = _record(x, func, op, others, kwargs)
             if result is not NotImplemented:
                 if isinstance(result, LazyLogits) and _in_backward() != -1:
-                    CLOCK.sources.add(result.memory)  # it may be a gradient that somebody keeps
+                    CLOCK.sources.add(result.memory)  # a hook may keep it as a gradient
                 return result
         name = str(func)
         return func(*real(args, name), **real(kwargs, name))
@@ -134,9 +135,9 @@ def _has_lazy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _record(
-    x: LazyLogits, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
+    x: LazyLogits, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``func(x, *args, **kwargs)`` without computing it, or ``NotImplemented``."""
+    """Record ``func(x, *args, **kwargs)`` instead of computing it, or ``NotImplemented``."""
     row = op.recorded
     if row is None and not op.is_view:
         return NotImplemented
@@ -163,15 +164,15 @@ def _record(
     return LazyLogits(Memory(x.memory.call, history, x.memory), (), layout)
 
 
-def _kept(argument: Any, steps: Steps) -> Any:
-    """What a step was given, safe from writes before a look."""
+def _kept(argument: Any, steps: LogitsSteps) -> Any:
+    """An argument of a step, copied so that later writes into it do not count."""
     if isinstance(argument, (list, tuple)):
         return list(next((s.indices for s in steps if isinstance(s, Index)), argument))
     return argument.detach().clone() if isinstance(argument, Tensor) else argument
 
 
-def _write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What writes into logits: a step that all views see, or else into real ones."""
+def _write(func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write into logits: recorded as a step for all their views, or done on real logits."""
     x = args[0] if args else None
     row = op.in_place
     if (
@@ -211,7 +212,7 @@ def _check_turn(func: Any, x: LazyLogits) -> None:
     would make them of another shape.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        with BELOW():
+        with NO_TORCH_FUNCTION():
             is_view = x._is_view()
         if is_view or x.memory.viewed:
             name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
@@ -228,16 +229,19 @@ def _check_turn(func: Any, x: LazyLogits) -> None:
 def _set_data(func: Any, x: LazyLogits, data: Tensor) -> Any:
     values = data.expose("data") if isinstance(data, Lazy) else data.detach()
     shape, strides = values.shape, values.stride()
-    layout = Layout.of(torch.empty_strided(shape, strides, dtype=values.dtype, device="meta"))
+    layout = LazyLayout.of(torch.empty_strided(shape, strides, dtype=values.dtype, device="meta"))
     memory = Memory(x.memory.call)
     memory.values, memory.written = values, True
     x.become(LazyLogits(memory, (), layout))
 
 
 def _hook(func: Any, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Torch crashes where a view's first hook makes it find its node anew, after a write."""
+    """Read ``grad_fn`` before a hook is registered.
+
+    After a write, torch crashes if a view's first hook makes it build its autograd node again.
+    """
     if x.requires_grad:
-        x.grad_fn  # noqa: B018  # finds it
+        x.grad_fn  # noqa: B018  # builds the node
     return func(x, *args, **kwargs)
 
 
@@ -254,7 +258,7 @@ def _unbind(func: Any, x: LazyLogits, dim: int = 0) -> Any:
 
 
 def _outputs_of_one_view(parts: tuple[LazyLogits, ...]) -> tuple[LazyLogits, ...]:
-    """Let torch refuse writes into these where it refuses those into outputs of one node."""
+    """Mark views as outputs of one node, so that torch raises for the same writes as usual."""
     if torch.is_grad_enabled():
         for part in parts:
             _AUTOGRAD._set_creation_meta(part, _AUTOGRAD.CreationMeta.MULTI_OUTPUT_NODE)

@@ -1,4 +1,4 @@
-"""``F.cross_entropy`` of lazy logits: one function of them, computed by the fused loss."""
+"""``F.cross_entropy`` of lazy logits, as one autograd function that runs the fused loss."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from torch.autograd import Variable, forward_ad
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.problem import Wanted
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.grad import LogitsGrad, Source, Term, check_not_batched
+from fusedce.head.lazy.fused_call import FusedCall, fused_call_of, project
+from fusedce.head.lazy.grad import LogitsGrad, LogitsSource, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
-from fusedce.head.lazy.request import Request, project, request_of
-from fusedce.head.lazy.steps import Bias, Projected, Steps
+from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected
 from fusedce.head.recipe import memory_budget_of_head
 from fusedce.loss.fused_ce import SumApart
 
 _ENGINE = Variable._execution_engine
 
 
-class Plan(NamedTuple):
-    """A loss that can be fused, with the beginning of its graph."""
+class LossPlan(NamedTuple):
+    """The inputs of a loss that can be fused: the head's call, its leaves and the steps."""
 
     call: HeadCall
-    request: Request
-    p: Projected
-    hidden: Tensor
-    tensors: list[Tensor]
-    bias: Tensor | None  # what was added to the logits
-    steps: Steps
-    dtype: torch.dtype | None  # of the loss; None: as it comes
+    fused_call: FusedCall
+    p: Projected  # the logits after the steps
+    hidden: Tensor  # (..., H), a leaf
+    tensors: list[Tensor]  # parameters of the head, leaves
+    bias: Tensor | None  # (V,), added to the logits
+    steps: LogitsSteps
+    dtype: torch.dtype | None  # of the loss; None: not cast
 
     def of_dtype(self, loss: Tensor) -> Tensor:
+        """``loss`` cast to the plan's dtype."""
         return loss if self.dtype is None or self.dtype == loss.dtype else loss.to(self.dtype)
 
     def compute(self) -> Tensor:
-        return self.of_dtype(self.request.fused(self.p, self.call.recipe.of(self.tensors)))
+        """The loss, with a graph that leads to the plan's leaves."""
+        return self.of_dtype(self.fused_call.fused(self.p, self.call.recipe.of(self.tensors)))
 
 
-class Graph:
-    """A loss whose gradients a graph of its own gives."""
+class LossGraph:
+    """A loss whose gradients come from a graph of its own."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LossPlan) -> None:
         self.plan, self.loss = plan, plan.compute()
         self.saved: tuple[Tensor, ...] = ()
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Those of the hidden state, the parameters and what was added to the logits."""
+        """Gradients of the hidden state, the parameters and the added bias."""
         every = (self.plan.hidden, *self.plan.tensors, self.plan.bias)
         inputs = tuple([x for x in every if x is not None and x.requires_grad])
         if not inputs:
@@ -61,7 +63,7 @@ class Graph:
 
 
 def _gradients(root: Tensor, upstream: Tensor, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-    """``torch.autograd.grad`` without its checks, within a backward pass."""
+    """``torch.autograd.grad`` inside a backward pass, without its checks."""
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     found: Sequence[Any] = _ENGINE.run_backward(
         (root,), (upstream,), keep, False, inputs, True, False
@@ -69,35 +71,38 @@ def _gradients(root: Tensor, upstream: Tensor, inputs: tuple[Tensor, ...]) -> Se
     return found
 
 
-class Apart:
-    """A loss of rows of the hidden state and the head's own weight: its gradients are there.
+class LossWithGrads:
+    """A loss that was computed together with its gradients.
 
-    A graph leads from the hidden state to the rows alone, and need not be asked where they are all
-    of it in the same order.
+    It needs a plain head: no adapters, no added bias, all classes. A graph leads from the hidden
+    state to the rows of the loss; it is skipped if these are all rows in the same order.
     """
 
-    def __init__(self, plan: Plan, found: SumApart) -> None:
+    def __init__(self, plan: LossPlan, found: SumApart) -> None:
         self.plan, self.saved = plan, found.saved
         self.found = found._replace(saved=())
         self.whole = plan.p.hidden is plan.hidden or _is_same_rows(plan.p.hidden, plan.hidden)
-        self.loss = plan.of_dtype(plan.request.reduced(found.loss_sum, found.n_valid))
+        self.loss = plan.of_dtype(plan.fused_call.reduced(found.loss_sum, found.n_valid))
 
     @staticmethod
-    def of(plan: Plan) -> Apart | None:
+    def of(plan: LossPlan) -> LossWithGrads | None:
+        """The loss of a plan; ``None`` if its gradients need a graph."""
         call, p, hidden = plan.call, plan.p, plan.hidden
         if call.recipe.adapters or p.bias is not None or p.factor is not None:
             return None
         if p.classes != slice(0, call.V) or any(x.dtype != hidden.dtype for x in plan.tensors):
             return None
-        found = plan.request.apart(p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted))
-        return None if found is None else Apart(plan, found)
+        found = plan.fused_call.with_grads(
+            p, call.recipe.of(plan.tensors), Wanted(True, *call.wanted)
+        )
+        return None if found is None else LossWithGrads(plan, found)
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Those of the hidden state, the parameters and ``None``."""
+        """Gradients of the hidden state, the parameters, and ``None`` for the added bias."""
         found, plan = self.found, self.plan
         upstream = upstream.to(found.loss_sum.dtype)
-        if plan.request.reduction == "mean":
-            upstream = upstream / plan.request.over(found.n_valid)
+        if plan.fused_call.reduction == "mean":
+            upstream = upstream / plan.fused_call.over(found.n_valid)
         rows, *tensors = found.gradients(saved, upstream)
         assert rows is not None
         if self.whole:
@@ -117,7 +122,11 @@ def _is_same_rows(x: Tensor, hidden: Tensor) -> bool:
     )
 
 
-def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | None:
+def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> LossPlan | None:
+    """The plan of ``F.cross_entropy(x, *args, **kwargs)``; ``None`` if it cannot be fused.
+
+    ``wanted`` says whether gradients are wanted.
+    """
     steps, call = x.steps, x.memory.call
     if steps is None:
         return None
@@ -129,8 +138,8 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
     if p is None:
         return None
     budget = memory_budget_of_head(call.module)
-    request = request_of(p.hidden.shape[:-1], call.device, budget, *args, **kwargs)
-    if request is None:
+    fused_call = fused_call_of(p.hidden.shape[:-1], call.device, budget, *args, **kwargs)
+    if fused_call is None:
         return None
     bias = None
     if p.bias is not None:
@@ -138,21 +147,21 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> Plan | No
         bias = p.bias.detach().requires_grad_(wants)
         p = p._replace(bias=bias)
     dtype = None if autocast_dtype(call.device) is not None else x.like.dtype
-    return Plan(call, request, p, hidden, tensors, bias, steps, dtype)
+    return LossPlan(call, fused_call, p, hidden, tensors, bias, steps, dtype)
 
 
 class FusedLoss(torch.autograd.Function):
-    """The loss as a function of the logits, with what knows its gradients."""
+    """The fused loss as an autograd function of the lazy logits."""
 
     @staticmethod
-    def forward(ctx: Any, x: LazyLogits, way: Graph | Apart) -> Tensor:
+    def forward(ctx: Any, x: LazyLogits, fused: LossGraph | LossWithGrads) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*way.saved)
-        way.saved = ()  # they are freed by the backward pass
-        # As they are now: they may be written into later.
-        ctx.way, ctx.logits = way, Memory(x.memory.call, x.recorded, x.memory)
+        ctx.save_for_backward(*fused.saved)
+        fused.saved = ()  # they are freed by the backward pass
+        # This memory keeps the logits of now; later writes into x do not change it.
+        ctx.fused, ctx.logits = fused, Memory(x.memory.call, x.recorded, x.memory)
         ctx.like = x.like
-        return way.loss.detach()  # not itself, whose node would hold it
+        return fused.loss.detach()  # the loss itself would be held by its own node
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -164,20 +173,20 @@ class FusedLoss(torch.autograd.Function):
                 "from logits + 0, which are real ones, or call fusedce.restore_loss_head(model)"
             )
         check_not_batched(grad)
-        way, plan = ctx.way, ctx.way.plan
-        *comes_to, bias = way.gradients(ctx.saved_tensors, grad)
+        fused, plan = ctx.fused, ctx.fused.plan
+        *input_grads, bias = fused.gradients(ctx.saved_tensors, grad)
         left = tuple([s for s in reversed(plan.steps) if s.undone])
-        term = Term(plan.call, tuple(comes_to), bias, left)
+        term = Term(plan.call, tuple(input_grads), bias, left)
 
-        logits, request = Source(ctx.logits), plan.request
+        logits, fused_call = LogitsSource(ctx.logits), plan.fused_call
 
         def make(operation: str) -> Tensor:
-            return request.gradient_of_real(logits.look(operation), grad)
+            return fused_call.gradient_of_real(logits.materialize(operation), grad)
 
         return LogitsGrad(ctx.like, grad.device, (term,), None, make), None
 
 
-# `apply` without questions about torch.func, inside of which no loss is fused.
+# This `apply` skips the checks for torch.func, whose transforms get no fused loss.
 _apply = super(torch.autograd.Function, FusedLoss).apply
 
 
@@ -189,7 +198,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     if plan is None:
         return NotImplemented
     plan.call.report.fused()
-    return _apply(x, Apart.of(plan) or Graph(plan)) if wanted else plan.compute()
+    return _apply(x, LossWithGrads.of(plan) or LossGraph(plan)) if wanted else plan.compute()
 
 
 LazyLogits.above[F.cross_entropy] = _cross_entropy

@@ -1,7 +1,7 @@
-"""What methods of tensors do, as code that ``torch.compile`` traces calls them.
+"""Methods of tensors that :class:`TracedLogits` takes over in code that is compiled.
 
-Their names there, those that are steps of the table, and what becomes of shape and dtype; as
-:mod:`fusedce.head.lazy.ops` says of operators below autograd.
+This module holds their names, their rows of the table, and the shapes and dtypes of their results.
+:mod:`fusedce.head.lazy.ops` does the same for operators below autograd.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ SYMMETRIC = {
     torch.Tensor.add, torch.Tensor.__add__, torch.add, operator.add,
     torch.Tensor.mul, torch.Tensor.__mul__, torch.mul, operator.mul,
 }  # fmt: skip
-# `x * logits`, and what compiled code makes of `logits - x`. (No dict: Dynamo finds none in it.)
+# `x * logits`, and the reflected form in which compiled code calls `logits - x`. This is a list,
+# since Dynamo does not find these keys in a dict.
 REFLECTED = [
     (getattr(torch.Tensor, f"__r{name[2:]}"), getattr(torch.Tensor, name))
     for name in METHODS
     if name.startswith("__") and hasattr(torch.Tensor, f"__r{name[2:]}")
 ]
-# Operators are looked up on the type, hence not by `__getattr__`.
+# Python looks these up on the type, where `__getattr__` is not used.
 _OPERATORS = (
     "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul", "mod", "rmod",
     "floordiv", "rfloordiv", "and", "or", "xor", "invert", "eq", "ne", "lt", "le", "gt", "ge",
@@ -59,7 +60,7 @@ _OWN_DTYPE = {
 
 
 def dtype_of(x: Any, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
-    """What a cast of ``x`` casts to; ``None`` where it does something else as well."""
+    """The dtype that this cast gives; ``None`` if the call does more than a cast."""
     if name in _OWN_DTYPE:
         return _OWN_DTYPE[name]
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
@@ -78,7 +79,7 @@ def dtype_of(x: Any, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def meta_after(x: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a step of ``x``, without data; ``None`` for other devices."""
+    """The result of a method of ``x`` on the meta device; ``None`` for other devices."""
     like = torch.empty(x.shape, dtype=x.dtype, device="meta")
     if any(isinstance(a, Tensor) for a in args):
         other = args[0]

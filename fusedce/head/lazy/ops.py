@@ -1,4 +1,4 @@
-"""What operators of torch do: whether they write, or give views; and the rows of the table."""
+"""Facts about operators of torch: what they write, whether they give views, their table row."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fusedce.head.lazy.table import STEPS, Row
 aten = torch.ops.aten
 
 
-class Known(NamedTuple):
-    """What is known of an operator, asked of its schema and of the table once."""
+class OpInfo(NamedTuple):
+    """Facts about an operator, read from its schema and from the table once."""
 
-    writes: tuple[int, ...]  # positions of the arguments that are, or may be, written into
+    writes: tuple[int, ...]  # positions of arguments that are written into, or may be
     written_names: tuple[str, ...]
-    turns: Any  # the view of the first argument that this makes of it in place,
-    moves: bool  # or whether it gives it another memory
-    is_view: bool  # of the first argument
-    is_composite: bool  # made of other operators
-    symmetric: bool
-    recorded: Row | None  # the step it is for logits,
-    in_place: Row | None  # or writes into them,
-    undoing: Row | None  # or undoes for a gradient
+    turns: Any  # the view operator whose result an in-place operator gives its argument, or None
+    moves: bool  # whether it gives its first argument another memory in place
+    is_view: bool  # whether the result is a view of the first argument
+    is_composite: bool  # whether it is composed of other operators
+    symmetric: bool  # whether its first two arguments may be exchanged
+    recorded: Row | None  # the step of logits that it is
+    in_place: Row | None  # the step that it writes into logits
+    undoing: Row | None  # the step that it undoes for a gradient
 
 
 def _overload(name: str) -> Any:
@@ -46,7 +46,7 @@ _RECORDED, _IN_PLACE, _UNDOING = _by_op("ops"), _by_op("in_place"), _by_op("undo
 
 
 def _view_of(func: Any) -> Any:
-    """The operator that gives the view which ``func`` makes of its argument in place, if any."""
+    """The view operator that corresponds to the in-place operator ``func``, if any."""
     packet = getattr(aten, func._opname.removesuffix("_"), None)
     if packet in (None, func.overloadpacket):
         return None
@@ -54,17 +54,18 @@ def _view_of(func: Any) -> Any:
     for name in packet.overloads():
         view = getattr(packet, name)
         given = [(a.name, str(a.real_type)) for a in view._schema.arguments]
-        if given == wanted and known(view).is_view:
+        if given == wanted and op_info(view).is_view:
             return view
     return None
 
 
-# Operators whose schemas say all that is written; collectives and those of others may not.
+# Namespaces whose schemas name every argument that is written; others may omit some.
 _TRUSTED = ("aten", "prim", "prims", "fusedce")
 
 
 @cache
-def known(func: Any) -> Known:
+def op_info(func: Any) -> OpInfo:
+    """The facts about an operator."""
     arguments, returns = func._schema.arguments, func._schema.returns
     # `set_` makes its first argument share the memory of the second.
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
@@ -76,7 +77,7 @@ def known(func: Any) -> Known:
     in_place = torch.Tag.inplace_view in func.tags
     turns = _view_of(func) if in_place else None
     is_view = not written and any(r.alias_info is not None for r in returns)
-    return Known(
+    return OpInfo(
         tuple(i for i, _ in written),
         tuple(n for _, n in written),
         turns,
@@ -95,10 +96,10 @@ def known(func: Any) -> Known:
 _wrapper = torch.Tensor._make_wrapper_subclass
 
 
-class Layout:
-    """Shape, dtype and strides of a tensor without data.
+class LazyLayout:
+    """Shape, dtype and strides of a lazy tensor.
 
-    Most logits are contiguous, and what becomes of their strides need not be asked.
+    Most logits are contiguous; for these no tensor on the meta device is needed.
     """
 
     __slots__ = ("dtype", "shape", "strided")
@@ -107,25 +108,27 @@ class Layout:
         self, shape: Sequence[int], dtype: torch.dtype, strided: Tensor | None = None
     ) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
-        self.strided = strided  # on the meta device; None: contiguous, without an offset
+        self.strided = strided  # a meta tensor; None: contiguous, without an offset
 
     @staticmethod
-    def of(meta: Tensor) -> Layout:
+    def of(meta: Tensor) -> LazyLayout:
+        """The layout of a tensor on the meta device."""
         shape = meta.shape
         usual = meta.stride() == _strides(shape) and meta.storage_offset() == 0
-        return Layout(shape, meta.dtype, None if usual else meta)
+        return LazyLayout(shape, meta.dtype, None if usual else meta)
 
     def meta(self) -> Tensor:
-        """Such a tensor on the meta device."""
+        """A tensor of this layout on the meta device."""
         if self.strided is not None:
             return self.strided
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def stride(self) -> tuple[int, ...]:
+        """The strides, in elements."""
         return _strides(self.shape) if self.strided is None else self.strided.stride()
 
     def wrapper(self, kind: type, device: torch.device) -> Any:
-        """A tensor of this subclass."""
+        """A tensor without storage of the subclass ``kind``."""
         like = self.strided
         if like is None:
             return _wrapper(kind, self.shape, dtype=self.dtype, device=device)
@@ -137,13 +140,13 @@ class Layout:
         if func is aten.view.default and self.strided is None:
             shape = _viewed(self.shape, args[0])
             if shape is not None:
-                return Layout(shape, self.dtype)
+                return LazyLayout(shape, self.dtype)
         out = func(self.meta(), *args, **kwargs)
-        return Layout.of(out) if isinstance(out, Tensor) else [Layout.of(x) for x in out]
+        return LazyLayout.of(out) if isinstance(out, Tensor) else [LazyLayout.of(x) for x in out]
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor."""
     strides, n = [], 1
     for size in reversed(shape):
         strides.append(n)
@@ -152,7 +155,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _viewed(shape: torch.Size, sizes: Sequence[int]) -> list[int] | None:
-    """The shape that ``view(sizes)`` gives; ``None`` where torch has to say what is wrong."""
+    """The shape that ``view(sizes)`` gives; ``None`` if torch raises an error for it."""
     n, found = math.prod(shape), list(sizes)
     if -1 in found:
         at = found.index(-1)
@@ -163,9 +166,9 @@ def _viewed(shape: torch.Size, sizes: Sequence[int]) -> list[int] | None:
 
 
 def layout_after(
-    func: Any, x: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    func: Any, x: LazyLayout, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> Any:
-    """The layout of an operator's result; ``None`` where it has none on this device."""
+    """The layout of an operator's result; ``None`` for another device or a broadcast."""
     if func is aten._to_copy.default:
         to = kwargs.get("device")
         if to is not None and torch.device(to) not in (device, torch.device(device.type)):
@@ -186,11 +189,11 @@ def layout_after(
     return x.after(func, *args, **kwargs)
 
 
-def _indexed(x: Layout, indices: Any) -> Layout | None:
-    """Masks give as many rows as they hold, which only they know: ask with one class."""
+def _indexed(x: LazyLayout, indices: Any) -> LazyLayout | None:
+    """Layout after indexing: the number of rows of a mask is found by indexing one class."""
     used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
     if used >= len(x.shape) or any(i is not None and i.device.type == "meta" for i in indices):
         return None
     one = torch.empty((1,), device=next(i.device for i in indices if i is not None))
     shape = aten.index.Tensor(one.expand(*x.shape[:-1], 1), indices).shape[:-1]
-    return Layout((*shape, x.shape[-1]), x.dtype)
+    return LazyLayout((*shape, x.shape[-1]), x.dtype)

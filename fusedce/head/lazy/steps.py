@@ -1,8 +1,9 @@
-"""The steps that logits may take between the output head and the loss, and how each fuses.
+"""Steps: the operations on logits between output head and loss that the fused loss supports.
 
-The real effect of a step is the operator itself. How it fuses is its method ``fuse``: what it does
-to :class:`Projected`, or ``None`` where the fused loss does not know it; the loss is then computed
-from real logits. To add a step, add a class here and a row in :mod:`fusedce.head.lazy.table`.
+The real effect of a step is the operator itself. Its method ``fuse`` applies the step to
+:class:`Projected`, or returns ``None`` if the fused loss does not support it; the loss is then
+computed from real logits. To add a step, add a class here and a row in
+:mod:`fusedce.head.lazy.table`.
 """
 
 from __future__ import annotations
@@ -13,42 +14,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.head.clock import version_of
+from fusedce.head.optimizer_clock import version_of
 
 Shape = tuple[int, ...]
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-Steps = tuple["Step", ...]
+LogitsSteps = tuple["LogitsStep", ...]
 
 
 class Projected(NamedTuple):
-    """Logits as the fused loss computes them."""
+    """Operands from which the fused loss computes the logits."""
 
-    hidden: Tensor  # (..., H): the dimensions of the logits but that of the classes, then H
-    class_dim: int  # where the classes are among the dimensions of the logits
-    classes: slice  # those that are left of the vocabulary
+    hidden: Tensor  # (..., H): the logits' dimensions without the class dimension, then H
+    class_dim: int  # position of the class dimension among those of the logits
+    classes: slice  # the part of the vocabulary that is left
     bias: Tensor | None = None  # (V,), added beside the head's own
     scale: float = 1.0  # before the cap
-    cap: float | None = None  # what follows the tanh, where there is one
-    rounded: bool = False  # to less than the dtype of the hidden state
-    factor: Tensor | None = None  # (), beside the scale, where its number is not known
+    cap: float | None = None  # the factor after a tanh; None: no tanh
+    rounded: bool = False  # the logits were cast to a coarser dtype than the hidden state's
+    factor: Tensor | None = None  # (), a further factor whose value is not known while tracing
 
     def insert(self, dim: int) -> int:
-        """Where dimension ``dim`` of the logits is among those of the hidden state."""
+        """The dimension of the hidden state that is dimension ``dim`` of the logits."""
         return dim - (dim > self.class_dim)
 
 
-class Step:
-    """What was done. ``rearranges`` says that no value was changed, and none lost or repeated."""
+class LogitsStep:
+    """One step.
+
+    Attributes:
+        rearranges: the step changes, drops and repeats no value.
+        undone: autograd undoes the step in backward by an operator that changes the gradient.
+    """
 
     rearranges = False
-    undone = True  # whether autograd's way back changes what a gradient comes to
+    undone = True
 
     def fuse(self, p: Projected) -> Projected | None:
+        """The operands after this step; ``None`` if the fused loss does not support it."""
         raise NotImplementedError
 
 
-class Same(Step):
-    """Copies, and views of everything."""
+class Same(LogitsStep):
+    """A copy, or a view of all values in the same shape."""
 
     rearranges, undone = True, False
 
@@ -56,8 +63,8 @@ class Same(Step):
         return p
 
 
-class Cast(Step):
-    """Another floating dtype: the loss is computed in float32 or better in any case."""
+class Cast(LogitsStep):
+    """A cast to another floating dtype; the loss is computed in float32 or better anyway."""
 
     undone = False
 
@@ -65,7 +72,7 @@ class Cast(Step):
         self.dtype = dtype
 
     def fuse(self, p: Projected) -> Projected | None:
-        # Who asks for float64 means it.
+        # A cast to float64 asks for a loss in float64.
         if self.dtype == torch.float64 != p.hidden.dtype:
             return None
         if torch.finfo(self.dtype).eps > torch.finfo(p.hidden.dtype).eps:
@@ -73,8 +80,8 @@ class Cast(Step):
         return p
 
 
-class Reshape(Step):
-    """The same values in the same order."""
+class Reshape(LogitsStep):
+    """The same values in the same order, in another shape."""
 
     rearranges, undone = True, False
 
@@ -97,7 +104,9 @@ class Reshape(Step):
         return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
 
 
-class Permute(Step):
+class Permute(LogitsStep):
+    """Another order of the dimensions."""
+
     rearranges = True
 
     def __init__(self, dims: Shape, after: Shape) -> None:
@@ -114,7 +123,9 @@ class Permute(Step):
         return p._replace(hidden=hidden, class_dim=self.dims.index(p.class_dim))
 
 
-class Slice(Step):
+class Slice(LogitsStep):
+    """A slice of one dimension."""
+
     def __init__(self, dim: int, index: slice, before: Shape, after: Shape) -> None:
         self.dim, self.index, self.before, self.after = dim, index, before, after
 
@@ -138,8 +149,8 @@ class Slice(Step):
         return p._replace(classes=slice(here.start + start, here.start + stop))
 
 
-class Index(Step):
-    """Masks and lists of positions, as they are now."""
+class Index(LogitsStep):
+    """Indexing with masks and lists of positions, which are copied."""
 
     def __init__(self, indices: tuple[Tensor | None, ...], before: Shape, after: Shape) -> None:
         self.indices = tuple(None if i is None else i.clone() for i in indices)
@@ -162,11 +173,12 @@ class Index(Step):
 
 
 def identity(x: Tensor) -> Any:
+    """A value that two tensors share only if they are the same memory without a write between."""
     return x.dtype, x.shape, x.stride(), x.data_ptr(), version_of(x)
 
 
-class Scale(Step):
-    """Times a number, or divided by one: a division is not rounded as a product is."""
+class Scale(LogitsStep):
+    """A product with a number ("mul") or a quotient ("div"), which are rounded differently."""
 
     def __init__(self, kind: str, number: float) -> None:
         self.kind, self.number = kind, number
@@ -185,8 +197,8 @@ class Scale(Step):
         return p._replace(cap=p.cap * factor)
 
 
-class Factor(Step):
-    """Times a tensor without dimensions, in code that is traced: no graph knows its number."""
+class Factor(LogitsStep):
+    """A product with a ``()`` tensor in traced code, where its value is not known."""
 
     def __init__(self, factor: Tensor) -> None:
         self.factor = factor
@@ -197,15 +209,15 @@ class Factor(Step):
         return p._replace(factor=self.factor if p.factor is None else p.factor * self.factor)
 
 
-class Cap(Step):
-    """A tanh; each is equal to itself alone."""
+class Cap(LogitsStep):
+    """A tanh; two of them are never equal."""
 
     def fuse(self, p: Projected) -> Projected | None:
         return None if p.cap is not None else p._replace(cap=1.0)
 
 
-class Bias(Step):
-    """One value per class added, before anything else is done to the values."""
+class Bias(LogitsStep):
+    """One value per class, added before any other change of the values."""
 
     undone = False
 
@@ -221,15 +233,15 @@ class Bias(Step):
         ):
             return None
         if p.rounded or torch.promote_types(p.hidden.dtype, self.bias.dtype) != p.hidden.dtype:
-            return None  # a bias finer than the logits
+            return None  # the sum with a finer bias would be rounded here
         if p.classes != slice(0, len(self.bias)):
             return None
         bias = self.bias.to(p.hidden.dtype)
         return p._replace(bias=bias if p.bias is None else p.bias + bias)
 
 
-class Subscript(Step):
-    """``logits[items]`` with an item for each dimension, in code that is traced."""
+class Subscript(LogitsStep):
+    """``logits[items]`` with an item for each dimension, in traced code."""
 
     def __init__(self, items: tuple[Any, ...]) -> None:
         self.items = items
@@ -248,9 +260,9 @@ class Subscript(Step):
 
 
 def as_options(p: Projected) -> Projected | None:
-    """Scale and cap as the fused loss takes them, if it does.
+    """Scale and cap as options of the fused loss; ``None`` if they are out of range.
 
-    ``b * tanh(a * z)`` is a cap of b after a scale of ab.
+    ``b * tanh(a * z)`` is a soft-cap of ``b`` after a scale of ``a * b``.
     """
     if p.cap is not None:
         p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))

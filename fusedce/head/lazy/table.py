@@ -1,8 +1,8 @@
-"""The table of steps: their names, how their arguments read, and how autograd undoes them.
+"""The table of steps: their operators and methods, their arguments, and how they are undone.
 
-A row has the operators of torch below autograd, the methods of tensors in code that
-``torch.compile`` traces, the function that reads their arguments, and the operators that autograd
-calls to undo the step.
+A row names the operators of torch below autograd, the methods of tensors in code that
+``torch.compile`` traces, the function that reads their arguments, and the operators by which
+autograd undoes the step in backward.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from fusedce.head.lazy.steps import (
     Cast,
     Factor,
     Index,
+    LogitsStep,
+    LogitsSteps,
     Permute,
     Reshape,
     Same,
     Scale,
     Shape,
     Slice,
-    Step,
-    Steps,
     Subscript,
 )  # fmt: skip
 
-# ---- how arguments read ---------------------------------------------------------------------
-# Each is given the logits' shape and what becomes of them (a tensor without data), then what the
-# operator or the method is given besides.
+# ---- read arguments -------------------------------------------------------------------------
+# Each function takes the shape of the logits, the result (a tensor without data) and the other
+# arguments of the operator or method. It returns the steps, or None if it does not support them.
 
 
-def _same(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
+def _same(before: Shape, out: Tensor, *_: Any, **__: Any) -> LogitsSteps | None:
     return (Same(),)
 
 
-def _cast(before: Shape, out: Tensor, *_: Any, **__: Any) -> Steps | None:
+def _cast(before: Shape, out: Tensor, *_: Any, **__: Any) -> LogitsSteps | None:
     return (Cast(out.dtype),) if out.dtype.is_floating_point else None
 
 
-def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> Steps | None:
+def _reshape(before: Shape, out: Tensor, *args: Any, **_: Any) -> LogitsSteps | None:
     if args and isinstance(args[0], torch.dtype):
         return None
     return (Reshape(before, out.shape),)
 
 
-def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:
+def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> LogitsSteps | None:
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     order = tuple(d % len(before) for d in order)
     return (
@@ -57,7 +57,7 @@ def _permute(before: Shape, out: Tensor, *dims: Any, **_: Any) -> Steps | None:
     )
 
 
-def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> Steps | None:
+def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> LogitsSteps | None:
     if not isinstance(source, int) or not isinstance(destination, int):
         return None
     order = list(range(len(before)))
@@ -65,14 +65,14 @@ def _movedim(before: Shape, out: Tensor, source: Any, destination: Any) -> Steps
     return (Permute(tuple(order), tuple(out.shape)),)
 
 
-def _transpose(before: Shape, out: Tensor, dim0: int, dim1: int) -> Steps | None:
+def _transpose(before: Shape, out: Tensor, dim0: int, dim1: int) -> LogitsSteps | None:
     order = list(range(len(before)))
     dim0, dim1 = dim0 % len(before), dim1 % len(before)
     order[dim0], order[dim1] = dim1, dim0
     return (Permute(tuple(order), tuple(out.shape)),)
 
 
-def _turn(before: Shape, out: Tensor) -> Steps | None:
+def _turn(before: Shape, out: Tensor) -> LogitsSteps | None:
     return (Same(),) if len(before) < 2 else _transpose(before, out, -2, -1)
 
 
@@ -83,20 +83,20 @@ def _slice(
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> Steps | None:
+) -> LogitsSteps | None:
     dim = dim % len(before)
     index = slice(*slice(start, end, step).indices(before[dim]))
     return (Slice(dim, index, before, tuple(out.shape)),)
 
 
-def _narrow(before: Shape, out: Tensor, dim: int, start: int, length: int) -> Steps | None:
+def _narrow(before: Shape, out: Tensor, dim: int, start: int, length: int) -> LogitsSteps | None:
     if not isinstance(start, int):
         return None
     start = start % max(before[dim], 1) if start < 0 else start
     return _slice(before, out, dim, start, start + length)
 
 
-def _select(before: Shape, out: Tensor, dim: int, index: int) -> Steps | None:
+def _select(before: Shape, out: Tensor, dim: int, index: int) -> LogitsSteps | None:
     if isinstance(index, Tensor):
         return None
     dim = dim % len(before)
@@ -106,7 +106,7 @@ def _select(before: Shape, out: Tensor, dim: int, index: int) -> Steps | None:
     return step, Reshape(narrow, tuple(out.shape))
 
 
-def _index(before: Shape, out: Tensor, indices: Any) -> Steps | None:
+def _index(before: Shape, out: Tensor, indices: Any) -> LogitsSteps | None:
     return (Index(tuple(indices), before, tuple(out.shape)),)
 
 
@@ -115,7 +115,7 @@ def _is_compiling() -> bool:
 
 
 def number_of(x: Any) -> float | None:
-    """A number, also where it is a tensor without dimensions."""
+    """The value of a number or of a ``()`` tensor; ``None`` for anything else."""
     if isinstance(x, Tensor):
         if x.dim() or x.is_complex() or _is_compiling():
             return None
@@ -127,7 +127,7 @@ def _is_traced_factor(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dim() and not x.is_complex() and _is_compiling()
 
 
-def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
+def _times(before: Shape, out: Tensor, other: Any) -> LogitsSteps | None:
     if _is_traced_factor(other):
         return (Factor(other), Cast(out.dtype))
     number = number_of(other)
@@ -136,7 +136,7 @@ def _times(before: Shape, out: Tensor, other: Any) -> Steps | None:
 
 def _over(
     before: Shape, out: Tensor, other: Any, *, rounding_mode: str | None = None
-) -> Steps | None:
+) -> LogitsSteps | None:
     if _is_traced_factor(other) and rounding_mode is None:
         return (Factor(1 / other), Cast(out.dtype))
     number = number_of(other)
@@ -145,27 +145,28 @@ def _over(
     return (Scale("div", number), Cast(out.dtype))
 
 
-def _minus(before: Shape, out: Tensor) -> Steps | None:
+def _minus(before: Shape, out: Tensor) -> LogitsSteps | None:
     return (Scale("mul", -1.0),)
 
 
-def _tanh(before: Shape, out: Tensor) -> Steps | None:
+def _tanh(before: Shape, out: Tensor) -> LogitsSteps | None:
     return (Cap(),)
 
 
-def _plus(before: Shape, out: Tensor, other: Any, *, alpha: float = 1) -> Steps | None:
+def _plus(before: Shape, out: Tensor, other: Any, *, alpha: float = 1) -> LogitsSteps | None:
     if not isinstance(other, Tensor) or alpha != 1 or not before or tuple(out.shape) != before:
         return None
     if other.numel() != before[-1] or other.shape[-1:] != before[-1:]:
         return None
     bias = other.reshape(-1)
     if not _is_compiling():
-        wanted, bias = other.requires_grad, bias.detach().clone()  # it may be written into
+        wanted = other.requires_grad
+        bias = bias.detach().clone()  # later writes into it do not count
         bias.requires_grad_(wanted)
     return (Bias(bias), Cast(out.dtype))
 
 
-def _subscript(before: Shape, out: Tensor, item: Any) -> Steps | None:
+def _subscript(before: Shape, out: Tensor, item: Any) -> LogitsSteps | None:
     items = list(item) if isinstance(item, tuple) else [item]
     if any(isinstance(i, bool) or (isinstance(i, Tensor) and i.dim() == 0) for i in items):
         return None
@@ -182,12 +183,13 @@ def _dims_of(i: Any) -> int:
     return i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1
 
 
-# ---- how autograd undoes them ---------------------------------------------------------------
-# Given the gradient and what the operator is given besides: the step that it undoes, if any.
+# ---- undo steps in backward -----------------------------------------------------------------
+# Each function takes the gradient and the other arguments of the operator that autograd applies to
+# it. It returns the step that this operator undoes, or None.
 
 
-def _undo_permute(read: Callable[..., Steps | None]) -> Callable[..., Step | None]:
-    def undo(grad: Tensor, *args: Any, **kwargs: Any) -> Step | None:
+def _undo_permute(read: Callable[..., LogitsSteps | None]) -> Callable[..., LogitsStep | None]:
+    def undo(grad: Tensor, *args: Any, **kwargs: Any) -> LogitsStep | None:
         out = torch.empty(0, device="meta")
         steps = read(tuple(grad.shape), out, *args, **kwargs)
         if steps is None or not isinstance(steps[0], Permute):
@@ -198,43 +200,47 @@ def _undo_permute(read: Callable[..., Steps | None]) -> Callable[..., Step | Non
     return undo
 
 
-def _undo_slice(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Step | None:
+def _undo_slice(
+    grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: int
+) -> LogitsStep | None:
     index = slice(*slice(start, end, step).indices(sizes[dim]))
     return Slice(dim % len(sizes), index, tuple(sizes), tuple(grad.shape))
 
 
-def _undo_select(grad: Tensor, sizes: Any, dim: int, index: int) -> Step | None:
+def _undo_select(grad: Tensor, sizes: Any, dim: int, index: int) -> LogitsStep | None:
     dim = dim % len(sizes)
     index = index + sizes[dim] if index < 0 else index
     narrow = (*sizes[:dim], 1, *sizes[dim + 1 :])
     return Slice(dim, slice(index, index + 1, 1), tuple(sizes), narrow)
 
 
-def _undo_times(grad: Tensor, other: Any) -> Step | None:
+def _undo_times(grad: Tensor, other: Any) -> LogitsStep | None:
     number = number_of(other)
     return None if number is None else Scale("mul", number)
 
 
-def _undo_over(grad: Tensor, other: Any) -> Step | None:
+def _undo_over(grad: Tensor, other: Any) -> LogitsStep | None:
     number = number_of(other)
     return None if number is None else Scale("div", number)
 
 
-def _undo_minus(grad: Tensor) -> Step | None:
+def _undo_minus(grad: Tensor) -> LogitsStep | None:
     return Scale("mul", -1.0)
 
 
-def _undo_tanh(grad: Tensor, result: Any) -> Step | None:
+def _undo_tanh(grad: Tensor, result: Any) -> LogitsStep | None:
     steps = [s for s in getattr(result, "steps", None) or () if s.undone]
     return steps[-1] if steps and isinstance(steps[-1], Cap) else None
 
 
 class Row(NamedTuple):
+    """A kind of step."""
+
     ops: tuple[str, ...]  # operators of torch.ops.aten
-    methods: tuple[str, ...]  # of tensors, for code that torch.compile traces
-    read: Callable[..., Steps | None]
+    methods: tuple[str, ...]  # methods of tensors, in code that torch.compile traces
+    read: Callable[..., LogitsSteps | None]
     undo_ops: tuple[str, ...] = ()
-    undo: Callable[..., Step | None] | None = None
+    undo: Callable[..., LogitsStep | None] | None = None
     in_place: tuple[str, ...] = ()  # operators and methods that write into the logits instead
 
 

@@ -1,7 +1,7 @@
-"""Tensors without storage, whose numbers are made when somebody looks.
+"""Tensors without storage, whose values are computed when code reads them.
 
-:class:`Lazy` is what lazy logits and lazy gradients have in common: who looks at them above
-autograd (printing, pickling, numpy, ``torch.compile``), and what they get.
+:class:`Lazy` is the base class of lazy logits and lazy gradients. It computes values for readers
+above autograd: printing, pickling, numpy, ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusedce.head.lazy.ops import Known, Layout, known
+from fusedce.head.lazy.ops import LazyLayout, OpInfo, op_info
 
 T = torch.Tensor
-BELOW = torch._C.DisableTorchFunctionSubclass
+NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
 
 
-# Methods that give the memory itself away.
+# Methods that expose the data pointer.
 _STORAGE = (T.storage, T._typed_storage, T.untyped_storage)
 _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, *_STORAGE)
 
@@ -28,7 +28,7 @@ def _values_of(func: Any, x: Lazy, *args: Any, **kwargs: Any) -> Any:
     """Call a function that exposes memory on the computed values."""
     values = x.expose(func.__name__)
     if x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__):
-        values = values.detach().requires_grad_()  # for torch to refuse it
+        values = values.detach().requires_grad_()  # so that torch raises its usual error
     return func(values, *args, **kwargs)
 
 
@@ -39,48 +39,56 @@ def _by_pointer(func: Any, *args: Any) -> Any:
 
 
 class Lazy(torch.Tensor):
-    """A wrapper subclass whose numbers are made by ``look`` or ``expose``."""
+    """A wrapper subclass whose values are computed by ``materialize`` or ``expose``.
 
-    like: Layout  # that of these
-    # What is taken above autograd: each is given the function, then its arguments.
+    Attributes:
+        like: shape, dtype and strides.
+        above: functions that are taken over above autograd; each handler is called with the
+            function and its arguments.
+    """
+
+    like: LazyLayout
     above: ClassVar[dict[Any, Any]] = {
         **dict.fromkeys(_MEMORY, _values_of),
         **dict.fromkeys((T.apply_, T.map_, T.map2_), _by_pointer),
-        T.tolist: lambda func, x: x.look("tolist").tolist(),
+        T.tolist: lambda func, x: x.materialize("tolist").tolist(),
     }  # fmt: skip
 
-    def look(self, operation: str) -> Tensor:
-        """The numbers, without a graph."""
+    def materialize(self, operation: str) -> Tensor:
+        """The values, without a graph; ``operation`` needs them."""
         raise NotImplementedError
 
     def expose(self, operation: str) -> Tensor:
-        """The numbers for somebody who may write into them unseen."""
+        """The values, for code that may write into their memory."""
         raise NotImplementedError
 
     def begin_write(self, operation: str) -> None:
-        """Before an operator that may write into the numbers; they are what counts from now on."""
+        """Prepare for an operator that may write: the values count from now on."""
         raise NotImplementedError
 
     def end_write(self) -> None:
-        """After it."""
+        """Note that the operator has written."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.look("repr"))
+        return repr(self.materialize("repr"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.look("deepcopy").__deepcopy__(memo)
+        return self.materialize("deepcopy").__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (
-            self.look("pickle").detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+            self.materialize("pickle")
+            .detach()
+            .requires_grad_(self.requires_grad)
+            .__reduce_ex__(protocol)
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """``torch.compile`` calls this to learn what memory it compiles for, and there is none.
+        """Make ``torch.compile`` skip the frame, since a lazy tensor has no memory.
 
-        The frame that was handed these runs uncompiled, and its loss is fused.
+        The frame runs uncompiled, and its loss is fused.
         """
-        from torch._dynamo.exc import SkipFrame  # loaded by whoever asks; slow to load otherwise
+        from torch._dynamo.exc import SkipFrame  # slow to import, and loaded by every caller
 
         _keep_compiler_out()
         raise SkipFrame(
@@ -102,17 +110,17 @@ class Lazy(torch.Tensor):
     ) -> Any:
         """Any operator, below autograd.
 
-        In inference mode autograd has not taken composite operators apart on their way down: what
-        ``to`` or ``reshape`` does, view or copy, is known of their parts alone.
+        In inference mode composite operators arrive whole; they are decomposed here, since only the
+        parts of ``to`` or ``reshape`` say whether the result is a view or a copy.
         """
-        op, kwargs = known(func), kwargs or {}
+        op, kwargs = op_info(func), kwargs or {}
         if op.is_composite:
             return func.decompose(*args, **kwargs)  # type: ignore[attr-defined]
         return cls.dispatch(func, op, args, kwargs)
 
     @classmethod
-    def dispatch(cls, func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator that is not composite."""
+    def dispatch(cls, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply an operator that is not composite."""
         raise NotImplementedError
 
     @classmethod
@@ -125,7 +133,7 @@ class Lazy(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         handler = cls.above.get(func)
-        with BELOW():
+        with NO_TORCH_FUNCTION():
             if handler and args and (handler is _by_pointer or isinstance(args[0], cls)):
                 result = handler(func, *args, **kwargs)
                 if result is not NotImplemented:
@@ -134,7 +142,7 @@ class Lazy(torch.Tensor):
 
 
 def _method(func: Any) -> Callable[..., Any]:
-    """Method for callers that torch does not dispatch, such as hooks on saved tensors."""
+    """A method for calls that torch does not dispatch, such as those of saved-tensor hooks."""
     return functools.wraps(func)(lambda self, *a, **k: _values_of(func, self, *a, **k))
 
 
@@ -144,9 +152,9 @@ for _func in _MEMORY:
 
 @functools.cache
 def _keep_compiler_out() -> None:
-    """``torch.compile`` would go on with the frames of :class:`Lazy` that a skipped frame calls.
+    """Keep ``torch.compile`` out of the methods of :class:`Lazy` that a skipped frame calls.
 
-    Only from the first such frame on, since each call takes 1 us more then.
+    This happens at the first such frame only, since each call takes 1 us more afterwards.
     """
     for name in ("__torch_function__", "__torch_dispatch__"):
         method = torch.compiler.disable(Lazy.__dict__[name].__func__)
@@ -155,11 +163,11 @@ def _keep_compiler_out() -> None:
 
 def real(x: Any, operation: str) -> Any:
     """``x`` with all lazy tensors in it replaced by real ones."""
-    return replaced(x, Lazy, lambda lazy: lazy.look(operation))
+    return replaced(x, Lazy, lambda lazy: lazy.materialize(operation))
 
 
-def write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that writes into some of its arguments, or may do so, on real numbers."""
+def write(func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an operator that writes into arguments, or may do so, to real values."""
     name, leaves = str(func), torch.utils._pytree.tree_leaves
     written = [args[i] for i in op.writes if i < len(args)]
     written += [kwargs[n] for n in op.written_names if n in kwargs]
@@ -175,11 +183,11 @@ def write(func: Any, op: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return torch.utils._pytree.tree_map(lambda t: lazy.get(id(t), t), out)
 
 
-# ---- for logits in traced code, which are no tensors, as well --------------------------------
+# ---- functions that TracedLogits uses as well ------------------------------------------------
 
 
 def replaced(x: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """``x`` with ``by(y)`` for each ``y`` of this kind in it."""
+    """``x`` with each ``y`` of type ``kind`` in it replaced by ``by(y)``."""
     if isinstance(x, kind):
         return by(x)
     if isinstance(x, dict):
@@ -191,9 +199,10 @@ def replaced(x: Any, kind: type, by: Callable[[Any], Any]) -> Any:
 
 
 def split(x: Any, parts: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Views of ``x`` as long as ``parts``, which a split of something like it gave for ``args``.
+    """Views of ``x`` with the lengths of ``parts``, the result of a split of a meta tensor.
 
-    Each is a view of its own: autograd would fill up what is not used with real zeros.
+    Each is a view of its own: for one node of all parts, autograd would fill the gradients of
+    unused ones with real zeros.
     """
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     begin, views = 0, []
@@ -204,4 +213,5 @@ def split(x: Any, parts: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[A
 
 
 def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
+    """``x.unbind(dim)``, each part a view of its own."""
     return tuple(x.select(dim, i) for i in range(x.shape[dim]))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK, Tick
-from fusedce.head.lazy.make import make_logits
+from fusedce.head.lazy.autograd_node import make_logits
+from fusedce.head.lazy.fused_call import fused_call_of, project
 from fusedce.head.lazy.methods import (
     CAST,
     IN_PLACE,
@@ -25,32 +25,32 @@ from fusedce.head.lazy.methods import (
     dtype_of,
     meta_after,
 )
-from fusedce.head.lazy.request import project, request_of
-from fusedce.head.lazy.steps import Steps
+from fusedce.head.lazy.steps import LogitsSteps
 from fusedce.head.lazy.tensor import replaced, split, unbind
-from fusedce.head.recipe import Recipe, as_they_are, memory_budget_of_head
-from fusedce.head.report import Once, Report
+from fusedce.head.optimizer_clock import CLOCK, Tick
+from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
+from fusedce.head.report import GraphEvent, HeadCounts
 
 
 class Origin(NamedTuple):
-    """The run of a head in compiled code."""
+    """A call of a head in compiled code."""
 
     module: nn.Module
     recipe: Recipe
     hidden: Tensor
-    report: Report
+    report: HeadCounts
     tick: Tick
-    grad: bool  # whether it ran with gradients
+    grad: bool  # whether gradients were on
 
 
 class Called(NamedTuple):
-    """A method called on logits, whether gradients were on, and how the loss understands it."""
+    """A method called on logits, whether gradients were on, and the steps that it is."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad: bool
-    steps: Steps
+    steps: LogitsSteps
 
     def __call__(self, x: Any) -> Any:
         with torch.set_grad_enabled(self.grad):
@@ -58,18 +58,18 @@ class Called(NamedTuple):
 
 
 class TracedLogits:
-    """What a replaced head returns while ``torch.compile`` traces: no tensor, but like one.
+    """The result of a replaced head while ``torch.compile`` traces: not a tensor, but like one.
 
-    In the traced code the steps and the loss are those of lazy logits, and everything else gets
-    real logits. Nobody knows there which calls copy, for strides are symbols; so with the first
-    look at any of them, before anything can be written, all that came of a head are made. Outside,
-    where a compiled model has returned it, it passes everything on to lazy logits.
+    In traced code, steps and loss are those of lazy logits, and everything else gets real logits.
+    Strides are symbols there, so that it is unknown which calls copy. Therefore the first operation
+    that needs real logits computes all logits of a head, before anything can be written. Outside
+    compiled code, a model's result passes every call on to lazy logits.
     """
 
     def __init__(self, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._origin, self._shape, self._dtype = origin, shape, dtype
         self._parent: TracedLogits | None = None
-        self._made_by: tuple[Called, ...] = ()  # of the parent's, then in place
+        self._made_by: tuple[Called, ...] = ()  # the method of the parent, then those in place
         self._children: list[TracedLogits] = []
         self._grad = origin.grad
         self._real: Tensor | None = None
@@ -77,7 +77,12 @@ class TracedLogits:
 
     @classmethod
     def make(
-        cls, module: nn.Module, recipe: Recipe, hidden: Tensor, dtype: torch.dtype, report: Report
+        cls,
+        module: nn.Module,
+        recipe: Recipe,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        report: HeadCounts,
     ) -> TracedLogits:
         origin = Origin(module, recipe, hidden, report, CLOCK.now, torch.is_grad_enabled())
         shape = (*hidden.shape[:-1], recipe.weight.shape[0])
@@ -87,10 +92,10 @@ class TracedLogits:
     def tensor(self) -> Any:
         """A tensor with these values: real while tracing, lazy outside.
 
-        For consumers that ask with ``isinstance`` whether they are given a tensor.
+        It is for consumers that check with ``isinstance`` for a tensor.
         """
         if torch.compiler.is_compiling() or self._real is not None:
-            return self._look()
+            return self._materialize()
         if self._outside is None:
             if self._parent is None:
                 o = self._origin
@@ -104,19 +109,19 @@ class TracedLogits:
             self._outside = x
         return self._outside
 
-    def _steps(self) -> Steps:
-        """All that was done since the head."""
+    def _steps(self) -> LogitsSteps:
+        """All steps since the head."""
         above = () if self._parent is None else self._parent._steps()
         return (*above, *(step for called in self._made_by for step in called.steps))
 
-    def _look(self) -> Tensor:
+    def _materialize(self) -> Tensor:
         if self._real is None:
             root = self
             while root._parent is not None:
                 root = root._parent
             o = root._origin
-            o.report.made_in_graphs = Once(o.report.made_in_graphs)
-            with torch.set_grad_enabled(o.grad), as_they_are(o.hidden.device):
+            o.report.made_in_graphs = GraphEvent(o.report.made_in_graphs)
+            with torch.set_grad_enabled(o.grad), no_autocast(o.hidden.device):
                 operands = o.recipe.operands(o.hidden)
                 root._make(F.linear(*operands))
         assert self._real is not None
@@ -131,7 +136,7 @@ class TracedLogits:
         for child in self._children:
             child._make(x)
 
-    # ---- what a tensor knows of itself -------------------------------------------------------
+    # ---- attributes of tensors ---------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
@@ -166,7 +171,7 @@ class TracedLogits:
         return self.shape if dim is None else self._shape[dim]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not one of a tensor's, or this object is half made
+        if name.startswith("_"):  # no tensor's attribute, or __init__ still runs
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -202,9 +207,9 @@ class TracedLogits:
 
 
 def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a method does to logits that nobody has looked at; ``NotImplemented`` if that needs it.
+    """Apply a method to logits that are not computed; ``NotImplemented`` if it needs values.
 
-    In place it changes the object itself, where nobody else would have to see that.
+    An in-place method changes the object itself; it is supported without views only.
     """
     in_place = name in IN_PLACE
     row = IN_PLACE[name] if in_place else METHODS[name]
@@ -239,7 +244,7 @@ def take_step(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _kept(argument: Any) -> Any:
-    """What a step is given, safe from writes before a look or the loss."""
+    """An argument of a step, copied so that later writes into it do not count."""
     if isinstance(argument, tuple):
         return tuple(_kept(a) for a in argument)
     return argument.clone() if isinstance(argument, Tensor) else argument
@@ -252,11 +257,11 @@ def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         if p is None:
             return NotImplemented
         budget = memory_budget_of_head(o.module)
-        request = request_of(p.hidden.shape[:-1], x.device, budget, *args, **kwargs)
-        if request is None:
+        fused_call = fused_call_of(p.hidden.shape[:-1], x.device, budget, *args, **kwargs)
+        if fused_call is None:
             return NotImplemented
-        loss = request.fused(p, o.recipe)
-    o.report.losses_in_graphs = Once(o.report.losses_in_graphs)
+        loss = fused_call.fused(p, o.recipe)
+    o.report.losses_in_graphs = GraphEvent(o.report.losses_in_graphs)
     return loss if autocast_dtype(x.device) is not None else loss.to(x._dtype)
 
 
@@ -273,7 +278,7 @@ def _parts(x: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A method of traced logits: the step of that name, or the tensor's method."""
+    """The method ``name`` of traced logits: a step of the table, or the tensor's method."""
     is_step, splits = name in METHODS or name in IN_PLACE, name in SPLITS
 
     def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
@@ -12,8 +13,8 @@ from fusedce.testing import Case
 def gradients(monkeypatch, problem, argmax, *, by_gemm):
     row = archs.BY_NAME["interpreter"]
     row = row._replace(
-        two_bytes=row.two_bytes._replace(by_gemm=by_gemm),
-        four_bytes=row.four_bytes._replace(by_gemm=by_gemm),
+        two_bytes=row.two_bytes._replace(gemm_up_to=2**31 if by_gemm else 0),
+        four_bytes=row.four_bytes._replace(gemm_up_to=2**31 if by_gemm else 0),
     )
     monkeypatch.setattr(archs, "architecture", lambda device: row)
     wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
@@ -44,6 +45,42 @@ def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):
     for a, b in zip(one[3:], two[3:], strict=True):
         rounding = 2 * torch.finfo(dtype).eps
         assert (a.double() - b.double()).norm() <= max(rounding, 1e-5) * b.double().norm()
+
+
+@pytest.mark.parametrize(
+    ("H", "asked", "expected"),
+    [(2304, None, True), (2305, None, False), (64, "0", False), (4096, "1", True)],
+)
+def test_one_gemm_is_chosen_by_the_hidden_size(monkeypatch, H, asked, expected):
+    walks = archs.BY_NAME["sm_90"].two_bytes
+    monkeypatch.delenv("FUSEDCE_EXP_GEMM", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("FUSEDCE_EXP_GEMM", asked)
+    assert archs.by_one_gemm(walks, H) == expected
+    for name in ("sm_80", "sm_120", "gfx942", "other"):
+        assert archs.by_one_gemm(archs.BY_NAME[name].two_bytes, H) == (asked == "1")
+    assert archs.by_one_gemm(archs.BY_NAME["sm_90"].four_bytes, H) == (asked == "1")
+
+
+def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
+    """And holds no tile of products, as the plan says."""
+    from fusedce.backends.triton import training
+
+    hidden, weight, labels, _ = Case((37,), 40, 333, torch.bfloat16).tensors()
+    asked = []
+
+    def way(call, **more):
+        asked.append(call.gemm_block)
+        return plan.way_of(call, **more)
+
+    monkeypatch.setattr(training, "way_of", way)
+    for value in ("1", "0"):
+        monkeypatch.setenv("FUSEDCE_EXP_GEMM", value)
+        backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(weight=True), None)
+    assert asked == [archs.BY_NAME["interpreter"].two_bytes.gemm.BLOCK_V, 0]
+    monkeypatch.setenv("FUSEDCE_EXP_GEMM", "yes")
+    with pytest.raises(ValueError, match="FUSEDCE_EXP_GEMM must be 0, 1 or unset, got 'yes'"):
+        backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(weight=True), None)
 
 
 def test_a_bad_label_poisons_its_row_alone(monkeypatch):

@@ -3,9 +3,9 @@
 Every access must lie inside a tensor and be aligned to its size. Of each 2 bytes it is known which
 CTA wrote them, in which epoch and by which warp.
 
-Inside a CTA, an access to what another warp wrote in the same epoch is a race. (A write over what
-another warp has read is none: of a number that it adds to, Triton has every warp read the old value
-and one of them write the new one.)
+Inside a CTA, an access to what another warp wrote in the same epoch is a race, and so is a write
+over what one other warp alone has read. (Where several have, it is none: of a number that it adds
+to, Triton has every warp read the old value and one of them write the new one.)
 
 Between CTAs, a place that one has written may be touched by another only where an atomic that
 releases (by the writer, after the write) and one that acquires (by the other, before its access)
@@ -136,7 +136,7 @@ class GlobalMemory:
                 of_other = author[others] == other
                 own = warps[where[of_other]]
                 self._must_be_seen(cta, int(other), g[others][of_other], own, write=write)
-        self._touched.after_write(cta, g, warps, "global memory", write=write)
+        self._touched.race(cta, g, warps, "global memory", write=write, several_may_read=True)
         if write:
             self._author[g] = cta.number
 

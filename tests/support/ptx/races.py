@@ -26,30 +26,32 @@ class Touched:
         self.write_epoch, self.writer = np.full(n, -1, np.int32), np.full(n, NOBODY, np.int16)
         self.read_epoch, self.reader = np.full(n, -1, np.int32), np.full(n, NOBODY, np.int16)
 
-    def race(self, cta: Cta, g: np.ndarray, warps: np.ndarray, where: str, *, write: bool) -> None:
-        """Notes an access of ``warps (lanes,)`` to ``g (lanes, granules)``; a race is a fault."""
-        self.after_write(cta, g, warps, where, write=write)
-        warps = warps[:, None]
-        read = self.read_epoch[g] == cta.epoch
-        if write and (read & (self.reader[g] != warps)).any():
-            cta.fault(f"race in {where}: write over what another warp read since the last barrier")
-        if not write:
-            others = read & (self.reader[g] != warps)
-            self.read_epoch[g] = cta.epoch
-            self._sign(self.reader, g, warps)
-            self.reader[g[others]] = SEVERAL
-
-    def after_write(
-        self, cta: Cta, g: np.ndarray, warps: np.ndarray, where: str, *, write: bool
+    def race(
+        self,
+        cta: Cta,
+        g: np.ndarray,  # (lanes, granules)
+        warps: np.ndarray,  # (lanes,)
+        where: str,
+        *,
+        write: bool,
+        several_may_read: bool = False,  # what is then written
     ) -> None:
-        """The same, but for writes over what was read."""
+        """Notes an access of ``warps`` to ``g``; a race is a fault."""
         warps = warps[:, None]
         if ((self.write_epoch[g] == cta.epoch) & (self.writer[g] != warps)).any():
             what = "write over" if write else "read of"
             cta.fault(f"race in {where}: {what} what another warp wrote since the last barrier")
-        if write:
-            self.write_epoch[g] = cta.epoch
-            self._sign(self.writer, g, warps)
+        reader = self.reader[g]
+        others = (self.read_epoch[g] == cta.epoch) & (reader != warps)
+        if not write:
+            self.read_epoch[g] = cta.epoch
+            self._sign(self.reader, g, warps)
+            self.reader[g[others]] = SEVERAL
+            return
+        if (others & (reader != SEVERAL) if several_may_read else others).any():
+            cta.fault(f"race in {where}: write over what another warp read since the last barrier")
+        self.write_epoch[g] = cta.epoch
+        self._sign(self.writer, g, warps)
 
     @staticmethod
     def _sign(names: np.ndarray, g: np.ndarray, warps: np.ndarray) -> None:

@@ -1,6 +1,6 @@
-"""What autograd's backward nodes do to a gradient that stays lazy.
+"""Rules for the operators that autograd's backward nodes apply to a lazy gradient.
 
-Closures that are kept must not hold the gradient itself, which may come to hold them.
+Closures that are kept must not refer to the gradient itself, since it may refer to them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.lazy.grad import RULES, LogitsGrad, Source, Term
-from fusedce.head.lazy.ops import Layout, aten, known
-from fusedce.head.lazy.steps import Cap, Index, Scale, Slice, Step, identity
+from fusedce.head.lazy.grad import RULES, LogitsGrad, LogitsSource, Term
+from fusedce.head.lazy.ops import LazyLayout, aten, op_info
+from fusedce.head.lazy.steps import Cap, Index, LogitsStep, Scale, Slice, identity
 from fusedce.head.lazy.tensor import real
 
 
 def _zeros(func: Any, x: LogitsGrad, *args: Any, dtype: Any = None, **_: Any) -> Any:
     sizes = args[0] if func is aten.new_zeros.default else x.shape
-    return LogitsGrad(Layout(sizes, dtype or x.dtype), x.device, (), None)
+    return LogitsGrad(LazyLayout(sizes, dtype or x.dtype), x.device, (), None)
 
 
 def _empty(
     func: Any, x: LogitsGrad, sizes: Any, strides: Any, *, dtype: Any = None, **_: Any
 ) -> Any:
     like = torch.empty_strided(sizes, strides, dtype=dtype or x.dtype, device="meta")
-    return LogitsGrad(Layout.of(like), x.device, (), None)
+    return LogitsGrad(LazyLayout.of(like), x.device, (), None)
 
 
 def _cast(func: Any, x: LogitsGrad, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
@@ -38,7 +38,7 @@ def _cast(func: Any, x: LogitsGrad, *, dtype: Any = None, device: Any = None, **
 
 def _same(func: Any, x: LogitsGrad, *args: Any, **kwargs: Any) -> Any:
     move = lambda t: func(t, *args, **kwargs)  # noqa: E731
-    view = move if known(func).is_view else None
+    view = move if op_info(func).is_view else None
     return _moved(x, x.like.after(func, *args, **kwargs), move, x.terms, view)
 
 
@@ -51,12 +51,12 @@ def _reshape(func: Any, x: LogitsGrad, *args: Any) -> Any:
 
 
 def _undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """What undoes a step of the logits, or multiplies."""
+    """Undo a step of the logits, or multiply by a factor."""
     if not isinstance(x, LogitsGrad):
         if func is not aten.mul.Tensor or not isinstance(args[0], LogitsGrad):
             return NotImplemented
         x, args = args[0], (x,)
-    row = known(func).undoing
+    row = op_info(func).undoing
     step = None if row is None or row.undo is None else row.undo(x, *args, **kwargs)
     if isinstance(step, Scale) or (row is not None and _is_factor(args)):
         terms = tuple(_scaled(t, step, func, args) for t in x.terms)
@@ -71,26 +71,26 @@ def _undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     terms = tuple(t._replace(left=t.left[1:]) for t in x.terms)
     if isinstance(step, Cap):
-        logits = Source(args[0])
-        return _moved(x, x.like, lambda t: func(t, logits.look("tanh_backward")), terms)
+        logits = LogitsSource(args[0])
+        return _moved(x, x.like, lambda t: func(t, logits.materialize("tanh_backward")), terms)
     layout = x.like.after(func, *args, **kwargs)
     move = lambda t: func(t, *args, **kwargs)  # noqa: E731
-    return _moved(x, layout, move, terms, move if known(func).is_view else None)
+    return _moved(x, layout, move, terms, move if op_info(func).is_view else None)
 
 
 def _moved(
     x: LogitsGrad,
-    layout: Layout,
+    layout: LazyLayout,
     move: Callable[[Tensor], Tensor],
     terms: tuple[Term, ...],
     view: Callable[[Tensor], Tensor] | None = None,
 ) -> LogitsGrad:
-    """The same after a linear operation; ``view`` is what that does to numbers laid out like it."""
+    """The gradient after a linear operation ``move``; ``view`` is the same as a view of numbers."""
     make = x.make and _after(x.make, move)
     dense = None if x.dense is None else move(x.dense)
     new = LogitsGrad(layout, x.device, terms, dense, make)
     if view is not None:
-        new.base, new.move, new.seen = x, view, x.writes
+        new.base, new.move, new.base_writes = x, view, x.writes
     return new
 
 
@@ -99,7 +99,7 @@ def _after(make: Callable[[str], Tensor], move: Callable[[Tensor], Tensor]) -> A
 
 
 def _copy(func: Any, x: Any, source: Any, *_: Any) -> Any:
-    """As autograd does around what was written in place into a view."""
+    """``copy_`` of one lazy gradient into another, which autograd does for writes into views."""
     if not isinstance(x, LogitsGrad) or not isinstance(source, LogitsGrad):
         return NotImplemented
     base = x.base
@@ -121,8 +121,8 @@ def _is_factor(args: tuple[Any, ...]) -> bool:
     return len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 0
 
 
-def _scaled(term: Term, step: Step | None, func: Any, args: tuple[Any, ...]) -> Term:
-    """A factor undoes the step of the same factor, whoever multiplies first, or else counts."""
+def _scaled(term: Term, step: LogitsStep | None, func: Any, args: tuple[Any, ...]) -> Term:
+    """Multiply a term: a factor undoes the step with the same factor, or joins its factors."""
     if term.left and term.left[0] == step:
         return term._replace(left=term.left[1:])
     if isinstance(step, Scale):
@@ -160,7 +160,7 @@ def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Any:
 
 
 def _put_back(func: Any, into: Any, indices: Any, grad: Any, *_: Any) -> Any:
-    """What autograd does to undo a choice of rows: adds them to zeros."""
+    """Undo an index of rows: autograd adds the rows' gradient into zeros."""
     if not isinstance(into, LogitsGrad) or not isinstance(grad, LogitsGrad):
         return NotImplemented
     if into.terms or into.dense is not None:
@@ -182,7 +182,7 @@ def _put_back(func: Any, into: Any, indices: Any, grad: Any, *_: Any) -> Any:
 
 
 def _sum(func: Any, x: LogitsGrad, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Over all rows: the gradient of a bias that was added to the logits."""
+    """Sum over all rows: the gradient of a bias that was added to the logits."""
     V = x.shape[-1]
     rows = sorted(d % x.dim() for d in dims or ())
     if rows != list(range(x.dim() - 1)) or dtype not in (None, x.dtype):

@@ -1,7 +1,7 @@
-"""The forward of a replaced head: an attribute of the module, whose class stays what it was.
+"""The forward of a replaced head: an attribute of the module, whose class is unchanged.
 
-Parameters, state dict, hooks and ``type`` stay as they are, and what is copied, pickled or
-replicated computes with its own parameters.
+Parameters, state dict, hooks and ``type`` stay as they are. A copy, a pickle or a replica of the
+module computes with its own parameters.
 """
 
 from __future__ import annotations
@@ -18,36 +18,46 @@ from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
-from fusedce.head.clock import CLOCK
-from fusedce.head.lazy.make import make_logits
+from fusedce.head.lazy.autograd_node import make_logits
 from fusedce.head.lazy.traced import TracedLogits
+from fusedce.head.optimizer_clock import CLOCK
 from fusedce.head.probe import Mode, Products, can_probe, cast_of, is_plain, mode_of, probe
 from fusedce.head.recipe import ATTACHED, Recipe, is_sum_of_products, recipe_of
-from fusedce.head.report import Report
+from fusedce.head.report import HeadCounts
 
 
 class Attached:
-    """What a replaced head knows of itself."""
+    """State of a replaced head, kept on its module.
+
+    Attributes:
+        module: weak reference to the head.
+        memory_budget: bytes that the loss may hold, or ``None``.
+        previous: the ``forward`` that stood on the instance before, or ``None``.
+        report: counts of losses and logits.
+        products: dtypes found by probing, by mode; ``None`` if the head is not linear there.
+    """
 
     def __init__(self, module: nn.Module, since: str) -> None:
         self.module = weakref.ref(module)
-        self.memory_budget: int | None = None  # bytes, of the loss
-        self.previous = module.__dict__.get("forward")  # an instance attribute
-        self.report = Report(since)
-        self.products: dict[Mode, Products | None] = {}  # None: it is not linear there
+        self.memory_budget: int | None = None
+        self.previous = module.__dict__.get("forward")
+        self.report = HeadCounts(since)
+        self.products: dict[Mode, Products | None] = {}
 
     def install(self) -> None:
+        """Replace the forward of the module."""
         module = self.module()
         assert module is not None, "replaced while it is being freed"
         module.__dict__ |= {
             ATTACHED: self,
             "forward": HeadForward(module),
-            # Asked of the module itself by `copy` and `pickle`, and by `nn.DataParallel`.
+            # `copy` and `pickle` call the first of these, `nn.DataParallel` the second.
             "__getstate__": functools.partial(_state_of, self.module),
             "_replicate_for_data_parallel": functools.partial(_replica_of, self.module),
         }
 
     def remove(self) -> None:
+        """Restore the forward that the module had."""
         module = self.module()
         assert module is not None, "restored while it is being freed"
         for name in _STATE:
@@ -61,7 +71,7 @@ class Attached:
                     module.__dict__[name] = original(module, self)
 
     def of(self, module: nn.Module) -> Attached:
-        """That of a copy."""
+        """The state for ``module``, a copy of this head."""
         new = Attached.__new__(Attached)
         new.__dict__ |= self.__dict__
         new.module = weakref.ref(module)
@@ -69,7 +79,7 @@ class Attached:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         module = memo.get(id(self.module()))
-        if module is None:  # of a shallow copy, which has an original head
+        if module is None:  # in a shallow copy, which has the original head
             return self
         new = self.of(module)
         new.report, new.products = copy.deepcopy(self.report), dict(self.products)
@@ -83,7 +93,11 @@ class Attached:
         )  # fmt: skip
 
     def probe(self, module: nn.Module, mode: Mode, weight: Tensor) -> None:
-        """Ask the original head, see :func:`fusedce.head.probe.probe`."""
+        """Probe the original head in this mode (:func:`fusedce.head.probe.probe`).
+
+        Raises:
+            ValueError: the head is not linear.
+        """
         self.products[mode] = found = probe(module, original(module, self), mode, weight)
         if found.dtype != (mode.autocast or mode.hidden):
             self.report.note(
@@ -103,10 +117,10 @@ _STATE = (ATTACHED, "__getstate__", "_replicate_for_data_parallel")
 
 
 class HeadForward:
-    """``(..., H)`` to lazy logits ``(..., V)``, or to what the original head makes of it."""
+    """Maps ``(..., H)`` to lazy logits ``(..., V)``, or calls the original head."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)  # which holds this
+        self.module = weakref.ref(module)  # the module holds this object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module()
@@ -131,7 +145,7 @@ class HeadForward:
 
 
 def _state_of(module: Any) -> dict[str, Any]:
-    """State to copy and pickle. A shallow copy is an original head with the same parameters."""
+    """State to copy and pickle; a shallow copy is an original head with the same parameters."""
     own = getattr(type(module()), "__getstate__", None)
     usual = own in (None, getattr(object, "__getstate__", None))
     state = module().__dict__ if usual or own is None else own(module())
@@ -145,7 +159,7 @@ def _replica_of(module: Any) -> nn.Module:
 
 
 def _unpickled(
-    module: nn.Module, previous: Any, report: Report, products: Any, memory_budget: int | None
+    module: nn.Module, previous: Any, report: HeadCounts, products: Any, memory_budget: int | None
 ) -> Attached:
     new = Attached.__new__(Attached)
     new.module, new.previous = weakref.ref(module), previous
@@ -155,14 +169,14 @@ def _unpickled(
 
 
 def original(module: nn.Module, attached: Attached) -> Any:
-    """The forward that the head had."""
+    """The forward that the head had before it was replaced."""
     if attached.previous is not None:
         return attached.previous
     return functools.partial(type(module).forward, module)
 
 
 def _why_not(module: nn.Module, hidden: Any) -> str | None:
-    """Why the original head runs, if it does."""
+    """Why the original head runs for this input; ``None`` if it need not."""
     if type(hidden) not in (Tensor, nn.Parameter):
         return f"its input is not one plain tensor, but {type(hidden).__name__}"
     if not hidden.is_floating_point() or hidden.dim() == 0:
@@ -191,7 +205,7 @@ def _misfit(weight: Tensor, hidden: Tensor) -> str | None:
 def _products_of(
     module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor
 ) -> Products | None:
-    """The recipe by which the original head multiplies, or ``None`` if it is not linear here."""
+    """Dtypes in which the original head multiplies; ``None`` if it is not linear here."""
     cast = cast_of(hidden, autocast_dtype(hidden.device))
     usual = Products(cast, cast)
     if is_plain(type(module)):
@@ -233,9 +247,9 @@ def _lazy_logits(
 
 @functools.cache
 def _biased_products_are_views() -> bool:
-    """Whether ``F.linear`` with a bias gives a view of a matrix, which hooks and writes can tell.
+    """Whether ``F.linear`` with a bias gives a view of a matrix, as it does before torch 2.15.
 
-    It does before torch 2.15.
+    Hooks and writes behave differently for views.
     """
     with torch.inference_mode(False):
         zeros = torch.zeros(1, 1, 1)

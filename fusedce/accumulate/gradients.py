@@ -1,25 +1,26 @@
-"""Windows whose count becomes known at their end: gradients are corrected there, once."""
+"""Gradients of a window: corrected once by ``finish``, or found and dropped inside FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _composable_state
 
 from fusedce.accumulate import faults as _faults
 
-UNKNOWN = 1024  # tokens a rank: the estimate in the first window
-_PART = 2**24  # elements whose float32 copies are held at a time
+FIRST_ESTIMATE = 1024  # tokens per rank, the denominator of a first streaming window
+_PART = 2**24  # elements copied to float32 at a time
 
 
 def trained_of(parameters: Any, some: bool) -> list[Tensor]:
-    """Those of ``parameters`` that have a gradient, each once.
+    """The tensors of ``parameters`` that have a gradient, each once.
 
     Raises:
         TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient, though ``some`` must.
+        RuntimeError: none has a gradient although ``some`` is set.
     """
     advice = "pass an iterable of tensors, such as model.parameters()"
     if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
@@ -48,23 +49,24 @@ _LISTENERS: dict[int, Callable[[float], None]] = {}
 
 
 class OnCorrection:
-    """Until :meth:`remove`, ``told(factor)`` is called where gradients are corrected.
+    """Calls ``listener(factor)`` for each correction of gradients, until :meth:`remove`.
 
-    For tools that follow what a gradient has been multiplied by; reading the factor waits.
+    Tools use it to follow the factors of a gradient. Reading the factor waits for its device.
     """
 
-    def __init__(self, told: Callable[[float], None]) -> None:
-        _LISTENERS[id(self)] = told
+    def __init__(self, listener: Callable[[float], None]) -> None:
+        _LISTENERS[id(self)] = listener
 
     def remove(self) -> None:
+        """Stop the calls."""
         _LISTENERS.pop(id(self), None)
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """``p.grad *= factor ()`` float64, each product rounded once: never the factor."""
-    for told in _LISTENERS.values():
-        told(float(factor))
+    """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
+    for listener in _LISTENERS.values():
+        listener(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
         grad = local_of(p.grad)
@@ -86,7 +88,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _parts(grads: list[Tensor]) -> Iterable[list[Tensor]]:
-    """The tensors in lists of at most ``_PART`` elements, large ones in pieces."""
+    """Split the tensors into lists of at most ``_PART`` elements; large ones come in pieces."""
     part: list[Tensor] = []
     size = 0
     for grad in grads:
@@ -102,5 +104,45 @@ def _parts(grads: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def local_of(grad: Any) -> Tensor:
-    """The shard of a DTensor that lies here; other gradients as they are."""
+    """The local shard of a DTensor; other tensors unchanged."""
     return grad.to_local() if hasattr(grad, "to_local") else grad
+
+
+# ---- gradients inside FSDP2 -------------------------------------------------------------------
+
+# With set_requires_gradient_sync(False) FSDP2 keeps the unsharded gradients of a micro-batch
+# inside, where zero_grad does not reach them, until the last micro-batch of the window. If that one
+# never comes, they would be added to the next window.
+
+
+def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
+    """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
+    return [p for p in _fsdp2_parameters(module) if _held(p)]
+
+
+def drop_gradients(module: torch.nn.Module) -> None:
+    """Forget all gradients of ``module``, including those that wait inside FSDP2."""
+    module.zero_grad()
+    for p in held_by_fsdp2(module):
+        if p._unsharded_param is not None:
+            p._unsharded_param.grad = None
+        if p.unsharded_accumulated_grad is not None:  # before torch 2.15 a buffer of its own
+            p.unsharded_accumulated_grad = None
+
+
+def _held(p: Any) -> bool:
+    inside = getattr(p, "_unsharded_param", None)
+    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
+
+
+def _fsdp2_parameters(module: torch.nn.Module | None) -> Iterator[Any]:
+    states = _composable_state._module_state_mapping
+    modules: Iterable[Any] = list(states) if module is None else module.modules()
+    for one in modules:
+        reference = states.get(one)
+        state: Any = None if reference is None else reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there was one
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            yield from getattr(group, "fsdp_params", ())

@@ -1,6 +1,6 @@
-"""Tell whether tensors have changed: version counters, and the steps of optimizers.
+"""Tell whether tensors have changed, by version counters and by the steps of optimizers.
 
-Fused optimizers change parameters and no version counter.
+Steps are counted because fused optimizers change parameters without a version counter.
 """
 
 from __future__ import annotations
@@ -23,49 +23,53 @@ def version_of(x: Tensor) -> int:
 
 
 class Tick:
-    """The time between two steps of optimizers. Who keeps one can ask what has stepped since.
+    """The time between two optimizer steps; a tick that is kept knows the steps since.
 
-    ``torch.compile`` asks nothing about such an object but its type: code compiled once keeps the
-    tick of each of its runs.
+    ``torch.compile`` guards on nothing but the type of such an object, so that code compiled once
+    can keep the tick of each of its runs.
     """
 
     def __init__(self) -> None:
         self.next: Tick | None = None
-        self.optimizer: weakref.ref[Optimizer] | None = None  # whose step has ended this time
+        self.optimizer: weakref.ref[Optimizer] | None = None  # whose step has ended this tick
 
     def steps(self) -> Iterator[Optimizer | None]:
-        """The optimizers that have stepped since; ``None`` for one that is gone."""
+        """The optimizers that have stepped since; ``None`` for one that no longer exists."""
         tick = self
         while tick.next is not None:
             yield None if tick.optimizer is None else tick.optimizer()
             tick = tick.next
 
 
-class Source(Protocol):
-    """What somebody's gradient is made of."""
+class BeforeStep(Protocol):
+    """An object that is called before each optimizer step."""
 
     def before(self, optimizer: Optimizer) -> None:
-        """A step of this optimizer is next."""
+        """Prepare for the step of this optimizer."""
 
 
-class Report(Protocol):
-    """Counts of what compiled graphs do."""
+class AfterStep(Protocol):
+    """Counts of compiled graphs, which are collected after each optimizer step."""
 
     def collect(self) -> None:
-        """Add up, for what is not added up takes memory."""
+        """Add up the events of compiled graphs; each takes memory until then."""
 
 
 class Clock:
+    """Holds the current :class:`Tick` and calls its listeners around optimizer steps."""
+
     def __init__(self) -> None:
         self.now = Tick()
-        self.reports: weakref.WeakSet[Report] = weakref.WeakSet()
-        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self.reports: weakref.WeakSet[AfterStep] = weakref.WeakSet()
+        self.sources: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook before a step."""
         for source in list(self.sources):
             source.before(optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook after a step: begin a new tick."""
         for report in self.reports:
             report.collect()
         old, self.now = self.now, Tick()

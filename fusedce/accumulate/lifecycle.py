@@ -1,4 +1,4 @@
-"""From one optimizer step to the next: how windows open and end, on all ranks alike."""
+"""The life of windows: how each opens and ends, on all ranks alike, and the metrics they add to."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ from torch import Tensor
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window
 from fusedce.accumulate.engines import Engine
-from fusedce.accumulate.graph import leaves_of
+from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
+from fusedce.accumulate.gradients import (
+    FIRST_ESTIMATE,
+    drop_gradients,
+    held_by_fsdp2,
+    scale_gradients,
+    trained_of,
+)
 from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.leftovers import drop, leftovers
-from fusedce.accumulate.ranks import CLOSE, FINISH, WINDOW, Meeting
-from fusedce.accumulate.streaming import UNKNOWN, scale_gradients, trained_of
-from fusedce.accumulate.totals import ONLY, Totals, names_of, stacked
-from fusedce.accumulate.window import Window
+from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, names_of, stacked, sums_of
+from fusedce.accumulate.window import Window, leaves_of
 from fusedce.contract.groups import Ranks
+from fusedce.contract.monitors import MonitoredLossSum
 
 
 @dataclass
-class Steps:
-    """The open window, and the totals of those that have ended.
+class Lifecycle:
+    """Opens and ends windows, and keeps the totals of those that have ended.
 
     Attributes:
-        meeting: all ranks that share the windows; ``tokens``: those of them whose losses are added
-            (in a pipeline, the last stages).
-        engine: who runs backward.
-        grad_reduction, on_empty: settings, which all ranks must share.
+        tokens: the ranks whose losses are added (in a pipeline, the last stages).
+        exchange: messages between all ranks that share the windows.
+        engine: runs backward.
+        grad_reduction, on_empty: settings that must be equal on all ranks.
         has_loss: whether this rank computes losses.
+        guard: checks of what the training loop does beside the accumulator.
+        totals: sums of the windows that have ended.
+        window: the open window, or ``None``.
+        announced: the result of ``window(...)`` until it is entered.
+        should_step: whether the last window is worth an optimizer step.
+        evaluated: the metrics hold batches that were added since the last reset.
+        has_trained: the totals hold training windows, so reading them needs no collective.
     """
 
     tokens: Ranks
-    meeting: Meeting
+    exchange: Exchange
     engine: Engine
     grad_reduction: str
     on_empty: str
@@ -46,23 +58,23 @@ class Steps:
     guard: Guard = field(default_factory=Guard)
     totals: Totals = field(default_factory=Totals)
     window: Window | None = None
-    announced: object = None  # what window(...) returned, until it is entered
+    announced: object = None
     should_step: bool = True
-    evaluated: bool = False  # the metrics hold batches that were added since the last reset
-    has_trained: bool = False  # what was trained needs no collective to be read
+    evaluated: bool = False
+    has_trained: bool = False
 
     def __post_init__(self) -> None:
-        self._loaded: int | None = None  # the estimate of a state, until all ranks have compared it
-        self._dropped = False  # a window was, whose gradients FSDP2 may hold
-        self._held: set[int] = set()  # FSDP2's parameters with gradients of other windows
-        self._noted = self.new_faults()  # on a device, of windows that have ended
+        self._loaded: int | None = None  # estimate of a loaded state, until all ranks compare it
+        self._dropped = False  # a window was dropped whose gradients FSDP2 may hold
+        self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
+        self._noted = self.new_faults()  # errors on a device, from windows that have ended
 
-    def settings(self) -> Steps:
-        """New ones of the same ranks, before any window."""
-        meeting = Meeting(self.meeting.ranks)
+    def fresh(self) -> Lifecycle:
+        """The same ranks and settings, before any window."""
+        exchange = Exchange(self.exchange.ranks)
         return replace(
             self,
-            meeting=meeting,
+            exchange=exchange,
             guard=Guard(),
             totals=Totals(),
             window=None,
@@ -73,21 +85,23 @@ class Steps:
         )
 
     def new_faults(self) -> _faults.Faults:
-        return _faults.Faults(at_once=self.meeting.ranks.group() is None)
+        """Storage for errors found in tensors."""
+        return _faults.Faults(at_once=self.exchange.ranks.group() is None)
 
     # ---- declared counts --------------------------------------------------------------------
 
     def enter(self, counts: Any, weights: Mapping[str, float] | None) -> None:
+        """Open a window of declared counts: see :meth:`LossAccumulator.window`. One all-gather."""
         self.announced = None
-        with self.meeting.on_the_way(WINDOW):
+        with self.exchange.tell_peers_on_error(WINDOW):
             self.refuse_open_window("open another")
             self._check_ready()
             losses, declared = as_window(counts, weights)
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
         local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
-        told = self._of_losses(len(declared), losses)
-        sent = self.meeting.send(WINDOW, local, self.equal(), told)
+        of_losses = self._of_losses(len(declared), losses)
+        sent = self.exchange.send(WINDOW, local, self.equal(), of_losses)
         if self.on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
         else:
@@ -95,6 +109,7 @@ class Steps:
         self._opens(Window(losses, declared, sent, self.new_faults()))
 
     def leave(self, error: BaseException | None) -> None:
+        """Close a window of declared counts, or drop it after ``error``. One all-gather."""
         window = self.window
         if window is None:
             if error is None:
@@ -102,31 +117,32 @@ class Steps:
             return
         if error is not None:
             self.ends(dropped=True)
-            self.meeting.note_wait(error)
-            # Others that are told as well will not come to the window's end.
-            if error is not self.meeting.told and not window.was_refused():
-                self.meeting.fail(CLOSE, error)
-            self.meeting.told = None  # its traceback holds what has run out of memory
+            self.exchange.note_wait(error)
+            # Ranks that already know of the error do not come to the window's end.
+            if error is not self.exchange.shared_error and not window.was_refused():
+                self.exchange.fail(CLOSE, error)
+            self.exchange.shared_error = None  # its traceback holds what has run out of memory
             return
         try:
             window.denominators()
-            with self.meeting.on_the_way(CLOSE):
+            with self.exchange.tell_peers_on_error(CLOSE):
                 if self.has_loss:
                     window.check_complete()
-                self.guard.check_kept()
+                self.guard.check_gradients_kept()
                 self.guard.check_reduced()
                 self._check_synchronised()
             sums = stacked(window.sums, names_of(window.weights))
-            sent = self.meeting.send(CLOSE, sums, self.equal(), faults=window.faults)
+            sent = self.exchange.send(CLOSE, sums, self.equal(), faults=window.faults)
             sums = sent.wait()
         finally:
             self.ends()
-            self.meeting.told = None
+            self.exchange.shared_error = None
         self._count_window(window, sums)
 
     # ---- streaming --------------------------------------------------------------------------
 
     def start_streaming(self) -> Window:
+        """Open a streaming window. No collective."""
         if self.engine.no_streaming is not None:
             raise RuntimeError(f"streaming is not possible here: {self.engine.no_streaming}")
         if not self.has_loss:
@@ -135,46 +151,47 @@ class Steps:
                 "from_mesh(..., has_loss=True) says so"
             )
         self._check_ready()
-        self._opens(Window({ONLY: 1.0}, None, self._estimate()[None], self.new_faults()))
+        self._opens(Window({UNNAMED: 1.0}, None, self._estimate()[None], self.new_faults()))
         self.guard.streams(True)
         assert self.window is not None
         return self.window
 
     def _estimate(self) -> Tensor:
-        """A streaming denominator, equal on all ranks without asking them; ``()`` float64."""
+        """Estimated denominator of a streaming window, equal on all ranks; ``()`` float64."""
         previous = self.totals.previous_count
         if previous is None:
-            previous = torch.tensor(float(UNKNOWN * self.tokens.size()), dtype=torch.float64)
+            previous = torch.tensor(float(FIRST_ESTIMATE * self.tokens.size()), dtype=torch.float64)
         return previous
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
+        """Close a streaming window: see :meth:`LossAccumulator.finish`. One all-gather."""
         window = self.window
         if window is not None and window.declared is not None:
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
             )
-        with self.meeting.on_the_way(FINISH):
+        with self.exchange.tell_peers_on_error(FINISH):
             self.check_entered()
             if window is not None:
                 window.check_complete()
-            expects = not self.has_loss or (window is not None and window.seen > 0)
-            self.guard.check_kept()
+            expects = not self.has_loss or (window is not None and window.n_done > 0)
+            self.guard.check_gradients_kept()
             trained = trained_of(parameters, expects)
             self.guard.check_all_given(trained)
             self.guard.check_own(trained)
             self.guard.check_reduced()
-        seen = 0 if window is None else window.seen
-        sums = stacked({} if window is None else window.sums, names_of([ONLY]))
+        n_done = 0 if window is None else window.n_done
+        sums = stacked({} if window is None else window.sums, names_of([UNNAMED]))
         faults = None if window is None else window.faults
         settings = self.equal() | {"estimate": self._loaded}
-        told = self._of_losses(seen, {ONLY: 1.0})
-        sums = self.meeting.send(FINISH, sums, settings, told, faults).wait()
+        of_losses = self._of_losses(n_done, {UNNAMED: 1.0})
+        sums = self.exchange.send(FINISH, sums, settings, of_losses, faults).wait()
         self._loaded = None
         total = sums[1]
-        if seen == 0 and self.has_loss:
+        if n_done == 0 and self.has_loss:
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
         self.ends()
-        self.guard.touch_others(lambda: trained)
+        self.guard.mark_shared(lambda: trained)
         self._decide_step(total)
         estimate = _faults.moved(self._estimate(), total.device)
         if self.should_step:
@@ -187,22 +204,24 @@ class Steps:
         return self.should_step
 
     def discard(self, module: torch.nn.Module | None) -> None:
+        """Drop an open streaming window: see :meth:`LossAccumulator.discard_window`."""
         if self.window is not None and self.window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self.announced = None
         self.ends(dropped=True)
         if module is not None:
-            drop(module)
+            drop_gradients(module)
             self._dropped = False
 
     # ---- between windows --------------------------------------------------------------------
 
     def raise_noted(self) -> None:
-        """Raise what devices have reported since somebody looked. Waits for them."""
-        self.meeting.raise_unread()
+        """Raise the first error that devices have reported. Waits for them."""
+        self.exchange.raise_unread()
         self._noted.raise_first()
 
     def load(self, state: Any) -> None:
+        """Continue from a saved state: see :meth:`LossAccumulator.load_state_dict`."""
         self.refuse_open_window("load a state")
         self.totals.load(state)
         self.has_trained, self.evaluated = self.totals.n_windows > 0, False
@@ -210,11 +229,13 @@ class Steps:
         self._loaded = None if previous is None else int(previous)
 
     def refuse_open_window(self, action: str) -> None:
+        """Raise ``RuntimeError`` if a window is open; ``action`` says what needs it closed."""
         self.check_entered()
         if self.window is not None:
             self.window.refuse(action)
 
     def check_entered(self) -> None:
+        """Raise ``RuntimeError`` if ``window(...)`` was called without ``with``."""
         if self.announced is not None:
             raise RuntimeError(
                 "acc.window(...) was called and not entered: write `with acc.window(counts):` "
@@ -222,38 +243,39 @@ class Steps:
             )
 
     def ends(self, dropped: bool = False) -> None:
+        """Forget the open window; ``dropped`` if its gradients are not to be used."""
         if self.window is not None:
             self.window.is_open = False
         self.window = None
         self._dropped = dropped
-        self.guard.rest()
+        self.guard.stop_watching()
 
     def _opens(self, window: Window) -> None:
         self.window = window
-        self._held = {id(p) for p in leftovers()}
-        window.on_begin, window.on_end = self._begins, self.guard.keep
-        self.guard.opens()
+        self._held = {id(p) for p in held_by_fsdp2()}
+        window.on_begin, window.on_end = self._begins, self.guard.note_gradient
+        self.guard.on_open()
         self.guard.watch(self._unfinished)
 
     def _begins(self, roots: list[Any], grad: Tensor, upstream: Sequence[float]) -> None:
-        """A micro-batch is differentiated: is its factor ours, are earlier gradients there?"""
+        """Check, as a micro-batch is differentiated, its factor and the earlier gradients."""
         if self.window is not None:
             factor = (grad.double() / upstream[0]).reshape(1).view(torch.int64)[0]
             wrong = ~self.guard.is_expected(grad, upstream)
             self.window.faults.note(_faults.multiplied, wrong, factor)
-        self.guard.check_kept()
+        self.guard.check_gradients_kept(between=True)
         if self.window is not None and self.window.declared is not None:
-            self.guard.touch_others(lambda: leaves_of(roots))
+            self.guard.mark_shared(lambda: leaves_of(roots))
 
     def _unfinished(self) -> str | None:
-        """Why no optimizer may step now."""
+        """Why no optimizer may step now; ``None`` if one may."""
         window = self.window
         if window is None or window.is_complete():
             return None
-        if window.is_in_backward():  # an optimizer that steps inside it
+        if window.is_in_backward():  # an optimizer in a backward hook
             ready = window.is_last() and not self.guard.reduces()
             return None if ready else f"a backward is still running, {window.progress()}"
-        return window.progress() if window.seen else None
+        return window.progress() if window.n_done else None
 
     def _check_ready(self) -> None:
         if self.evaluated:
@@ -262,9 +284,9 @@ class Steps:
                 "would mix them with training: call metrics(reset=True) first, or evaluate with a "
                 "LossAccumulator of its own"
             )
-        if self.meeting.ranks.size() > 1:
+        if self.exchange.ranks.size() > 1:
             self.guard.check_join()
-        if self._dropped and leftovers():
+        if self._dropped and held_by_fsdp2():
             raise RuntimeError(
                 "FSDP2 still holds gradients of micro-batches that were dropped "
                 "(set_requires_gradient_sync(False)), where zero_grad does not reach them, and "
@@ -273,7 +295,7 @@ class Steps:
 
     def _check_synchronised(self) -> None:
         """Raise if FSDP2 still holds this window's gradients inside."""
-        held = [p for p in leftovers() if id(p) not in self._held]
+        held = [p for p in held_by_fsdp2() if id(p) not in self._held]
         if held:
             raise RuntimeError(
                 f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
@@ -290,7 +312,7 @@ class Steps:
         }
 
     def _of_losses(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
-        """Settings that must be equal on all ranks that compute losses."""
+        """Number of micro-batches + 1, and a hash of the losses: equal on ranks with losses."""
         names = zlib.crc32(json.dumps(losses).encode())
         return (1 + micro_batches, names) if self.has_loss else (0, 0)
 
@@ -306,7 +328,7 @@ class Steps:
         self.should_step = False
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
-        weights = {ONLY: 1.0} if window is None else window.weights
+        weights = {UNNAMED: 1.0} if window is None else window.weights
         self.totals.add(names_of(weights), sums)
         self.totals.weights = weights
         self.totals.n_windows += 1
@@ -315,10 +337,82 @@ class Steps:
             self.keep(window.faults)
 
     def keep(self, faults: _faults.Faults) -> None:
-        """On several ranks a message has carried them."""
-        if self.meeting.ranks.group() is None:
+        """Keep errors for the next read; on several ranks a message has carried them already."""
+        if self.exchange.ranks.group() is None:
             self._noted.absorb(faults)
 
 
 def _plus(a: Tensor, b: Tensor) -> Tensor:
     return _faults.moved(a, b.device) + b
+
+
+class Metrics:
+    """Reads, saves and loads the totals of a :class:`Lifecycle`, and adds evaluated batches.
+
+    Batches that this rank has evaluated wait here until they are summed over ranks.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._evaluated: Sums = {}
+        self._faults = lifecycle.new_faults()
+
+    def add(self, out: MonitoredLossSum) -> None:
+        """Add a batch without training: see :meth:`LossAccumulator.add`. No collective."""
+        if n_windows := self._lifecycle.totals.n_windows:
+            raise RuntimeError(
+                f"add: the metrics hold {n_windows} training windows since the last reset, and "
+                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
+                f"with a LossAccumulator of its own"
+            )
+        self._lifecycle.evaluated = True
+        self._faults.note(_faults.bad_label, out.n_valid < 0, out.n_valid)
+        self._evaluated = add(self._evaluated, sums_of(UNNAMED, out))
+
+    def read(self, reset: bool) -> dict[str, float]:
+        """The metrics: see :meth:`LossAccumulator.metrics`."""
+        lifecycle = self._lifecycle
+        if self._evaluated or not lifecycle.has_trained:
+            self._sum_over_ranks()
+        else:
+            lifecycle.refuse_open_window("read metrics")
+        lifecycle.raise_noted()
+        found = lifecycle.totals.metrics()
+        if reset:
+            lifecycle.totals.reset()
+            lifecycle.evaluated = False
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """The state to save: see :meth:`LossAccumulator.state_dict`."""
+        lifecycle = self._lifecycle
+        lifecycle.refuse_open_window(
+            "save the state (its gradients are in .grad, in no checkpoint)"
+        )
+        if self._evaluated:
+            if lifecycle.exchange.ranks.size() > 1:
+                raise RuntimeError(
+                    "cannot save the state: batches were added on this rank that are not summed "
+                    "over ranks yet. Call metrics() on all ranks first"
+                )
+            self._sum_over_ranks()
+        lifecycle.raise_noted()
+        return lifecycle.totals.state()
+
+    def load(self, state: Any) -> None:
+        """Continue from a saved state, without batches that wait to be summed."""
+        self._lifecycle.load(state)
+        self._evaluated, self._faults = {}, self._lifecycle.new_faults()
+
+    def _sum_over_ranks(self) -> None:
+        """Add the batches that each rank has evaluated to the totals: one all-gather."""
+        lifecycle, faults = self._lifecycle, self._faults
+        self._faults = lifecycle.new_faults()
+        with lifecycle.exchange.tell_peers_on_error(METRICS):
+            lifecycle.refuse_open_window("read metrics")
+        names = names_of([UNNAMED])
+        sums = stacked(self._evaluated, names)
+        sent = lifecycle.exchange.send(METRICS, sums, lifecycle.equal(), faults=faults)
+        lifecycle.totals.add(names, sent.wait())
+        lifecycle.keep(faults)
+        self._evaluated = {}

@@ -1,4 +1,4 @@
-"""A call of ``F.cross_entropy`` on logits, as the fused loss computes it."""
+"""Arguments of an ``F.cross_entropy`` call on logits, and its loss by the fused functions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from torch import Tensor
 from fusedce.contract.denominator import Factor, expected, expecting
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.head.items import expected_of_sum
+from fusedce.head.expected_items import expected_factor
 from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.lazy.steps import Projected, Steps, as_options
-from fusedce.head.recipe import Recipe, as_they_are
-from fusedce.head.tap import LossTap
+from fusedce.head.lazy.steps import LogitsSteps, Projected, as_options
+from fusedce.head.loss_observer import LossObserver
+from fusedce.head.recipe import Recipe, no_autocast
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
 
 
-class Request(NamedTuple):
-    """A call of ``F.cross_entropy``, and what its mean is divided by instead of its own count."""
+class FusedCall(NamedTuple):
+    """Arguments of a call of ``F.cross_entropy``.
 
-    target: Tensor
-    weight: Tensor | None
+    ``denominator ()``, in tokens, replaces the count by which ``reduction="mean"`` divides.
+    """
+
+    target: Tensor  # int64 or int32, the shape of the logits without the classes
+    weight: Tensor | None  # (V,)
     ignore_index: int
     reduction: Literal["none", "mean", "sum"]
     label_smoothing: float
@@ -33,12 +36,12 @@ class Request(NamedTuple):
     memory_budget: int | None  # bytes
 
     def gradient_of_real(self, logits: Tensor, upstream: Tensor) -> Tensor:
-        """What the gradient of real logits is, in float32 or better::
+        """The gradient of real logits, in float32 or better::
 
             (p * (a + s * sum(w)) - a * onehot - s * w) / denominator
 
         with ``p`` the softmax, ``w`` the class weights, ``s`` the smoothing of one class and ``a``
-        what is left for the label, times its weight. In words, for this is asked below autograd.
+        the remaining weight of the label. It is spelled out because it runs below autograd.
         """
         dim = 1 if logits.dim() > 1 else 0
         z = logits.movedim(dim, -1)
@@ -54,13 +57,14 @@ class Request(NamedTuple):
         grad.scatter_add_(-1, y[..., None], -label[..., None])
         factor = upstream.to(z.dtype)
         if self.reduction == "mean":
-            chosen = torch.where(valid, w[y], 0).sum()
-            over = chosen if self.weight is not None else self.over(valid.sum())
+            weights = torch.where(valid, w[y], 0).sum()
+            over = weights if self.weight is not None else self.over(valid.sum())
             factor = factor / over
         grad = torch.where(valid[..., None], grad * factor[..., None], 0)
         return grad.movedim(-1, dim)
 
     def over(self, n_valid: Tensor) -> Tensor:
+        """The denominator of a mean, ``()`` in tokens."""
         return n_valid.clamp(min=1) if self.denominator is None else self.denominator
 
     def _expecting(self) -> AbstractContextManager[None]:
@@ -70,15 +74,15 @@ class Request(NamedTuple):
         return nullcontext() if factor is expected() else expecting(factor)
 
     def _expected(self) -> Factor | Callable[[], Factor]:
-        """What backward will multiply the sum by, as far as is known; ``None`` for a mean."""
+        """Expected upstream gradient of the loss sum; ``None`` for a mean over its own tokens."""
         if self.reduction == "mean":
             return None if self.denominator is None else self.denominator.reciprocal()
-        told = expected_of_sum()
-        return expected() if told is None else told
+        factor = expected_factor()
+        return expected() if factor is None else factor
 
     def problem(self, p: Projected, recipe: Recipe) -> Problem:
-        """What the fused loss is asked, checked by being asked of logits."""
-        with as_they_are(p.hidden.device):
+        """The record for the fused loss; the arguments were checked with those of the logits."""
+        with no_autocast(p.hidden.device):
             rows, weight, bias = recipe.operands(p.hidden)
             if p.bias is not None:
                 bias = p.bias if bias is None else bias + p.bias
@@ -104,9 +108,9 @@ class Request(NamedTuple):
             )
 
     def fused(self, p: Projected, recipe: Recipe) -> Tensor:
-        """The same without logits."""
+        """The loss without logits: ``()``, or per token in the shape of the labels."""
         problem = self.problem(p, recipe)
-        with as_they_are(p.hidden.device):
+        with no_autocast(p.hidden.device):
             if self.weight is not None or self.reduction == "none":
                 loss = fused_cross_entropy(
                     problem.hidden,
@@ -122,33 +126,34 @@ class Request(NamedTuple):
                     memory_budget=self.memory_budget,
                 )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
-            tap = LossTap.current
-            monitor = () if tap is None else tap.monitor
+            observer = LossObserver.current
+            monitor = () if observer is None else observer.monitor
             with self._expecting():
                 out = checked_ce(problem, monitor)
-            if tap is not None:
-                tap.see(out, self.reduction)
+            if observer is not None:
+                observer.observe(out, self.reduction)
             return self.reduced(*out)
 
-    def apart(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
-        """The sum of the same with its gradients, where it has them without a graph."""
-        tap = LossTap.current
+    def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
+        """The loss sum with its gradients; ``None`` if they need a graph."""
+        observer = LossObserver.current
         if self.weight is not None or self.reduction == "none":
             return None
-        if tap is not None and tap.monitor:
+        if observer is not None and observer.monitor:
             return None
         problem = self.problem(p, recipe)
-        with as_they_are(p.hidden.device), self._expecting():
+        with no_autocast(p.hidden.device), self._expecting():
             found = ce_apart(problem, wanted)
-        if tap is not None and found is not None:
-            tap.see(LossSum(found.loss_sum, found.n_valid), self.reduction)
+        if observer is not None and found is not None:
+            observer.observe(LossSum(found.loss_sum, found.n_valid), self.reduction)
         return found
 
     def reduced(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
+        """The sum, or the mean if the call asks for it."""
         return loss_sum if self.reduction == "sum" else loss_sum / self.over(n_valid)
 
 
-def request_of(
+def fused_call_of(
     p_shape: torch.Size,
     device: torch.device,
     memory_budget: int | None,
@@ -159,10 +164,14 @@ def request_of(
     reduce: bool | None = None,
     reduction: Literal["none", "mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
-) -> Request | None:
-    """The call as the fused loss takes it; ``None`` where it does not.
+) -> FusedCall | None:
+    """The arguments of a call; ``None`` if the fused loss does not support them.
 
-    ``p_shape``: that of the labels it would take.
+    Args:
+        p_shape: the shape that the labels must have.
+        device: the device of the logits.
+        memory_budget: bytes that the loss may hold.
+        target, weight, ...: arguments of ``F.cross_entropy``.
     """
     if (
         size_average is not None
@@ -177,15 +186,15 @@ def request_of(
         or (weight is not None and weight.dtype == torch.float64)
     ):
         return None
-    tap = LossTap.current
-    denominator = None if tap is None else tap.denominator
-    return Request(
+    observer = LossObserver.current
+    denominator = None if observer is None else observer.denominator
+    return FusedCall(
         target, weight, ignore_index, reduction, label_smoothing, denominator, memory_budget
     )
 
 
-def project(hidden: Tensor, V: int, steps: Steps) -> Projected | None:
-    """Logits after these steps, if the fused loss can take them as those of its classes."""
+def project(hidden: Tensor, V: int, steps: LogitsSteps) -> Projected | None:
+    """Operands of the logits after these steps; ``None`` if the fused loss lacks one of them."""
     p: Projected | None = Projected(hidden, hidden.dim() - 1, slice(0, V))
     for step in steps:
         p = None if p is None else step.fuse(p)

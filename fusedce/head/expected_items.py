@@ -1,8 +1,8 @@
-"""What a model was told that its loss is divided by, for its head to know beforehand.
+"""The ``num_items_in_batch`` of a model's call, by which its loss will be divided.
 
-Models of transformers take ``num_items_in_batch``, add their cross-entropies up and divide by it.
-Whoever expects another number loses nothing but a rounding (:mod:`fusedce.contract.denominator`):
-so that of the last call stays until the next.
+Models of transformers add their cross-entropies up and divide the sum by this number. Knowing it
+beforehand saves a rounding, and a wrong expectation costs one: the number of one call is therefore
+kept until the next (:mod:`fusedce.contract.denominator`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
 
 
 def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before a model's forward."""
+    """Hook before a model's forward: keep its ``num_items_in_batch``."""
     if torch.compiler.is_compiling():
         return
     items = kwargs.get("num_items_in_batch")
@@ -28,8 +28,8 @@ def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     _items.set(items if number or tensor else None)
 
 
-def expected_of_sum() -> Tensor | float | None:
-    """What a sum of losses will be multiplied by, if the model was told; ``()`` or a number."""
+def expected_factor() -> Tensor | float | None:
+    """Expected factor of a sum of losses: 1 / items as a number or ``()``, or ``None``."""
     items = _items.get()
     if isinstance(items, Tensor):
         return items.detach().reshape(()).double().clamp(min=1).reciprocal()

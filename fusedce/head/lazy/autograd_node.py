@@ -1,4 +1,4 @@
-"""The one node of autograd between a head and its lazy logits."""
+"""The autograd node between a head and its lazy logits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fusedce.head.lazy.undo  # noqa: F401  # what backward nodes do to a gradient
+import fusedce.head.lazy.grad_rules  # noqa: F401  # registers rules of lazy gradients
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
-from fusedce.head.lazy.ops import Layout
+from fusedce.head.lazy.ops import LazyLayout
 from fusedce.head.lazy.tensor import real
 
 
 class MakeLogits(torch.autograd.Function):
-    """``(..., V)`` of a call of the head; the graph leads to all that it was made of."""
+    """Lazy logits ``(..., V)`` of a call, as a function of hidden state and parameters."""
 
     @staticmethod
     def forward(ctx: Any, call: HeadCall, hidden: Tensor, *tensors: Tensor) -> LazyLogits:
@@ -26,7 +26,7 @@ class MakeLogits(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden, *tensors)
         shape = (*hidden.shape[:-1], call.V)
-        return LazyLogits(Memory(call), (), Layout(shape, hidden.dtype))
+        return LazyLogits(Memory(call), (), LazyLayout(shape, hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -39,8 +39,8 @@ class MakeLogits(torch.autograd.Function):
             grad.sync()
             terms, dense = grad.terms, grad.dense
             if any(t.left or t.call is not call for t in terms):
-                terms, dense = (), grad.look("backward of the head")
-            parts = [[t.scaled(x) for x in t.comes_to] for t in terms]
+                terms, dense = (), grad.materialize("backward of the head")
+            parts = [[t.scaled(x) for x in t.input_grads] for t in terms]
         else:
             check_not_batched(grad)
             dense = real(grad, "backward of the head")
@@ -55,5 +55,5 @@ class MakeLogits(torch.autograd.Function):
         return None, *found
 
 
-# `apply` without questions about torch.func, inside of which no head is replaced.
+# This `apply` skips the checks for torch.func, whose transforms run the original head.
 make_logits = super(torch.autograd.Function, MakeLogits).apply

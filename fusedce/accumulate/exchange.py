@@ -20,15 +20,15 @@ from fusedce.accumulate import faults as _faults
 from fusedce.agreement import Table, Told, words_of
 from fusedce.contract.groups import Ranks
 
-# What ranks meet for.
+# The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH, CLOSE, METRICS = (
     "open a window",
     "finish a window",
     "leave a window",
     "read metrics",
 )
-VALUES = 128  # numbers to be added over ranks, in one message
-_OF_LOSSES = 2  # numbers that only ranks with losses send
+VALUES = 128  # float64 values in a message that are summed over ranks
+_OF_LOSSES = 2  # int64 values in a message that only ranks with losses fill
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _OF_LOSSES
 _LOOK_AT = (
     "Look at what the other ranks do: each needs the same windows, the same number of "
@@ -37,42 +37,42 @@ _LOOK_AT = (
     "that begins a micro-batch looks whether another one has ended the window, before it waits"
 )
 _WAITED = re.compile(r"time(d |-)?out|connection (closed|reset)", re.IGNORECASE)
-GRACE = timedelta(seconds=1)  # for others that fail as well, before an error leaves its rank
-_FAILED = -1  # micro-batches after which a window was ended by an error
+GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
+_FAILED = -1  # in a mark of an ended window: an error ended it
 
 
 @dataclass
-class Sent:
-    """A message on its way; :meth:`wait` gives the sums over ranks."""
+class Pending:
+    """A message that was sent; :meth:`wait` gives the sums over ranks."""
 
-    values: Tensor  # (n,) float64 of this rank
-    meeting: Meeting
-    place: str = ""
-    table: Table | None = None  # of all ranks, where there are several
+    values: Tensor  # (n,) float64, this rank's
+    exchange: Exchange
+    purpose: str = ""
+    table: Table | None = None  # rows of all ranks; None on a single one
     work: dist.Work | None = None
     _sums: Tensor | None = field(default=None, init=False)
 
     def wait(self) -> Tensor:
-        """``(n,)`` float64, the sums. On a device, only what is queued there waits.
+        """The sums over ranks, ``(n,)`` float64. On a device, only its queue waits, not the host.
 
         Raises:
-            RuntimeError, TypeError, ValueError: what one rank found, or what they do not agree on;
-                the same on all of them. On a device it is raised when something is read there.
-                RuntimeError: other ranks have not come within the group's timeout.
+            RuntimeError, TypeError, ValueError: one rank has failed, or settings differ; the error
+                is the same on all ranks. On a device it is raised when a value is read there.
+            RuntimeError: other ranks have not come within the group's timeout.
         """
         if self.table is None:
             return self.values
         if self._sums is None:
             assert self.work is not None
-            with self.meeting.waiting(self.place):
+            with self.exchange.waiting(self.purpose):
                 self.work.wait()
-            self.meeting.heard(self.table)  # an error is raised to everybody who asks
-            told = self.table.numbers()[:, : len(self.values)].contiguous()
-            self._sums = told.view(torch.float64).sum(0)
+            self.exchange.check(self.table)  # a second wait raises the error again
+            values = self.table.numbers()[:, : len(self.values)].contiguous()
+            self._sums = values.view(torch.float64).sum(0)
         return self._sums
 
-    def told(self) -> list[Told]:
-        """Return what all ranks sent, if it arrives within :data:`GRACE`; on a CPU."""
+    def read_rows(self) -> list[Told]:
+        """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none."""
         if self.table is not None and _faults.readable(self.table.rows.device):
             assert self.work is not None
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone
@@ -84,94 +84,100 @@ class Sent:
 _COUNTERS: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
-class Meeting:
-    """The ranks of one accumulator, and what they have told each other without being read yet."""
+class Exchange:
+    """Messages between the ranks of one accumulator, each an all-gather of one row per rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.told: BaseException | None = None  # the last error that all ranks were told of
+        self.shared_error: BaseException | None = None  # the last error that all ranks were told of
         # The same accumulator has the same number on all ranks, which make them in the same order.
         self._number = next(_COUNTERS[ranks.name()])
-        self._met = 0  # messages so far
+        self._n_messages = 0  # messages so far
         self._unread: Table | None = None  # the first device message that is an error
 
     @contextlib.contextmanager
-    def on_the_way(self, place: str) -> Iterator[None]:
-        """Tell the others, who come to ``place``, of an error on the way there."""
+    def tell_peers_on_error(self, purpose: str) -> Iterator[None]:
+        """Send an error of the block to the other ranks, which come for ``purpose``; raise it."""
         try:
             yield
         except Exception as error:
-            self.fail(place, error)
+            self.fail(purpose, error)
             raise
 
     def send(
         self,
-        place: str,
+        purpose: str,
         values: Tensor,
         settings: Mapping[str, object],
         of_losses: tuple[int, int] = (0, 0),
         faults: _faults.Faults | None = None,
-    ) -> Sent:
+    ) -> Pending:
         """Start one all-gather of ``values (n,)``, in float64.
 
         Args:
-            settings: equal on all ranks.
-            of_losses: equal on all ranks but those that send zeros: the number of micro-batches
-                plus one, and a hash of the losses.
+            purpose: one of the four of this module, equal on all ranks.
+            values: this rank's numbers, to be summed over ranks.
+            settings: must be equal on all ranks.
+            of_losses: the number of micro-batches plus one, and a hash of the losses. They must be
+                equal on all ranks that do not send zeros.
+            faults: the first error that this rank has found in tensors.
         """
         values = values.detach().double()
         if (group := self.ranks.group()) is None:
-            return Sent(values, self)
+            return Pending(values, self)
         values = _faults.moved(values, agreement.device_for(group, values.device))
         row = (faults or _faults.Faults(False)).row(values.device)
-        said = torch.tensor(of_losses)
+        losses = _faults.moved(torch.tensor(of_losses), values.device)
         padding = row.new_zeros(VALUES - len(values))
-        numbers = [values.view(torch.int64), padding, row, _faults.moved(said, values.device)]
-        ends = place == FINISH and of_losses[0] > 0
+        numbers = [values.view(torch.int64), padding, row, losses]
+        ends = purpose == FINISH and of_losses[0] > 0
         if ends:
             self._mark(of_losses[0] - 1)
-        told = {"accumulator": self._number, "place": place, **settings}
-        sent = self._post(place, values, told, torch.cat(numbers))
+        text = {"accumulator": self._number, "purpose": purpose, **settings}
+        sent = self._post(purpose, values, text, torch.cat(numbers))
         if ends:
             self._check_ahead(of_losses[0] - 1)
         return sent
 
-    def fail(self, place: str, error: BaseException) -> None:
-        """Tell the others, who are on their way to ``place``; their own errors become notes."""
+    def fail(self, purpose: str, error: BaseException) -> None:
+        """Send ``error`` to the other ranks, which come for ``purpose``.
+
+        Errors that they report within :data:`GRACE` become notes of this one (Python 3.11).
+        """
         if (group := self.ranks.group()) is None:
             return
         words = words_of(error)
         device = agreement.device_for(group, torch.device("cpu"))
         nothing = torch.zeros(LENGTH - agreement.TEXT, dtype=torch.int64, device=device)
-        with contextlib.suppress(RuntimeError):  # nobody came: the error leaves as it is
-            if place in (FINISH, CLOSE):
+        with contextlib.suppress(RuntimeError):  # no rank has answered
+            if purpose in (FINISH, CLOSE):
                 self._mark(_FAILED)
-            sent = self._post(place, nothing.double(), words, nothing)
-            if place == WINDOW and not _faults.readable(device):
-                # Ranks that do not look at their device go on, and come to the window's end.
+            sent = self._post(purpose, nothing.double(), words, nothing)
+            if purpose == WINDOW and not _faults.readable(device):
+                # Ranks that do not read their device go on until the window's end.
                 self._post(CLOSE, nothing.double(), words, nothing)
-            others = (one.error for one in sent.told())
+            others = (one.error for one in sent.read_rows())
             agreement.add_notes(error, [x for x in others if x not in ("", words)])
-        self.told = error
+        self.shared_error = error
 
     def _post(
-        self, place: str, values: Tensor, told: Mapping[str, object] | str, numbers: Tensor
-    ) -> Sent:
+        self, purpose: str, values: Tensor, text: Mapping[str, object] | str, numbers: Tensor
+    ) -> Pending:
         group = self.ranks.group()
         assert group is not None
-        self._met += 1
-        with self.waiting(place):
+        self._n_messages += 1
+        with self.waiting(purpose):
             group = agreement.own_group(group)
-        table, work = agreement.send(agreement.row(told, numbers), group)
-        return Sent(values, self, place, table, work)
+        table, work = agreement.send(agreement.row(text, numbers), group)
+        return Pending(values, self, purpose, table, work)
 
     # ---- errors -----------------------------------------------------------------------------
 
-    def heard(self, table: Table) -> None:
-        """Raise what a message says is wrong, or keep it until somebody reads from the device."""
+    def check(self, table: Table) -> None:
+        """Raise the error that a message holds; on a device, keep it until a value is read."""
         if _faults.readable(table.rows.device):
             if (error := explain(table.read())) is not None:
-                self.told = error
+                self.shared_error = error
                 raise error
         elif self._unread is None:
             self._unread = table
@@ -180,71 +186,76 @@ class Meeting:
             self._unread = Table(rows)
 
     def raise_unread(self) -> None:
-        """Raise what device messages have said, and forget it. Waits for the device."""
+        """Raise the error that messages on a device hold, and forget it. Waits for the device."""
         if self._unread is not None:
             table, self._unread = self._unread, None
             if (error := explain(table.read())) is not None:
                 raise error
 
     @contextlib.contextmanager
-    def waiting(self, place: str) -> Iterator[None]:
-        """Say what to look at where others have not come."""
+    def waiting(self, purpose: str) -> Iterator[None]:
+        """Explain an error of waiting: other ranks have not come in time."""
         try:
             yield
         except RuntimeError as error:
             group = self.ranks.group()
             timeout = None if group is None else agreement.timeout_for(group)
             over = "" if timeout is None else f" ({timeout.total_seconds():g} s)"
-            self.told = RuntimeError(
-                f"this rank has come to {place}, and not all others have: the process group's "
+            self.shared_error = RuntimeError(
+                f"this rank has come to {purpose}, and not all others have: the process group's "
                 f"timeout{over} is over, or one of them has ended. {_LOOK_AT}"
             )
-            raise self.told from error
+            raise self.shared_error from error
 
     def note_wait(self, error: BaseException) -> None:
-        """The same as a note, where the engine's own collective has waited for the others."""
+        """Add the advice as a note to an error of the engine's own collective that timed out."""
         if self.ranks.group() is not None and _WAITED.search(str(error)):
             getattr(error, "add_note", str)(f"in a window of LossAccumulator: {_LOOK_AT}")
 
     # ---- marks of ended windows, under TORCH_DISTRIBUTED_DEBUG ------------------------------
 
     # An exchange waits for all ranks, and so does each backward of DDP. A rank that has run out of
-    # micro-batches, or failed, comes to the exchange while others are on their way to a backward:
-    # they wait for each other. Whoever ends a window or begins a micro-batch sets a mark in the
-    # store through which the processes have met, and then looks at those of the others, so that one
-    # of them at least sees the other. These are two requests a micro-batch to one server.
+    # micro-batches, or failed, enters the exchange while others enter a backward: a deadlock. So a
+    # rank that ends a window or begins a micro-batch first sets a mark in the store of
+    # torch.distributed and then reads the marks of the others; at least one of two such ranks finds
+    # the mark of the other. This costs two requests per micro-batch to one server.
 
-    def begins(self, seen: int, streams: bool, settings: Mapping[str, object]) -> None:
-        """Before micro-batch ``seen + 1``: meet ranks that have ended the window, and raise why.
+    def before_micro_batch(
+        self, n_done: int, streams: bool, settings: Mapping[str, object]
+    ) -> None:
+        """Raise, before micro-batch ``n_done + 1``, if another rank has ended the window.
 
         Args:
-            streams: whether this window ends when the rank says so; of another one, only errors.
+            n_done: micro-batches that this rank has differentiated in the window.
+            streams: whether this is a streaming window. In one of declared counts, only a rank that
+                has failed ends the window early.
+            settings: as for :meth:`send`.
         """
         if (store := self._store()) is None:
             return
-        with _store_in_words():
-            store.set(f"at/{self.ranks.rank()}", f"{self._met} {seen + 1}")
-            key = f"end/{self._met}"
+        with _explaining_store_errors():
+            store.set(f"at/{self.ranks.rank()}", f"{self._n_messages} {n_done + 1}")
+            key = f"end/{self._n_messages}"
             ended = int(store.get(key)) if store.check([key]) else None
-        if ended == _FAILED or (streams and ended is not None and ended <= seen):
+        if ended == _FAILED or (streams and ended is not None and ended <= n_done):
             nothing = torch.zeros(0, dtype=torch.float64)
-            self.send(FINISH if streams else CLOSE, nothing, settings, (seen + 2, 0)).wait()
+            self.send(FINISH if streams else CLOSE, nothing, settings, (n_done + 2, 0)).wait()
             self.raise_unread()
 
     def _mark(self, micro_batches: int) -> None:
         if (store := self._store()) is not None:
-            with _store_in_words():
-                store.set(f"end/{self._met}", str(micro_batches))
+            with _explaining_store_errors():
+                store.set(f"end/{self._n_messages}", str(micro_batches))
 
     def _check_ahead(self, micro_batches: int) -> None:
         """Raise if a rank has begun more micro-batches of the window that this one has ended."""
         if (store := self._store()) is None:
             return
         for rank in set(range(self.ranks.size())) - {self.ranks.rank()}:
-            with _store_in_words():
+            with _explaining_store_errors():
                 there = store.check([f"at/{rank}"])
-                met, begun = map(int, store.get(f"at/{rank}").split()) if there else (-1, 0)
-            if met == self._met - 1 and begun > micro_batches:
+                n_messages, begun = map(int, store.get(f"at/{rank}").split()) if there else (-1, 0)
+            if n_messages == self._n_messages - 1 and begun > micro_batches:
                 raise RuntimeError(
                     f"ranks have different numbers of micro-batches in this window: this one ends "
                     f"it after {micro_batches}, rank {rank} has begun number {begun}. Each rank "
@@ -261,7 +272,8 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def _store_in_words() -> Iterator[None]:
+def _explaining_store_errors() -> Iterator[None]:
+    """Raise ``RuntimeError`` with advice where the store cannot be reached."""
     try:
         yield
     except dist.DistError as error:
@@ -273,17 +285,17 @@ def _store_in_words() -> Iterator[None]:
         ) from error
 
 
-def explain(told: list[Told]) -> Exception | None:
-    """The error that a message tells all ranks, in the same words; ``None`` if all is well."""
-    if (failure := agreement.failure_of(told)) is not None:
+def explain(rows: list[Told]) -> Exception | None:
+    """The error that the rows of all ranks amount to, equal on all of them; ``None`` if none."""
+    if (failure := agreement.failure_of(rows)) is not None:
         return failure
-    if (differ := agreement.differing(told)) is not None:
+    if (differ := agreement.differing(rows)) is not None:
         return _disagreement(*differ)
-    faults = [_faults.of_row(one.numbers[VALUES:-_OF_LOSSES]) for one in told]
+    faults = [_faults.of_row(one.numbers[VALUES:-_OF_LOSSES]) for one in rows]
     if (fault := next((x for x in faults if x is not None), None)) is not None:
         return fault
     counts, losses = (
-        {one.numbers[i]: rank for rank, one in enumerate(told) if one.numbers[i]} for i in (-2, -1)
+        {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-2, -1)
     )
     if len(losses) > 1:
         return RuntimeError(
@@ -303,12 +315,13 @@ def explain(told: list[Told]) -> Exception | None:
 def _is_error(table: Table) -> Tensor:
     """``()`` bool on the table's device: whether :func:`explain` finds an error."""
     numbers = table.numbers()
-    said = numbers[:, -_OF_LOSSES:]
-    differ = ((said != 0) & (said != said.amax(0))).any()
+    losses = numbers[:, -_OF_LOSSES:]
+    differ = ((losses != 0) & (losses != losses.amax(0))).any()
     return table.is_error() | (numbers[:, VALUES] != 0).any() | differ
 
 
 def _disagreement(name: str, said: list[Any]) -> Exception:
+    """The error for a setting ``name`` whose values by rank are ``said``."""
     have = [f"{x!r} on {n}" for x, n in Counter(said).items()]
     if name == "accumulator":
         return RuntimeError(
@@ -316,8 +329,8 @@ def _disagreement(name: str, said: list[Any]) -> Exception:
             f"order in which each rank has made them. All ranks must make the same accumulators in "
             f"the same order, and open, finish and read them in the same order"
         )
-    if name == "place":
-        at = ", ".join(f"{n} to {place}" for place, n in Counter(said).items())
+    if name == "purpose":
+        at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
         return RuntimeError(
             f"the {len(said)} ranks are at different places, {at}: each rank needs the same "
             f"windows and the same calls of metrics(). Did one run out of data?"

@@ -1,0 +1,216 @@
+"""Students and teachers, drawn at random, and what a divergence between them may be wrong by."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusedce.contract.divergence import KINDS
+from fusedce.contract.rounding import acc_dtype
+from fusedce.loss.reference import reference_kl
+
+Loss = Callable[..., tuple[Tensor, Tensor]]
+NUMBERS: dict[str, tuple[float, ...]] = {
+    "temperature": (0.5, 2.0),
+    "softcap": (1.0, 30.0),
+    "teacher_softcap": (5.0,),
+    "logit_scale": (0.25, -1.5),
+    "teacher_logit_scale": (3.0,),
+    "ce_weight": (0.3, -1.0),
+    "beta": (0.0, 0.1, 1.0),
+}
+"""Values of the options of :func:`fusedce.fused_kl` that are numbers."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and a teacher, described by numbers so that a failure can be read and replayed.
+
+    Attributes:
+        N, H, teacher_H, V: positions, hidden sizes, vocabulary size.
+        dtype, teacher_dtype: of each head; ``None``: the student's.
+        ignored: share of ignored labels, 0 to 1; both hidden states hold NaN there.
+        spread: standard deviation of the logits.
+        bias, token_weight: give these to the loss; weights have both signs, and some are 0.
+        options: further keyword arguments of the loss.
+        seed: of the random numbers.
+    """
+
+    N: int = 9
+    H: int = 12
+    teacher_H: int = 20
+    V: int = 131
+    dtype: torch.dtype = torch.float32
+    teacher_dtype: torch.dtype | None = None
+    ignored: float = 0.0
+    spread: float = 1.0
+    bias: bool = False
+    token_weight: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def tensors(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """``(hidden, weight, teacher_hidden, teacher_weight, labels)`` and keyword arguments."""
+        rng = torch.Generator().manual_seed(self.seed)
+        of_teacher = self.teacher_dtype or self.dtype
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=rng)
+
+        hidden = draw(self.N, self.H) * self.spread / self.H**0.5
+        there = draw(self.N, self.teacher_H) * self.spread / self.teacher_H**0.5
+        labels = torch.randint(self.V, (self.N,), generator=rng)
+        ignored = torch.rand(self.N, generator=rng) < self.ignored
+        labels[ignored] = -100
+        hidden[ignored] = there[ignored] = math.nan
+        options = dict(self.options)
+        if self.bias:
+            options["bias"] = draw(self.V).to(self.dtype)
+            options["teacher_bias"] = draw(self.V).to(of_teacher)
+        if self.token_weight:
+            options["token_weight"] = draw(self.N) * (torch.rand(self.N, generator=rng) < 0.7)
+        tensors = (
+            hidden.to(self.dtype),
+            draw(self.V, self.H).to(self.dtype),
+            there.to(of_teacher),
+            draw(self.V, self.teacher_H).to(of_teacher),
+            labels,
+        )
+        return tensors, options
+
+
+@st.composite
+def pairs(
+    draw: st.DrawFn,
+    *,
+    dtypes: Collection[torch.dtype] = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    ),
+    max_tokens: int = 20,
+    max_vocabulary: int = 300,
+    max_hidden: int = 30,
+    options: Collection[str] = ("divergence", "bias", "token_weight", *NUMBERS),
+) -> Pair:
+    """Strategy of :class:`Pair`.
+
+    Args:
+        dtypes: to draw from; max_tokens, max_vocabulary, max_hidden: largest N, V and H.
+        options: which options of :func:`fusedce.fused_kl` the loss under test accepts.
+    """
+    chosen: dict[str, Any] = {}
+    for name, values in NUMBERS.items():
+        if name in options:
+            value = draw(st.sampled_from([None, None, *values]), label=name)
+            chosen |= {} if value is None else {name: value}
+    if "divergence" in options:
+        chosen["divergence"] = draw(st.sampled_from(KINDS), label="divergence")
+    vocabularies = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, max_vocabulary))
+    return Pair(
+        N=draw(st.integers(0, max_tokens), label="N"),
+        H=draw(st.integers(1, max_hidden), label="H"),
+        teacher_H=draw(st.integers(1, max_hidden), label="teacher_H"),
+        V=min(draw(vocabularies, label="V"), max_vocabulary),
+        dtype=draw(st.sampled_from(list(dtypes))),
+        ignored=draw(st.sampled_from([0.0, 0.4, 1.0])),
+        spread=draw(st.sampled_from([0.1, 1.0, 20.0])),
+        bias="bias" in options and draw(st.booleans(), label="bias"),
+        token_weight="token_weight" in options and draw(st.booleans(), label="token_weight"),
+        options=chosen,
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def assert_matches_reference_kl(
+    fn: Loss, pair: Pair | None = None, *, max_examples: int = 100, **strategy: Any
+) -> None:
+    """Assert that ``fn(hidden, weight, teacher_hidden, teacher_weight, labels, **options)`` agrees.
+
+    What it must agree with is :func:`fusedce.reference_kl`: the sum, the number of valid tokens and
+    the gradients of the mean by hidden, weight and bias.
+
+    Args:
+        fn: returns ``(loss_sum, n_valid)`` and takes the options of :func:`fusedce.fused_kl`.
+        pair: the one to check; ``None`` lets hypothesis draw ``max_examples`` of them.
+        **strategy: arguments of :func:`pairs`.
+
+    Raises:
+        AssertionError: naming the quantity, its error and the bound.
+    """
+    if pair is not None:
+        check_pair(fn, pair)
+        return
+
+    @hypothesis.settings(max_examples=max_examples, deadline=None)
+    @hypothesis.given(pair=pairs(**strategy))
+    def run(pair: Pair) -> None:
+        check_pair(fn, pair)
+
+    run()
+
+
+def check_pair(fn: Loss, pair: Pair) -> None:
+    """Compare one pair: errors of twice what torch makes in the same dtype, plus a few roundings.
+
+    The loss may err by roundings of its logits, as sums of H products.
+    """
+    tensors, options = pair.tensors()
+    loss, n_valid, grads = gradients_of(fn, tensors, options)
+    exact, count, exact_grads = gradients_of(reference_kl, _wide(tensors), _wide_options(options))
+    eager = functools.partial(reference_kl, dtype=torch.float32)
+    _, _, eager_grads = gradients_of(eager, tensors, options)
+    assert int(n_valid) == int(count), f"n_valid is {int(n_valid)}, reference {int(count)}: {pair}"
+    acc = acc_dtype(pair.dtype)
+    assert loss.dtype == acc, f"loss_sum must be {acc}, got {loss.dtype}"
+    eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
+    size = 1 + 30 * pair.spread
+    # (weights of both signs may cancel in the sum, not in the sum of their sizes)
+    weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
+    bound = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
+    error = abs(float(loss) - float(exact))
+    assert error <= bound, f"loss_sum: error {error:.3e} exceeds {bound:.3e} in {pair}"
+    for name, ours, truth, theirs in zip(
+        ("hidden", "weight", "bias"), grads, exact_grads, eager_grads, strict=False
+    ):
+        assert ours.dtype == pair.dtype, f"{name}: gradient of {ours.dtype} for {pair.dtype}"
+        largest, error, of_eager = (
+            float(x.abs().max()) if truth.numel() else 0.0
+            for x in (truth, ours.double() - truth, theirs.double() - truth)
+        )
+        bound = 2 * of_eager + 2 * out * largest + 4 * eps * size * weights
+        assert error <= bound, (
+            f"{name}: error {error:.3e} exceeds {bound:.3e} (torch makes {of_eager:.3e}, largest "
+            f"{largest:.3e}) in {pair}"
+        )
+
+
+def gradients_of(
+    fn: Loss, tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``loss_sum``, ``n_valid``, and gradients of the mean by hidden, weight and bias."""
+    hidden, weight, *rest = tensors
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    if "bias" in options:
+        leaves.append(options["bias"].detach().requires_grad_())
+        options = options | {"bias": leaves[-1]}
+    loss_sum, n_valid = fn(*leaves[:2], *rest, **options)
+    grads = torch.autograd.grad(loss_sum / n_valid.clamp(min=1), leaves)
+    return loss_sum.detach(), n_valid, list(grads)
+
+
+def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.double() if x.is_floating_point() else x for x in tensors)
+
+
+def _wide_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}

@@ -1,0 +1,239 @@
+"""Matrix products of the torch backend: exact, of full precision, alike in every thread."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
+from fusedce.backends.torch import products
+from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.tiles import Logits
+from fusedce.contract.projection import Projection
+
+H = 96
+WAYS = ("bf16 with float32 results", "bf16 units", "no bf16 units")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Each way of this module for bfloat16, whatever this CPU has."""
+    mkl = products._blas("gemm_bf16bf16f32")
+    if request.param == WAYS[0] and mkl is None:
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(products, "bf16_gemm", lambda: mkl if request.param == WAYS[0] else None)
+    monkeypatch.setattr(products, "fast_bf16", lambda device: request.param != WAYS[2])
+    return request.param
+
+
+def stored(x, how):
+    """The same values as they are, transposed, or as every third of a wider matrix's columns."""
+    if how == "transposed":
+        return x.t().contiguous().t()
+    if how == "strided":
+        wide = torch.full((2 * x.shape[0], 3 * x.shape[1]), torch.nan, dtype=x.dtype)
+        wide[::2, ::3] = x
+        return wide[::2, ::3]
+    return x
+
+
+@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.usefixtures("way")
+def test_logits_are_sums_of_exact_products(onednn, dtype, how, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
+    rng = torch.Generator().manual_seed(0)
+    weight = stored(torch.randn(70, H, generator=rng).to(dtype), how)
+    hidden = stored(torch.randn(23, H, generator=rng).to(dtype), how)
+    logits = Logits(Projection(weight, None, 1.0, None), Products.of(hidden))
+    exact = weight[5:66].double() @ hidden.double().t()
+    given = torch.empty(61, 23, dtype=logits.head.acc)
+    h = logits.operand(hidden)
+    z = logits.tile(h, 5, 66).clone()
+    assert logits.tile(h, 5, 66, out=given) is given
+    wide = z.dtype
+    assert wide == (torch.float64 if dtype == torch.float64 else torch.float32)
+    bound = 4 * torch.finfo(wide).eps * H**0.5 * exact.abs().mean().item()
+    torch.testing.assert_close(z.double(), exact, rtol=0, atol=bound)
+    torch.testing.assert_close(given, z, rtol=0, atol=0)
+    some = torch.tensor([3, 60, 7])
+    of_some = weight[some].double() @ hidden.double().t()
+    torch.testing.assert_close(logits.of_classes(h, some).double(), of_some, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 7, 3), (1, 1, 1), (1, 9, 4), (0, 4, 3), (3, 0, 4), (3, 4, 0)]
+)
+@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("way")
+def test_products_are_written_or_added(dtype, how, shape):
+    m, k, n = shape
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(m, k, generator=rng).to(dtype), torch.randn(k, n, generator=rng).to(dtype)
+    products_of = Products.of(a)
+    a, b = (stored(x.to(products_of.gradients), how) for x in (a, b))
+    total = stored(torch.randn(m, n, generator=rng).to(products_of.acc), how)
+    before, exact = total.double().clone(), a.double() @ b.double()
+    rounded = products_of.gradients != products_of.acc and not products_of.exact_bf16
+    close = {"rtol": 2**-8, "atol": 1e-6} if rounded else {"rtol": 1e-5, "atol": 1e-6}
+    assert products_of(a, b, total, add=True) is total
+    error = (total.double() - before - exact).abs()
+    assert (error <= close["rtol"] * (before.abs() + exact.abs()) + close["atol"]).all()
+    total.fill_(torch.nan)
+    torch.testing.assert_close(products_of(a, b, total).double(), exact, **close)
+
+
+def test_rows_that_repeat_are_read_right():
+    one = torch.linspace(-1, 1, H, dtype=torch.bfloat16).expand(5, H)
+    for dtype in (torch.bfloat16, torch.float16):
+        multiply = Products.of(one.to(dtype))
+        x = one.to(multiply.logits)
+        out = multiply(x, x.t(), torch.empty(5, 5))
+        torch.testing.assert_close(out, x.float() @ x.float().t())
+
+
+def test_a_limit_on_mkl_is_obeyed(monkeypatch):
+    monkeypatch.setattr(products, "_cpu_has", lambda name: True)
+    for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"):
+        monkeypatch.delenv(name, raising=False)
+    assert products._amx_for_mkl()
+    for name, limit, allowed in (
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX2", False),
+        ("MKL_ENABLE_INSTRUCTIONS", "avx512_e3", False),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX512_E4", True),
+        ("MKL_CBWR", "COMPATIBLE", False),
+        ("MKL_CBWR", "AUTO", True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, limit)
+            assert products._amx_for_mkl() == allowed, (name, limit)
+
+
+def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
+    right = products._blas("gemm_bf16bf16f32")
+    if right is None:
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(products, "_amx_for_mkl", lambda: True)
+    products.bf16_gemm.cache_clear()
+    try:
+        assert products.bf16_gemm() is right
+        products.bf16_gemm.cache_clear()
+        monkeypatch.setattr(products, "_blas", lambda name: lambda *args: None)
+        assert products.bf16_gemm() is None
+    finally:
+        products.bf16_gemm.cache_clear()
+
+
+@pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()),
+    reason="needs oneDNN and MKL",
+)
+def test_onednn_multiplies_for_widened_bfloat16_unless_it_is_switched_off(monkeypatch):
+    def asked(dtype):
+        x = torch.ones(70, H, dtype=dtype)
+        logits = Logits(Projection(x, None, 1.0, None), Products.of(x))
+        with torch.profiler.profile() as trace:
+            logits.tile(logits.operand(x), 0, 70)
+        return any("mkldnn" in event.name for event in trace.events())
+
+    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
+    assert asked(torch.bfloat16)
+    assert not asked(torch.float32)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not asked(torch.bfloat16)
+
+
+# ---- settings of the process ----------------------------------------------------------------
+
+
+def everything(dtype):
+    """Losses and gradients of every public function, with options that take ways of their own."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = (2 * torch.randn(80, H, generator=rng)).to(dtype).requires_grad_()
+    weight = (torch.randn(700, H, generator=rng) / 8).to(dtype).requires_grad_()
+    labels = torch.randint(700, (80,), generator=rng)
+    several = torch.randint(700, (80, 5), generator=rng)
+    losses = (
+        lambda: fused_ce(hidden, weight, labels, backend="torch").mean(),
+        lambda: fused_ce(hidden, weight, labels, label_smoothing=0.1, backend="torch").mean(),
+        lambda: fused_ce(hidden, weight, labels, memory_budget=6 * 2**20, backend="torch").mean(),
+        lambda: fused_cross_entropy(
+            hidden, weight, labels, reduction="none", backend="torch"
+        ).square().sum(),
+        lambda: fused_logprobs(hidden, weight, labels, backend="torch").entropy.sum(),
+        lambda: fused_logprobs(hidden, weight, several, backend="torch").logprob.sum(),
+        lambda: fused_kl(hidden, weight, hidden.detach() / 2, weight.detach(), backend="torch")
+        .mean(),
+    )  # fmt: skip
+    found = []
+    for loss in losses:
+        with torch.no_grad():
+            found.append(loss())
+        found += [loss().detach(), *torch.autograd.grad(loss(), (hidden, weight))]
+    return found
+
+
+@pytest.fixture
+def lossy_float32():
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("blas", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_inputs_do_not_follow_the_precision_of_float32(dtype, blas, monkeypatch):
+    """float16 has 11 significant bits, "medium" leaves 8 of them."""
+    if not blas:
+        monkeypatch.setattr(products, "_blas", lambda name: None)
+        monkeypatch.setattr(products, "bf16_gemm", lambda: None)
+    expected = everything(dtype)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        got = everything(dtype)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    for x, e in zip(got, expected, strict=True):
+        if blas:
+            assert x.equal(e)
+        else:  # by float64 instead
+            assert (x - e).norm() <= torch.finfo(x.dtype).eps * e.norm()
+
+
+@pytest.mark.usefixtures("lossy_float32")
+def test_float32_inputs_follow_it_as_torchs_do():
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, H, generator=rng), torch.randn(300, H, generator=rng)
+    labels = torch.randint(300, (64,), generator=rng)
+    exact = F.cross_entropy(F.linear(hidden.double(), weight.double()), labels, reduction="none")
+    of_torch = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
+    ours = fused_cross_entropy(hidden, weight, labels, reduction="none", backend="torch")
+    rounds = (of_torch - exact).abs().max() > 1e-4
+    assert ((ours - exact).abs().max() > 1e-4) == rounds
+
+
+def test_threads_find_each_others_products_as_they_are():
+    """A product of float32 beside a loss in bfloat16: no setting changes in between."""
+    a = torch.randn(256, 256)
+    expected, losses = a @ a, everything(torch.bfloat16)
+    wrong, done = [], threading.Event()
+
+    def multiply():
+        while not done.is_set():
+            if not (a @ a).equal(expected):
+                wrong.append(torch.get_float32_matmul_precision())
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        again = everything(torch.bfloat16)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    assert all(x.equal(y) for x, y in zip(again, losses, strict=True))

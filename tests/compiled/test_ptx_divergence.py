@@ -1,0 +1,119 @@
+"""Divergences from a teacher as they are compiled, between products of the CPU's BLAS."""
+
+import math
+
+import pytest
+import torch
+
+from fusedce import fused_kl, reference_kl
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+KINDS = ("forward", "reverse", "jsd")
+EVERYTHING = {
+    "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
+    "teacher_logit_scale": -1.3, "ce_weight": 0.4, "beta": 0.3,
+}  # fmt: skip
+
+
+def pair(dtype, N=10, H=24, teacher_H=40, V=515):
+    """``hidden, weight, teacher_hidden, teacher_weight, labels``; one position is ignored."""
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng)
+
+    labels = torch.randint(V, (N,), generator=rng)
+    labels[3] = -100
+    states = draw(N, H) * 2 / H**0.5, draw(N, teacher_H) * 2 / teacher_H**0.5
+    for x in states:
+        x[3] = math.nan
+    tensors = (states[0], draw(V, H), states[1], draw(V, teacher_H))
+    return [*(x.to(dtype) for x in tensors), labels]
+
+
+def gradients(fn, tensors, **options):
+    """The loss, and its gradients by hidden and weight."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:2]]
+    loss = fn(*leaves, *tensors[2:], **options).loss_sum
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def compare(dtype, kind, tensors, chunk_tokens=None, **options):
+    """The loss to float32's rounding, gradients to a few roundings of their own dtype."""
+    ours = gradients(
+        fused_kl, tensors, divergence=kind, backend="triton", chunk_tokens=chunk_tokens, **options
+    )
+    wide = [x.double() if x.is_floating_point() else x for x in tensors]
+    exact_options = {
+        k: x.double() if isinstance(x, torch.Tensor) else x for k, x in options.items()
+    }
+    exact = gradients(reference_kl, wide, divergence=kind, **exact_options)
+    torch.testing.assert_close(ours[0].double(), exact[0], rtol=2e-6, atol=2e-6)
+    rounding = max(4 * torch.finfo(dtype).eps, 1e-5)
+    for a, b in zip(ours[1:], exact[1:], strict=True):
+        assert (a.double() - b).norm() <= rounding * b.norm()
+
+
+def in_blocks(gpu, classes):
+    """Several blocks a row, of few classes: the interpreter's time goes with them."""
+    gpu.row = gpu.row._replace(divergence_block_v=classes)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", KINDS)
+@DTYPES
+def test_values_are_those_of_the_reference(on, arch, dtype, kind):
+    gpu = on(arch)
+    in_blocks(gpu, 256)
+    compare(dtype, kind, pair(dtype))
+    assert gpu.ran("divergence_rows_kernel") == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        BF16,
+        pytest.param(FP16, marks=pytest.mark.exhaustive),
+        pytest.param(FP32, marks=pytest.mark.exhaustive),
+    ],
+    ids=["bf16", "fp16", "fp32"],
+)
+def test_every_option_at_once(on, arch, dtype):
+    """In blocks as the architecture has them, a vocabulary of two of them; chunks of 4 tokens."""
+    gpu = on(arch)
+    tensors = pair(dtype, V=1300)
+    more = {name: (torch.randn(1300) * 0.1).to(dtype) for name in ("bias", "teacher_bias")}
+    more["token_weight"] = torch.linspace(-1, 1, 10)
+    compare(dtype, "jsd", tensors, chunk_tokens=4, **EVERYTHING, **more)
+    assert gpu.ran("divergence_rows_kernel") == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("V", [1, 2, 127, 1024, 2051])
+@pytest.mark.parametrize("kind", KINDS)
+@DTYPES
+def test_sizes(on, arch, dtype, V, kind):
+    on(arch)
+    compare(dtype, kind, pair(dtype, N=6, V=V))
+
+
+def test_a_bad_label_poisons_its_row_alone(on):
+    on("sm_90")
+    tensors = pair(BF16, V=300)
+    tensors[4][5] = 300
+    loss, d_hidden, _ = gradients(fused_kl, tensors, backend="triton")
+    assert loss.isnan()
+    assert d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
+
+
+def test_bits_depend_not_on_the_order_of_ctas(on):
+    gpu = on("sm_90")
+    in_blocks(gpu, 256)
+    first = gradients(fused_kl, pair(BF16), divergence="jsd", backend="triton")
+    gpu.timing = "random"
+    for gpu.order in (1, 2):
+        again = gradients(fused_kl, pair(BF16), divergence="jsd", backend="triton")
+        torch.testing.assert_close(again, first, rtol=0, atol=0)

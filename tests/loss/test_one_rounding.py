@@ -1,0 +1,96 @@
+"""Gradients in bfloat16 are as exact as one rounding of the exact ones, whatever is asked."""
+
+import pytest
+import torch
+from support import rounding
+from support.rounding import Draw
+
+from fusedce import fused_ce
+from fusedce.backends.torch import products, tiles
+
+# In the median, and in one of a hundred.
+MEDIAN, HIGH = 1.05, 1.1
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """MKL's product, also where AMX does not make it fast."""
+    gemm = products._blas("gemm_bf16bf16f32")
+    if gemm is None:
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_products")
+def test_every_option_and_pair_on_torch():
+    for name, (median, high) in rounding.table("torch", seeds=1).items():
+        assert median <= MEDIAN, name
+        assert high <= HIGH, name
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
+@pytest.mark.parametrize("shared", [0.0, 0.94])
+def test_options_one_by_one_on_torch(logits, shared):
+    for name, ratios in rounding.errors(Draw(logits, shared, True, 0), "torch"):
+        assert max(ratios) <= 1.12, (name, ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logits", ["flat", "peaked"])
+def test_options_one_by_one_on_triton(logits):
+    draw = Draw(logits, 0.5, True, 0, N=32, H=32, V=300)
+    for name, ratios in rounding.errors(draw, "triton"):
+        assert max(ratios) <= 1.5, (name, ratios)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("shift", [300.0, -300.0])
+def test_logits_far_from_zero(shift):
+    """The exponentials' reference is not 0 there."""
+    hidden, weight, _, labels, _ = Draw("peaked", 0.0, False, 0).tensors()
+    bias = torch.full((len(weight),), shift).bfloat16()
+
+    def loss(h, w, b, backend):
+        return fused_ce(h, w, labels, bias=b, backend=backend).mean()
+
+    inputs = (hidden, weight, bias)
+    got = rounding._gradients(loss, inputs, torch.bfloat16, "torch")
+    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
+    for x, e in list(zip(got, exact, strict=True))[:2]:
+        assert rounding._over_once(x, e) <= 1.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("height", [25.0, 60.0, 200.0, 2000.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, masked):
+    """It is found where the sample did not look: at a class of the third tile, of some tokens."""
+    monkeypatch.setattr(tiles, "_SAMPLE", 2)
+    monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
+    monkeypatch.setattr(tiles, "_LEAST", 100)
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(40, 32, generator=rng), torch.randn(430, 32, generator=rng) / 6
+    hidden[:, 0] = torch.where(torch.arange(40) % 3 == 0, 1.0, 0.0)
+    weight[:, 0] = 0
+    weight[277, 0] = height
+    weight[301, 0] = height - 1
+    bias = torch.zeros(430)
+    if masked:
+        bias[:150] = -torch.inf
+    labels = torch.randint(150, 430, (40,), generator=rng)
+    labels[0], labels[3] = 277, 301
+    inputs = [x.to(dtype) for x in (hidden, weight, bias)]
+
+    def loss(h, w, b, backend):
+        return fused_ce(h, w, labels, bias=b, backend=backend).mean()
+
+    got = rounding._gradients(loss, tuple(inputs), dtype, "torch")
+    exact = rounding._gradients(loss, tuple(inputs), torch.float64, "torch")
+    reference = fused_ce(inputs[0].double(), inputs[1].double(), labels, bias=inputs[2].double())
+    found = fused_ce(*inputs[:2], labels, bias=inputs[2], backend="torch")
+    torch.testing.assert_close(found.loss_sum.double(), reference.loss_sum, rtol=2e-6, atol=0)
+    for x, e in zip(got, exact, strict=True):
+        error = (x.double() - e).norm() / e.norm()
+        assert error <= (1e-6 * max(height / 30, 1) if dtype == torch.float32 else 2.5e-3)

@@ -1,0 +1,147 @@
+"""Errors of bfloat16 gradients over that of rounding the exact ones once: a table by option.
+
+python tests/support/rounding.py          # writes the table of docs/accuracy.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce import fused_cross_entropy, fused_logprobs
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
+BEGIN, END = "<!-- one rounding -->", "<!-- end -->"
+OF_SUMS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "token_weight", "class_weight")
+Loss = Callable[..., Tensor]  # of hidden, weight, bias and a backend
+
+
+class Draw(NamedTuple):
+    """Inputs, described by numbers. ``sharp``: a class has nearly all the probability."""
+
+    logits: str  # flat, peaked or sharp
+    shared: float  # mean cosine of two rows of the head
+    bias: bool
+    seed: int
+    N: int = 96
+    H: int = 64
+    V: int = 400
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, torch.Generator]:
+        """``hidden, weight, bias, labels``, and a generator for what options need."""
+        rng = torch.Generator().manual_seed(self.seed)
+        weight = torch.randn(self.V, self.H, generator=rng)
+        mean = torch.randn(self.H, generator=rng)
+        weight = weight * math.sqrt(1 - self.shared) + mean * math.sqrt(self.shared)
+        weight = (weight / self.H**0.5).bfloat16()
+        size = {"flat": 1.0, "peaked": 6.0, "sharp": 20.0}[self.logits]
+        hidden = (size * torch.randn(self.N, self.H, generator=rng)).bfloat16()
+        labels = torch.randint(self.V, (self.N,), generator=rng)
+        if self.logits != "flat":  # most of them are as predicted
+            right = torch.rand(self.N, generator=rng) < 0.6
+            labels = torch.where(right, (hidden.double() @ weight.double().t()).argmax(1), labels)
+        bias = torch.randn(self.V, generator=rng).bfloat16() if self.bias else None
+        return hidden, weight, bias, labels, rng
+
+
+def draws(seeds: int) -> list[Draw]:
+    product = itertools.product(
+        ("flat", "peaked", "sharp"), (0.0, 0.5, 0.9), (False, True), range(seeds)
+    )
+    return [Draw(*of) for of in product]
+
+
+def losses(labels: Tensor, V: int, rng: torch.Generator) -> Iterator[tuple[str, Loss]]:
+    """Every option, every pair of options of a sum, and losses with factors of each token's own."""
+    N = len(labels)
+    options = {
+        "label_smoothing": {"label_smoothing": 0.1},
+        "z_loss": {"z_loss": 1e-3},
+        "softcap": {"softcap": 15.0},
+        "logit_scale": {"logit_scale": 0.7},
+        "token_weight": {"token_weight": torch.rand(N, generator=rng) + 0.1},
+        "class_weight": {"class_weight": torch.rand(V, generator=rng) + 0.5},
+    }
+    upstream = torch.rand(N, generator=rng) / N
+    several = torch.randint(V, (N, 8), generator=rng)
+    several[:, 0] = labels
+    of_several = torch.rand(N, 8, generator=rng) / N
+
+    def summed(**given):
+        return lambda h, w, b, backend: fused_cross_entropy(
+            h, w, labels, bias=b, backend=backend, **given
+        )
+
+    def by_token(y, factors, **given):
+        def loss(h, w, b, backend):
+            stats = fused_logprobs(h, w, y, bias=b, backend=backend, **given)
+            return (stats.logprob * factors).sum()
+
+        return loss
+
+    yield "plain", summed()
+    for name in OF_SUMS:
+        yield name, summed(**options[name])
+    for one, other in itertools.combinations(OF_SUMS, 2):
+        yield f"{one}, {other}", summed(**options[one], **options[other])
+    yield "log-probabilities", by_token(labels, upstream)
+    yield "log-probabilities, temperature", by_token(labels, upstream, temperature=0.7)
+    yield "labels (..., K)", by_token(several, of_several)
+    yield "labels (..., K), temperature", by_token(several, of_several, temperature=0.7)
+
+
+def errors(draw: Draw, backend: str, only: str = "") -> Iterator[tuple[str, list[float]]]:
+    """The error of each gradient over that of rounding it, by the names of :func:`losses`."""
+    hidden, weight, bias, labels, rng = draw.tensors()
+    for name, loss in losses(labels, draw.V, rng):
+        if only in name:
+            got = _gradients(loss, (hidden, weight, bias), torch.bfloat16, backend)
+            exact = _gradients(loss, (hidden, weight, bias), torch.float64, "torch")
+            yield name, [_over_once(x, e) for x, e in zip(got, exact, strict=True)]
+
+
+def _gradients(
+    loss: Loss, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, backend: str
+) -> tuple[Tensor, ...]:
+    given = [None if x is None else x.to(dtype).requires_grad_() for x in inputs]
+    return torch.autograd.grad(loss(*given, backend), [x for x in given if x is not None])
+
+
+def _over_once(got: Tensor, exact: Tensor) -> float:
+    once = (exact.bfloat16().double() - exact).norm()
+    return float((got.double() - exact).norm() / once)
+
+
+def table(backend: str, seeds: int) -> dict[str, tuple[float, float]]:
+    """Median and 99th percentile by option."""
+    found: dict[str, list[float]] = {}
+    for draw in draws(seeds):
+        for name, ratios in errors(draw, backend):
+            found.setdefault(name, []).extend(ratios)
+    return {
+        name: (statistics.median(x), statistics.quantiles(x, n=100, method="inclusive")[98])
+        for name, x in found.items()
+    }
+
+
+def main() -> None:
+    """Writes the table between its marks."""
+    torch.set_num_threads(1)
+    rows = ["| | median | 99th percentile |", "|---|---|---|"]
+    for name, (median, high) in table("torch", seeds=3).items():
+        rows.append(f"| {name} | {median:.2f} | {high:.2f} |")
+    text = PAGE.read_text()
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END, 1)[1]
+    PAGE.write_text(f"{head}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{tail}")
+
+
+if __name__ == "__main__":
+    main()
