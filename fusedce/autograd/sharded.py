@@ -8,36 +8,53 @@ import torch
 
 from fusedce.autograd import sharded_tokens
 from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
-from fusedce.autograd.dispatch import capped_smoothing
+from fusedce.autograd.dispatch import NOTHING, Seen, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.sharded import tiles
 from fusedce.backends.sharded.exchange import Shard, sharded_call
 from fusedce.contract.objective import weights_and_count
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 
 
-def loss_sum(problem: Problem, shard: Shard) -> LossSum:
-    """Equal on all ranks; every rank receives the gradients of what it holds."""
+def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[LossSum, Seen]:
+    """Equal on all ranks; every rank receives the gradients of what it holds.
+
+    What is monitored is that of this rank's tokens.
+    """
     refuse_forward_mode(problem)
     wanted = wanted_gradients(problem)
-    budget, triton = problem.memory_budget, problem.backend == "triton"
+    if _from_tokens(problem, shard, monitored, train=any(wanted.gradients())):
+        return _sum_of_losses(problem, shard, monitored)
+    device = problem.hidden.device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if problem.backend != "triton":
+            made, argmax = tiles.loss_and_grads(detached(problem), shard, wanted), None
+        else:
+            backend = _triton()
+            if not any(wanted.gradients()):
+                return LossSum(*backend.loss(detached(problem), shard)), Seen(None)
+            n = len(problem.labels)
+            argmax = torch.empty(n, dtype=torch.int64, device=device) if monitored.argmax else None
+            made = backend.loss_and_grads(detached(problem), shard, wanted, argmax)
+    total, n_valid, factor, *grads = made
+    if any(wanted.gradients()):
+        total = with_gradients(total, factor, problem, grads)
+    return LossSum(total, n_valid), Seen(argmax)
+
+
+def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bool) -> bool:
+    """Whether the sum is that of the tokens' losses, whose gradients are made in backward."""
+    triton, budget = problem.backend == "triton", problem.memory_budget
+    if monitored.lse or monitored.entropy or (monitored.argmax and not (triton and train)):
+        return True
     if triton and capped_smoothing(problem):
-        return _by_tiles(problem, shard)
-    if budget is not None:
-        N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
-        if way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES:
-            return _by_tiles(problem, shard)
-    backend = _triton() if triton else tiles
-    device = problem.hidden.device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        if triton and not any(wanted.gradients()):
-            return LossSum(*backend.loss(detached(problem), shard))
-        total, n_valid, factor, *grads = backend.loss_and_grads(detached(problem), shard, wanted)
-    if not any(wanted.gradients()):
-        return LossSum(total, n_valid)
-    return LossSum(with_gradients(total, factor, problem, grads), n_valid)
+        return True
+    if budget is None:
+        return False
+    N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
+    return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES
 
 
 def _triton() -> ModuleType:
@@ -47,10 +64,9 @@ def _triton() -> ModuleType:
     return sharded
 
 
-def _by_tiles(problem: Problem, shard: Shard) -> LossSum:
-    """From the losses of the tokens, whose gradients are made in backward."""
-    losses = sharded_tokens.losses(problem, shard)
+def _sum_of_losses(problem: Problem, shard: Shard, monitored: Wanted) -> tuple[LossSum, Seen]:
+    losses, seen = sharded_tokens.losses(problem, shard, monitored)
     count = weights_and_count(problem.but(class_weight=None))[1]
     mine = torch.stack([losses.sum(dtype=torch.float64), count])
     total, n_valid = sharded_tokens.total(mine, shard).unbind()
-    return LossSum(total.to(losses.dtype), n_valid.detach().long())
+    return LossSum(total.to(losses.dtype), n_valid.detach().long()), seen

@@ -19,6 +19,7 @@ from fusedce.autograd.derivatives import (
     refuse_second_derivatives,
     wanted_gradients,
 )
+from fusedce.autograd.dispatch import NOTHING, Seen
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes
@@ -49,17 +50,22 @@ class Counted(NamedTuple):
         return every[first : first + self.n_here]
 
 
-def losses(problem: Problem, shard: Shard) -> Tensor:
+def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[Tensor, Seen]:
     """``(N,)`` losses of this rank's tokens; ``problem`` holds the weights of all classes."""
     counted = _counted(problem, shard)
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
-    wanted = Wanted(lse=not whole.of_nll_alone(), zmean=smoothing)
-    stats = _statistics(problem, counted, wanted)
+    lse = monitored.lse or not whole.of_nll_alone()
+    stats = _statistics(problem, counted, monitored.but(lse=lse, zmean=smoothing))
     y = whole.labels[counted.rows].long().clamp(0, shard.V - 1)
     of_rows = whole.rows(counted.rows)
     zmean = stats.zmean if smoothing else None
-    return counted.own(token_losses(of_rows, y, stats.nll, stats.lse, zmean))
+    found = counted.own(token_losses(of_rows, y, stats.nll, stats.lse, zmean))
+    return found, Seen(
+        None if stats.argmax is None else counted.own(stats.argmax, -1),
+        counted.own(stats.lse.detach()) if monitored.lse else None,
+        counted.own(stats.entropy.detach()) if monitored.entropy else None,
+    )
 
 
 def token_stats(problem: Problem, shard: Shard, wanted: Wanted) -> Stats:

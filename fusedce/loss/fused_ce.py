@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded
+from fusedce.autograd import dispatch, sharded, sharded_tokens
 from fusedce.autograd.summed import SumApart
 from fusedce.backends.sharded.agreement import on_the_way
 from fusedce.backends.sharded.layout import groups_of
@@ -16,7 +17,7 @@ from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.loss.shards import device_of, is_sharded, met
+from fusedce.loss.shards import device_of, is_sharded, local_of, met
 
 
 @explains_names
@@ -90,6 +91,7 @@ def fused_ce(
         process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
             shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
             results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
+            ``argmax_out`` is that of this rank's tokens, ``monitor`` sums over all of them.
         argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
             other than 0 and with -1 elsewhere, in the same pass.
         monitor: names out of ``("correct", "entropy", "z_loss")``: sums over the tokens, without
@@ -163,7 +165,16 @@ def _sharded(
     with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_monitor(monitor)
         if argmax_out is not None:
-            raise ValueError("argmax_out must be None with a sharded vocabulary")
-        if monitor:
-            raise ValueError("monitor must be empty with a sharded vocabulary")
-    return sharded.loss_sum(*met(problem, process_group))
+            argmax_out = local_of(argmax_out)
+            check_argmax_out(argmax_out, local_of(problem.labels))
+    wanted = wanted_for(monitor, argmax=argmax_out is not None)
+    beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
+    problem, shard = met(problem, process_group, beside=", ".join(beside) or None)
+    out, seen = sharded.loss_sum(problem, shard, wanted)
+    if argmax_out is not None and seen.argmax is not None:
+        argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+    if not monitor:
+        return out
+    found = sums(problem, monitor, *seen)
+    total = sharded_tokens.total(torch.stack(list(found.values())), shard)
+    return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))

@@ -55,9 +55,10 @@ def sharded_ce(
     rank. A :class:`fusedce.LossAccumulator` must therefore not count these ranks
     (``from_mesh(mesh, ["dp"])``).
 
-    A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``.
-    Deterministic; all ranks compute the same bits of the loss. Waits for the device once (on a mesh
-    of more dimensions, once in each), to compare what the ranks hold and to cut the chunks.
+    A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``; without
+    gradients the Triton kernels hold O(N) numbers. Deterministic; all ranks compute the same bits
+    of the loss. Waits for the device once (on a mesh of more dimensions, once in each), to compare
+    what the ranks hold and to cut the chunks.
 
     Collectives on the vocabulary's ranks, all in the forward pass, none in backward:
 
@@ -65,12 +66,22 @@ def sharded_ce(
       has each, and has one found an error; for a weight that is replicated over other dimensions of
       its mesh, before it one on each of those, over which labels must be equal and hidden states
       within 1% of their norm;
-    * per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum of
-      exponentials, the label's logit, the sum of logits;
+    * Triton, in training: one all-reduce of a float32 per token that counts, the labels' logits;
+      with label smoothing one all-gather of ``H + 1`` float64; per chunk one all-gather of 2
+      float32 per token (4 with ``argmax_out``), reference and sum of its exponentials;
+    * Triton, without gradients: one all-gather of 3 float32 per token that counts, the same and the
+      label's logit; with label smoothing that of ``H + 1`` float64;
+    * torch: per chunk, one all-gather of 3 float64 per token (4 with label smoothing): maximum, sum
+      of exponentials, the label's logit, the sum of logits;
     * per chunk, where ``hidden`` requires grad, one all-reduce of its valid rows ``(C, H)`` in
-      float32, which runs while the next chunk is computed;
+      float32. With Triton it runs while the chunk's product for the weight and the next chunk are
+      computed, with torch while the next chunk is;
     * with sharded tokens, one all-gather each of hidden, labels and token weights before, and a
       reduce-scatter of ``(N, H)`` in place of the all-reduces.
+
+    Label smoothing of capped logits by Triton, and what :func:`fused_ce` monitors of entropy and
+    z-loss, come from the losses of the tokens, with the collectives of
+    :func:`sharded_cross_entropy`; so does ``argmax_out`` but in training by Triton.
 
     Args:
         hidden: ``(..., H)``, the same on all ranks, or each rank's own tokens; a ``DTensor`` on the
@@ -90,6 +101,8 @@ def sharded_ce(
         ignore_index, softcap, logit_scale, chunk_tokens, memory_budget: as in
             :func:`fusedce.fused_ce`; the budget is each rank's, the same on all. By tiles, its
             collectives are those of :func:`sharded_cross_entropy`.
+        backend: ``"triton"``, ``"torch"`` or ``None`` as in :func:`fusedce.fused_ce`, the same on
+            all ranks.
         label_smoothing: in ``[0, 1]``, spread evenly over the classes.
         z_loss: factor of ``lse^2`` (PaLM, arXiv:2204.02311).
         token_weight: ``(...)``, factor of each token's loss. Tokens of weight 0 are left out,
@@ -128,7 +141,7 @@ def sharded_ce(
         memory_budget=memory_budget,
         backend=backend,
     )
-    return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))
+    return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))[0]
 
 
 @explains_names
@@ -171,8 +184,8 @@ def sharded_cross_entropy(
     ``label_smoothing=e`` is ``e * V / (V - 1)`` here.
 
     Each rank runs the backend over its own rows, as if they were a vocabulary, in tiles; backward
-    computes them once more. So do "mean" and "sum" with ``class_weight`` or ``backend="triton"``;
-    else they are :func:`sharded_ce`, with three products of the shard's size instead of four.
+    computes them once more. So do "mean" and "sum" with ``class_weight``; without, they are
+    :func:`sharded_ce`, with three products of the shard's size instead of four.
     Deterministic; all ranks compute the same bits of the loss. Waits for the device.
 
     Collectives on the vocabulary's ranks (other than those of :func:`sharded_ce`):
@@ -242,10 +255,10 @@ def reduced(
         check_reduction(reduction)
     if problem.class_weight is None and reduction != "none":
         met_all = met(problem, process_group, tokens_sharded, vocab_size, SUM, reduction)
-        out = sharded.loss_sum(*met_all)
+        out, _ = sharded.loss_sum(*met_all)
         return out.loss_sum if reduction == "sum" else out.mean()
     problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction)
-    losses = sharded_tokens.losses(problem, shard)
+    losses, _ = sharded_tokens.losses(problem, shard)
     if reduction == "none":
         return losses.view(tokens_of(labels))
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])

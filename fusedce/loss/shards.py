@@ -34,8 +34,11 @@ def met(
     vocab_size: int | None = None,
     function: str = SUM,
     reduction: str | None = None,
+    beside: str | None = None,
 ) -> tuple[Problem, Shard]:
     """The problem of this rank, checked and flattened, after all ranks have compared theirs.
+
+    ``beside``: names of what is asked for beside the loss.
 
     Raises the same error on all ranks that share the vocabulary.
     """
@@ -58,7 +61,7 @@ def met(
             t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
-    shard = agree(layout, vocab_size, function, reduction)
+    shard = agree(layout, vocab_size, function, reduction, beside)
     return flat, shard
 
 
@@ -68,5 +71,10 @@ def device_of(x: object) -> torch.device | None:
 
 def tokens_of(labels: Any) -> torch.Size:
     """The shape of what each token gets here."""
-    local: Tensor = labels.to_local() if is_dtensor(labels) else labels
-    return local.shape
+    return local_of(labels).shape
+
+
+def local_of(x: Any) -> Tensor:
+    """What lies here of a tensor, or the tensor itself."""
+    local: Tensor = x.to_local() if is_dtensor(x) else x
+    return local

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model
 import pytest
 import torch
 from hypothesis import given
@@ -127,6 +128,21 @@ def test_the_module_needs_nothing_but_python():
         [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_vocabulary_over_ranks_costs_its_rows_and_the_exchanges(monkeypatch):
+    H, V = model.HEADS["Llama 3 8B"]
+    found = [model.tensor_parallel(8192, H, V, ranks, H200) for ranks in (2, 4, 8)]
+    assert found[0].seconds > found[1].seconds > found[2].seconds
+    for ranks, of_ranks in zip((2, 4, 8), found, strict=True):
+        assert of_ranks.seconds > fused_ce(8192, H, V // ranks, H200).seconds
+        assert min(of_ranks.terms.values()) >= 0
+        assert of_ranks.terms["d_hidden over ranks, not covered"] == 0
+    monkeypatch.setitem(model.NVLINK, "H200", model.NVLINK["H200"] / 10)
+    slow = model.tensor_parallel(8192, H, V, 8, H200)
+    all_reduce = 2 * 7 / 8 * 4 * 8192 * H / (model._REACHED * model.NVLINK["H200"])
+    expected = all_reduce + model._LATENCY - slow.terms["d_weight product"]
+    assert slow.terms["d_hidden over ranks, not covered"] == pytest.approx(expected)
 
 
 def test_prediction_stands_beside_measurement(tmp_path):

@@ -18,6 +18,8 @@ from support.vocabulary import (
     truth,
     watched_collectives,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
@@ -205,6 +207,46 @@ def batches(rank):
     return found[0][1]
 
 
+def monitored(options, tokens, backend, rank):
+    """Sums beside the loss and the likeliest classes, with gradients and without."""
+    world = dist.get_world_size()
+    sizes = UNEQUAL[world]
+    x = inputs(sum(sizes), torch.float32, **options)
+    borders = {2: (0, 9, N), 4: (0, 5, 5, 20, N)}[world]
+    mine = slice(borders[rank], borders[rank + 1]) if tokens else slice(None)
+    mesh = init_device_mesh("cpu", (world,))
+    for monitor in (("correct",), ("correct", "entropy", "z_loss"), ()):
+        for grad in (True, False):
+            every, _ = own_rows(x, [sum(sizes)], 0)
+            theirs = torch.empty(N, dtype=torch.int64)
+            whole = fused_ce(**every, monitor=monitor, argmax_out=theirs, backend="torch")
+            local, rows = own_rows(x, sizes, rank)
+            if tokens:  # says by its placement that tokens are sharded
+                for name in ("hidden", "labels", "token_weight"):
+                    if name in local:
+                        local[name] = local[name][mine].detach().clone()
+                local["hidden"].requires_grad_()
+            argmax = torch.empty(len(local["labels"]), dtype=torch.int64)
+            asked = local | {"process_group": None if tokens else group()}
+            with torch.set_grad_enabled(grad):
+                for name in ("hidden", "weight", "labels") if tokens else ():
+                    shape = {"shape": x[name].shape, "stride": x[name].stride()}
+                    asked[name] = DTensor.from_local(local[name], mesh, [Shard(0)], **shape)
+                out = fused_ce(**asked, monitor=monitor, argmax_out=argmax, backend=backend)
+            assert torch.equal(argmax, theirs[mine])
+            torch.testing.assert_close(out.loss_sum, whole.loss_sum)
+            if monitor:
+                assert set(out.monitors) == set(monitor)
+                torch.testing.assert_close(dict(out.monitors), dict(whole.monitors))
+            if grad:
+                whole.loss_sum.backward()
+                out.loss_sum.backward()
+                torch.testing.assert_close(
+                    local["weight"].grad, every["weight"].grad[rows], rtol=1e-4, atol=1e-5
+                )
+    return float(out.loss_sum)
+
+
 def collectives(rank):
     """Those of a training step with ignored rows, of evaluation, and with sharded tokens."""
     sizes = UNEQUAL[dist.get_world_size()]
@@ -254,6 +296,15 @@ CASES = {
     "forward, wide": functools.partial(forward, {}, WIDE),
     "infinite": infinite,
     "batches": batches,
+    **{
+        f"monitors, {name}, {backend}": functools.partial(monitored, options, tokens, backend)
+        for name, options, tokens in (
+            ("plain", {}, False),
+            ("options", UNSMOOTHED, False),
+            ("sharded tokens", {"z_loss": 0.1}, True),
+        )
+        for backend in ("torch", "triton")
+    },
     "collectives": collectives,
 }
 EQUAL = [name for name in CASES if name != "collectives"]

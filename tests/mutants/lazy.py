@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "with gradients: capped and smoothed",
-        "if transformed() or _capped_smoothing(problem):",
+        "if transformed() or capped_smoothing(problem):",
         "if transformed():",
         "head/test_losses.py -k cap",
     ),

@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: chunks under any budget",
-        "return _by_tiles(problem, shard)",
-        "pass",
+        "return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES",
+        "return False",
         f"{SHARDED} -k budget",
     ),
 ]

@@ -162,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a sum meets a mean",
-        "_settings(layout, vocab_size, function=function, reduction=reduction)",
-        "_settings(layout, vocab_size, function=function, reduction=None)",
+        '"function": function, "reduction": reduction,',
+        '"function": function, "reduction": None,',
         "test_sharded_agreement.py -k other_things",
     ),
 ]

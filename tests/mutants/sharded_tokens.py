@@ -128,8 +128,8 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: other functions",
-        "_settings(layout, vocab_size, function=function, reduction=reduction)",
-        '_settings(layout, vocab_size, function="", reduction=reduction)',
+        '"function": function, "reduction": reduction,',
+        '"function": "", "reduction": reduction,',
         "test_sharded_tokens_agreement.py -k all_ranks",
     ),
 ]

@@ -56,6 +56,7 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
             asked["function"] != SUM
             or problem.memory_budget is not None
             or problem.backend == "triton"
+            or asked["monitor"] is not None
         ),
         "tokens_sharded": layout.tokens_sharded,
         "H": problem.hidden.shape[-1],
@@ -157,7 +158,11 @@ def check_vocab_size(vocab_size: object) -> None:
 
 
 def agree(
-    layout: Layout, vocab_size: int | None, function: str = SUM, reduction: str | None = None
+    layout: Layout,
+    vocab_size: int | None,
+    function: str = SUM,
+    reduction: str | None = None,
+    monitor: str | None = None,
 ) -> Shard:
     """What ranks must know of each other; raises on all of them where they do not fit."""
     problem, group = layout.problem, layout.groups[-1]
@@ -179,7 +184,8 @@ def agree(
         *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
     ]
     sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
-    settings = _settings(layout, vocab_size, function=function, reduction=reduction)
+    asked = {"function": function, "reduction": reduction, "monitor": monitor}
+    settings = _settings(layout, vocab_size, **asked)
     mine = torch.cat([torch.stack(numbers), sketch.view(torch.int64)])
     told = _meet(row(settings, mine), layout.groups)
     if (differ := differing(told)) is not None:

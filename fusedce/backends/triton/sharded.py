@@ -97,6 +97,10 @@ def loss_and_grads(
             dtypes=waiting(problem),
             chunks=-(-n // C) if n else 0,
         )
+        every = None
+        if argmax is not None:  # of all ranks' tokens
+            every = argmax if shard.tokens is None else argmax.new_empty(N)
+            every.fill_(-1)
         rows = packed.rows[:n].long()
         d_rows = problem.hidden.new_empty(n, H, dtype=torch.float32) if wanted.hidden else None
         sums = RunningSums(d_rows if shard.tokens is None else None, shard.group)
@@ -109,11 +113,14 @@ def loss_and_grads(
                 mean = _mean_logit(problem, shard) if problem.label_smoothing else None
                 options = RowFactors(local, shard.V, mean)
             losses = add_chunks(
-                local, chunks, packed, n, C, _of_classes(grads, problem, shard), options, argmax,
+                local, chunks, packed, n, C, _of_classes(grads, problem, shard), options, every,
                 outer=1.0 / max(shard.valid, 1), every_row=n == N, d_rows=d_rows,
                 written=sums.start,
             )  # fmt: skip
             total = losses.sum(dtype=torch.float64).float()
+        if argmax is not None and every is not None and shard.tokens is not None:
+            first = dist.get_rank(shard.group) * max(shard.tokens)
+            argmax.copy_(every[first : first + n_here])
         d_hidden, d_weight, d_bias = grads.written()
         if d_rows is not None:
             sums.wait()
