@@ -1,8 +1,9 @@
 """Logits of a few chosen classes of every token, differentiable, and their gradients.
 
 Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
-nothing of the size ``(N, K, H)`` is held. Plain torch, for every backend: beside the product with
-the whole head this is ``K / V`` of the work.
+nothing of the size ``(N, K, H)`` is held. The weight gradient goes by tiles of classes: of each its
+entries are summed in float32 and rounded once, and no sum is of the size of the head. Plain torch,
+for every backend: beside the product with the whole head this is ``K / V`` of the work.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.derivatives import detached, refuse_second_derivatives, transformed
-from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.backends.gradients import add_rows
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem, Wanted, schema_of
 from fusedce.contract.projection import Projection
 from fusedce.contract.rounding import acc_dtype
 
-_BUDGET = 64 * 2**20  # bytes of the rows of the head that are held at a time
+_BUDGET = 64 * 2**20  # bytes that are held at a time, without a budget
+_LEAST = 2**18  # and with one
 _END = len(Problem._fields)
 
 
@@ -32,6 +34,22 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         )
     result: Tensor = torch.ops.fusedce.chosen_logits(*problem, classes)
     return result
+
+
+def bytes_beside(problem: Problem, K: int, wanted: Wanted) -> int:
+    """What stays of ``K`` classes a token, and of their gradients, beside the other statistics.
+
+    Autograd adds the gradients of the inputs to those of the statistics, when both are there.
+    """
+    N, H = problem.hidden.shape
+    found = (
+        N * K * (3 * 8 + 2 * 4)
+    )  # classes in range, their order, entries; z and what is upstream
+    if wanted.hidden:
+        found += problem.hidden.element_size() * N * H
+    if wanted.weight:
+        found += problem.hidden.element_size() * problem.weight.shape[0] * H
+    return found + _LEAST
 
 
 @torch.library.custom_op(
@@ -112,17 +130,54 @@ def _chosen_grads(*flat: Any) -> tuple[Tensor, ...]:
     slope = head.slope(z)
     if slope is not None:
         g = g * slope
-    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=0, accumulate=True)
+    hidden, weight, bias = problem.hidden, problem.weight, problem.bias
+    d_hidden, d_weight, d_bias = (
+        x.new_zeros(x.shape) if want and x is not None else hidden.new_empty(0)
+        for x, want in zip((hidden, weight, bias), wanted.gradients(), strict=True)
+    )
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-        for rows in _chunks(problem, classes):
-            h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
-            if grads.hidden is not None:
-                w = problem.weight[own].to(head.acc)
-                grads.hidden[rows] = torch.bmm(factors[:, None], w)[:, 0].to(grads.hidden.dtype)
-            K = classes.shape[1]
-            grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
-    written: tuple[Tensor, ...] = grads.written()
-    return tuple(x.to(problem.hidden.device) for x in written)
+        if wanted.hidden:
+            for rows in _chunks(problem, classes):
+                w = weight[y[rows]].to(head.acc)
+                d_hidden[rows] = torch.bmm(g[rows][:, None], w)[:, 0].to(hidden.dtype)
+        if wanted.weight:
+            _add_to_weight(problem, d_weight, valid, y, g)
+        if wanted.bias and bias is not None:
+            total = torch.zeros(bias.shape, dtype=head.acc, device=bias.device)
+            add_rows(total, y.reshape(-1), g.reshape(-1))
+            d_bias.copy_(total)
+    return d_hidden, d_weight, d_bias
+
+
+def _add_to_weight(
+    problem: Problem,
+    d_weight: Tensor,  # (V, H)
+    valid: Tensor,  # (N, K)
+    y: Tensor,  # (N, K) classes, in range
+    g: Tensor,  # (N, K) fp32 or fp64
+) -> None:
+    """``d_weight[y[n, k]] += g[n, k] * hidden[n]``, tile by tile of classes."""
+    (V, H), K, held = problem.weight.shape, y.shape[1], _held(problem)
+    acc = g.dtype
+    sorted_classes, order = y.reshape(-1).sort(stable=True)
+    T = max(held // (4 * H * acc.itemsize), 1)  # classes of a tile, and entries at a time
+    borders = torch.arange(0, V + T, T, device=y.device)
+    ends = torch.searchsorted(sorted_classes, borders).tolist()
+    for number, begin in enumerate(range(0, V, T)):
+        if ends[number] == ends[number + 1]:
+            continue
+        rows = d_weight[begin : begin + T]
+        total = rows if rows.dtype == acc else torch.zeros(rows.shape, dtype=acc, device=y.device)
+        for first in range(ends[number], ends[number + 1], T):
+            last = min(first + T, ends[number + 1])
+            entries = order[first:last]
+            tokens = entries // K
+            h = problem.hidden[tokens].to(acc)
+            h = h.masked_fill_(~valid[tokens].any(1, keepdim=True), 0)  # whatever they hold
+            h.mul_(g.reshape(-1)[entries, None])
+            add_rows(total, sorted_classes[first:last] - begin, h)
+        if total is not rows:
+            rows.copy_(total)
 
 
 @_chosen_grads.register_fake
@@ -155,7 +210,15 @@ def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
 
 
 def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
+    """Tokens whose rows of the head are held at a time, as they are and in float32."""
     N, K = classes.shape
-    step = max(_BUDGET // (K * problem.hidden.shape[1] * 4), 1)
+    each = K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())
+    step = max(_held(problem) // each, 1)
     for begin in range(0, N, step):
         yield slice(begin, min(begin + step, N))
+
+
+def _held(problem: Problem) -> int:
+    """Bytes to hold at a time: of a budget that others use as well, a quarter."""
+    budget = problem.memory_budget
+    return _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)
