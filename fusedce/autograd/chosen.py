@@ -174,12 +174,9 @@ def _class_grads(*flat: Any) -> tuple[Tensor, ...]:
     grads = Gradients(problem, Wanted(), dtypes=of_inputs(problem), chunks=0)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         upstream = token_ops.upstream_of(problem, values, upstreams)
-        of_sums, dtypes = _sums(problem, wanted)
-        budget = problem.memory_budget
         made = get_backend(problem.backend).token_grads(
-            problem if budget is None else problem.but(memory_budget=budget - of_sums),
-            wanted, values.lse, upstream, dtypes,
-        )  # fmt: skip
+            problem, wanted, values.lse, upstream, _sums(problem, wanted)
+        )
         grads.hidden, grads.weight, grads.bias = (
             x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
         )
@@ -221,19 +218,20 @@ def _add_gradients(
         add_rows(grads.bias, y.reshape(-1), g.reshape(-1))
 
 
-def _sums(problem: Problem, wanted: Wanted) -> tuple[int, Dtypes]:
-    """Dtypes in which gradients are added up, and the bytes that holds beside the gradients."""
-    acc, narrow = acc_dtype(problem.hidden.dtype), of_inputs(problem)
-    (N, H), V = problem.hidden.shape, len(problem.weight)
-    wider = acc.itemsize - problem.hidden.element_size()
-    found = acc.itemsize * H * (N * wanted.hidden + V * wanted.weight) if wider else 0
-    if problem.memory_budget is not None and found:
-        call = call_of(problem, wanted, N, triton=problem.backend == "triton")
+def _sums(problem: Problem, wanted: Wanted) -> Dtypes:
+    """Dtypes in which gradients are added up: those of the inputs where a budget has no room."""
+    acc = acc_dtype(problem.hidden.dtype)
+    wide = Dtypes(acc, acc, acc)
+    if problem.memory_budget is not None:
+        N, triton = len(problem.hidden), problem.backend == "triton"
         try:
-            tiles_of(call._replace(fixed=found), memory_budget=problem.memory_budget)
-        except ValueError:  # no room
-            return 0, narrow
-    return found, Dtypes(acc, acc, acc)
+            tiles_of(
+                call_of(problem, wanted, N, wide, triton=triton),
+                memory_budget=problem.memory_budget,
+            )
+        except ValueError:
+            return of_inputs(problem)
+    return wide
 
 
 def _add_to_weight(
