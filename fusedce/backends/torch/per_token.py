@@ -197,16 +197,14 @@ def _add_what_rounding_took(
     begin: int,
 ) -> None:
     """The labels' entries are alone in their size: their rounding does not average out."""
-    at, inside = label_entry(block.y, begin, len(g))
-    lost = (g.gather(0, at)[0] - tile.gather(0, at)[0].to(g.dtype)).masked_fill_(~inside, 0)
+    here = ((block.y >= begin) & (block.y < begin + len(g))).nonzero()[:, 0]
+    y = block.y[here]
+    lost = (g[y - begin, here] - tile[y - begin, here].to(g.dtype))[:, None]
     if d_weight is not None:
-        d_weight.index_add_(0, at[0], h * lost[:, None])
+        d_weight.index_add_(0, y - begin, h[here] * lost)
     if d_hidden is not None:
-        of_labels = problem.weight[block.y].to(g.dtype).mul_(lost[:, None])
-        if isinstance(block.rows, Tensor):
-            d_hidden.index_add_(0, block.rows, of_labels)
-        else:
-            d_hidden[block.rows] += of_labels
+        rows = block.rows[here] if isinstance(block.rows, Tensor) else here + block.rows.start
+        d_hidden.index_add_(0, rows, problem.weight[y].to(g.dtype).mul_(lost))
 
 
 class _Seen:
