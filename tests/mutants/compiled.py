@@ -74,8 +74,8 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: one GEMM of rows that are not aligned in large blocks",
-        "if alignment(problem) == 1:\n                self.gemm = walks.unaligned",
-        "if False:\n                self.gemm = walks.unaligned",
+        "if alignment(problem) == 1:\n        return walks.unaligned\n    return walks.gemm_with",
+        "if False:\n        return walks.unaligned\n    return walks.gemm_with",
         f"{TRAINING} -k not_aligned",
     ),
     Mutant(
