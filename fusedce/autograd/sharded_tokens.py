@@ -25,9 +25,14 @@ from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.sharded import per_token
-from fusedce.backends.sharded.exchange import Shard, all_tokens, sharded_call, sum_over_ranks
+from fusedce.backends.sharded.exchange import (
+    Shard,
+    all_tokens,
+    counted_rows,
+    sharded_call,
+    sum_over_ranks,
+)
 from fusedce.backends.sharded.per_token import Local
-from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
@@ -96,7 +101,7 @@ def _counted(problem: Problem, shard: Shard) -> Counted:
     problem = folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
-    rows, _ = valid_rows(problem, shard.V)
+    rows, _ = counted_rows(problem, shard)
     budget = problem.memory_budget
     if budget is not None:  # what is left to the backend, which knows nothing of other ranks
         call = sharded_call(problem, shard, len(problem.labels))

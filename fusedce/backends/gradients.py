@@ -72,13 +72,13 @@ def call_of(
         copies=2 if problem.softcap is None else 4,
         fp16=problem.hidden.dtype == torch.float16,
         threads=torch.get_num_threads(),
-        budget=device_budget(_memory_of(problem.hidden.device)),
+        budget=device_budget(memory_of(problem.hidden.device)),
         gemm_block=gemm_block,
     )
 
 
 @functools.cache
-def _memory_of(device: torch.device) -> int | None:
+def memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for other devices."""
     if device.type not in ("cuda", "xpu"):
         return None

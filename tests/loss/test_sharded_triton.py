@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
+from fusedce.backends import plan
 from fusedce.backends.sharded.agreement import LENGTH
 from fusedce.backends.sharded.exchange import REDUCE_SCATTER
 from fusedce.loss.sharded import sharded_ce
@@ -207,6 +208,22 @@ def batches(rank):
     return found[0][1]
 
 
+def budgets_of_devices(rank):
+    """Ranks whose devices would have chunks of other sizes cut the same ones."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), torch.float32, n=300)
+    local, _ = own_rows(x, sizes, rank)
+    local["token_weight"] = torch.ones(300)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(plan, "DEVICE_BUDGET", 128 * 4 * max(sizes))  # 128 tokens
+        with watched_collectives() as calls:
+            out = sharded_ce(**local, process_group=group(), backend="triton")
+    chunks = [name for name, *_ in calls].count(ALL_GATHER) - 1
+    assert chunks == 2
+    return float(out.loss_sum)
+
+
 def monitored(options, tokens, backend, rank):
     """Sums beside the loss and the likeliest classes, with gradients and without."""
     world = dist.get_world_size()
@@ -296,6 +313,7 @@ CASES = {
     "forward, wide": functools.partial(forward, {}, WIDE),
     "infinite": infinite,
     "batches": batches,
+    "budgets of devices": budgets_of_devices,
     **{
         f"monitors, {name}, {backend}": functools.partial(monitored, options, tokens, backend)
         for name, options, tokens in (

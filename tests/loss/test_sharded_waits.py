@@ -9,9 +9,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fusedce.backends.sharded import exchange, tiles
+from fusedce.autograd import sharded_tokens
+from fusedce.backends.sharded import exchange, per_token, tiles
 from fusedce.backends.sharded.exchange import Shard
-from fusedce.backends.sharded.tiles import device_rows
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, peers
 from fusedce.backends.triton import sharded as triton_sharded
@@ -30,7 +30,7 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (tiles, exchange, peers, triton_sharded):
+    for module in (tiles, exchange, per_token, peers, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
@@ -88,6 +88,22 @@ def test_nothing_waits_after_the_ranks_have_met(alone, no_kernels, module, dtype
             waits(n_valid)
 
 
+def test_nothing_waits_for_the_losses_of_tokens(alone, no_kernels, monkeypatch):
+    monkeypatch.setattr(sharded_tokens, "resolve_backend", lambda backend, hidden: backend)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    problem = Problem(
+        torch.empty(N, H, device="meta", requires_grad=True),
+        torch.empty(V // 2, H, device="meta", requires_grad=True),
+        torch.empty(N, dtype=torch.int64, device="meta"),
+        class_weight=torch.empty(V, device="meta"),
+        label_smoothing=0.1,
+        backend="triton",
+    )
+    shard = Shard(None, 0, V, V // 2, None, counted=9, valid=9)
+    losses, _ = sharded_tokens.losses(problem, shard)
+    assert losses.shape == (N,)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_found_without_waiting(weighted):
     rng = torch.Generator().manual_seed(0)
@@ -97,7 +113,7 @@ def test_rows_found_without_waiting(weighted):
         weights = torch.randint(2, (n,), generator=rng).float() if weighted else None
         problem = Problem(torch.empty(n, H), torch.empty(V, H), labels, token_weight=weights)
         rows, n_valid = valid_rows(problem, V)
-        found, count = device_rows(problem, V, len(rows))
+        found, count = valid_rows(problem, V, len(rows))
         assert found.tolist() == rows.tolist()
         assert int(count) == int(n_valid)
 
@@ -106,6 +122,6 @@ def test_rows_found_without_waiting(weighted):
 def test_a_bad_label_is_a_code(value):
     labels = torch.tensor([1, -100, value, -2])
     problem = Problem(torch.empty(4, H), torch.empty(V, H), labels)
-    rows, code = device_rows(problem, V, 3)
+    rows, code = valid_rows(problem, V, 3)
     assert int(code) == bad_label_code(2, value)
     assert rows.tolist() == [0, 2, 3]

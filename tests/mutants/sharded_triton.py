@@ -72,6 +72,12 @@ MUTANTS = [
         EQUAL,
     ),
     Mutant(
+        "shards, Triton: each device its own chunks",
+        "budget=min(budgets)",
+        "budget=budgets[dist.get_rank(group)]",
+        EQUAL,
+    ),
+    Mutant(
         "shards, Triton: the host waits for the number of rows",
         "    n_here, n = len(problem.hidden), shard.counted\n",
         "    n_here, n = len(problem.hidden), int(problem.valid().sum())\n",

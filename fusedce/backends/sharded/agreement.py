@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
+from fusedce.backends.gradients import memory_of
+from fusedce.backends.plan import device_budget
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import Layout
+from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 
 FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
@@ -24,8 +27,9 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "likeliest classes",
 )
 # What a rank holds: rows of the vocabulary, tokens, those of them that are computed and those that
-# are valid, checksums of what each token has, a sketch of hidden states.
-_ROWS, _TOKENS, _COUNTED, _VALID, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(8)
+# are valid, bytes for a chunk's logits, checksums of what each token has, a sketch of hidden
+# states.
+_ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
 LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
 _NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
 
@@ -172,15 +176,19 @@ def agree(
         None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
         for x in (problem.token_weight, problem.temperature)
     )
-    counted = valid
-    if function == SUM and weights is not None:
-        counted = counted & (weights != 0)
+    # Those of weight 0 are left out; a class weight is a token's where it is nothing else.
+    c = problem.class_weight
+    c = c if c is not None and c.dim() == 1 and len(c) else None  # else refused below
+    flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
+    w = folded(flat).token_weight
+    counted = valid if w is None else valid & (w != 0)
     nothing = labels.new_zeros(())
     numbers = [
         nothing + len(problem.weight),
         nothing + len(labels),
         counted.sum(),
         valid.sum(),
+        nothing + device_budget(memory_of(labels.device)),
         *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
     ]
     sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
@@ -195,7 +203,7 @@ def agree(
         raise ValueError(
             f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
         )
-    rows, tokens, counts, valids, *checksums = zip(
+    rows, tokens, counts, valids, budgets, *checksums = zip(
         *(one.numbers[:_SKETCH] for one in told), strict=True
     )
     if not layout.tokens_sharded:
@@ -228,4 +236,5 @@ def agree(
         tokens=tokens if layout.tokens_sharded else None,
         counted=sum(counts) if layout.tokens_sharded else counts[0],
         valid=sum(valids) if layout.tokens_sharded else valids[0],
+        budget=min(budgets),
     )

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import Call
+from fusedce.backends.plan import DEVICE_BUDGET, Call
+from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
@@ -29,6 +30,7 @@ class Shard(NamedTuple):
     tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
     counted: int  # tokens with a label to predict and a weight other than 0, over all of those
     valid: int  # tokens with a label to predict
+    budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
@@ -46,7 +48,15 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     if triton:
         logit = hidden.element_size() + (4 if problem.label_smoothing else 0)
     call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
-    return call._replace(N=N, V=max(shard.largest, 1), fixed=fixed, copies=3)
+    return call._replace(
+        N=N, V=max(shard.largest, 1), fixed=fixed, copies=3, threads=1, budget=shard.budget
+    )
+
+
+def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
+    """As :func:`valid_rows`; away from the CPU without waiting, since their number is known."""
+    on_cpu = problem.labels.device.type == "cpu"
+    return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
 
 
 def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:

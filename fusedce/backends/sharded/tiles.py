@@ -27,12 +27,12 @@ from fusedce.backends.sharded.exchange import (
     Shard,
     all_gather,
     all_tokens,
+    counted_rows,
     of_all_tokens,
     sharded_call,
 )
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.contract.labels import bad_label_codes
+from fusedce.backends.torch.rows import chunks_of
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
@@ -46,7 +46,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     hidden, labels = problem.hidden, problem.labels
     N, H = hidden.shape
     acc = acc_dtype(hidden.dtype)
-    rows, n_valid = _rows(problem, shard)
+    rows, n_valid = counted_rows(problem, shard)
     way = way_of(
         sharded_call(problem, shard, N),
         chunk_tokens=problem.chunk_tokens,
@@ -86,28 +86,6 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
         for d, dtype in zip((d_hidden, d_weight, d_bias), waiting(problem), strict=True)
     )
     return Summed(total.to(acc), n_valid, factor, *grads)
-
-
-def _rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
-    """As :func:`valid_rows`; away from the CPU without waiting, since their number is known."""
-    labels = problem.labels
-    if labels.device.type == "cpu":
-        return valid_rows(problem, shard.V)
-    return device_rows(problem, shard.V, shard.counted)
-
-
-def device_rows(problem: Problem, V: int, n: int) -> tuple[Tensor, Tensor]:
-    """The ``n`` positions that are computed, and the count or a bad label's code."""
-    labels, valid = problem.labels.long(), problem.valid()
-    bad = valid & ((labels < 0) | (labels >= V))
-    count = valid.sum()
-    if len(bad):
-        first = bad.int().argmax(0)
-        value = labels.gather(0, first[None])[0]
-        count = torch.where(bad.any(), bad_label_codes(first, value), count)
-    if problem.token_weight is not None:
-        valid = valid & (problem.token_weight != 0)
-    return valid.int().argsort(descending=True, stable=True)[:n], count
 
 
 class LocalRows:

@@ -8,25 +8,32 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.contract.labels import bad_label_code, bad_label_message
+from fusedce.contract.labels import bad_label_code, bad_label_codes, bad_label_message
 from fusedce.contract.problem import Problem
 
 Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 
 
-def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
+def valid_rows(
+    problem: Problem, V: int | None = None, n: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Positions with a label to predict and a weight other than 0; the number of the former.
 
     ``V`` where it is not the number of rows of ``weight``. A bad label raises on a CPU; elsewhere
     the number is a negative code (see `LossSum`) and the label's logit NaN, as with the Triton
-    backend.
+    backend. ``n`` positions, where their number is known: then nothing waits for the device, and a
+    bad label is a code on a CPU, too.
     """
     labels, token_weight = problem.labels, problem.token_weight
     V = problem.weight.shape[0] if V is None else V
     valid = problem.valid()
     n_valid = valid.sum()
     bad = valid & ((labels < 0) | (labels >= V))
-    if bad.any():
+    if n is not None and len(labels):
+        first = bad.int().argmax(0)
+        codes = bad_label_codes(first, labels.gather(0, first[None])[0].long())
+        n_valid = torch.where(bad.any(), codes, n_valid)
+    elif n is None and bad.any():
         position = int(bad.nonzero()[0, 0])
         code = bad_label_code(position, int(labels[position]))
         if labels.device.type == "cpu":
@@ -34,7 +41,9 @@ def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
         n_valid.fill_(code)
     if token_weight is not None:
         valid = valid & ((token_weight != 0) | bad)
-    return valid.nonzero()[:, 0], n_valid
+    if n is None:
+        return valid.nonzero()[:, 0], n_valid
+    return valid.int().argsort(descending=True, stable=True)[:n], n_valid
 
 
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
