@@ -1,4 +1,4 @@
-"""What the loss alone costs: time and memory of one real full batch, beside eager."""
+"""Time and memory of the loss alone for one real full batch, beside eager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 class Cost(NamedTuple):
     """The loss alone, forward and backward, at one shape."""
 
-    seconds: dict[str, list[float]]  # sorted repeats
+    seconds: dict[str, list[float]]  # of each repeat, sorted
     extra_bytes: dict[str, int]
     memory_method: str
     shape: dict[str, int]
@@ -28,6 +28,8 @@ class Cost(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
+    """Inputs of the loss."""
+
     hidden: Tensor  # (SEQUENCES, T, H)
     weight: Tensor  # (V, H)
     labels: Tensor  # (SEQUENCES, T) int64, shifted
@@ -63,19 +65,21 @@ def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -
 
 
 def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
-    """What `peak_extra_bytes` runs in a process of its own: load, warm up, return the call."""
+    """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
     inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
     LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
     return partial(LOSSES[name], inputs)
 
 
 def fused_loss(inputs: HeadInputs) -> list[Tensor]:
+    """Mean loss and gradients by ``fused_ce``."""
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     loss = fused_ce(hidden, weight, inputs.labels).mean()
     return [loss, *torch.autograd.grad(loss, (hidden, weight))]
 
 
 def eager_loss(inputs: HeadInputs) -> list[Tensor]:
+    """Mean loss and gradients by plain torch, on all rows."""
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     # One expression: a name for the logits would keep them alive through backward.
     loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
@@ -83,7 +87,7 @@ def eager_loss(inputs: HeadInputs) -> list[Tensor]:
 
 
 def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Eager on the valid rows only: what is left of the difference is not about padding."""
+    """Mean loss and gradients by plain torch on the valid rows, so that padding costs nothing."""
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     valid = inputs.labels != -100
     loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])

@@ -155,6 +155,7 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: LazyLogits, fused: LossGraph | LossWithGrads) -> Tensor:
+        """The loss, which is computed already."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*fused.saved)
         fused.saved = ()  # they are freed by the backward pass
@@ -165,6 +166,11 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """A lazy gradient of the logits.
+
+        Raises:
+            RuntimeError: ``create_graph=True``, or a batch of gradients.
+        """
         if grad is None:
             return None, None
         if torch.is_grad_enabled():

@@ -84,6 +84,7 @@ class TracedLogits:
         dtype: torch.dtype,
         report: HeadCounts,
     ) -> TracedLogits:
+        """The logits of a head that runs now, cast to ``dtype``."""
         origin = Origin(module, recipe, hidden, report, CLOCK.now, torch.is_grad_enabled())
         shape = (*hidden.shape[:-1], recipe.weight.shape[0])
         new = cls(origin, shape, hidden.dtype)
