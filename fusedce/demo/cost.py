@@ -71,31 +71,33 @@ def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
     return partial(LOSSES[name], inputs)
 
 
-def fused_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Mean loss and gradients by ``fused_ce``."""
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    loss = fused_ce(hidden, weight, inputs.labels).mean()
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def fused_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by ``fused_ce``."""
+    return fused_ce(*inputs).mean()
 
 
-def eager_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Mean loss and gradients by plain torch, on all rows."""
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    # One expression: a name for the logits would keep them alive through backward.
-    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def eager_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by plain torch, on all rows."""
+    hidden, weight, labels = inputs
+    return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), labels.flatten())
 
 
-def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Mean loss and gradients by plain torch on the valid rows, so that padding costs nothing."""
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    valid = inputs.labels != -100
-    loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def eager_unpadded_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by plain torch on the valid rows, so that padding costs nothing."""
+    hidden, weight, labels = inputs
+    valid = labels != -100
+    return F.cross_entropy(F.linear(hidden[valid], weight).float(), labels[valid])
+
+
+def forward_backward(loss_of: Callable[[HeadInputs], Tensor], inputs: HeadInputs) -> list[Tensor]:
+    """The loss, and its gradients of hidden state and weight."""
+    wanted = (inputs.hidden.requires_grad_(), inputs.weight.requires_grad_())
+    loss = loss_of(inputs)
+    return [loss, *torch.autograd.grad(loss, wanted)]
 
 
 LOSSES: dict[str, Callable[[HeadInputs], list[Tensor]]] = {
-    "fused_ce": fused_loss,
-    "eager": eager_loss,
-    "eager, padding removed": eager_unpadded_loss,
+    "fused_ce": partial(forward_backward, fused_loss),
+    "eager": partial(forward_backward, eager_loss),
+    "eager, padding removed": partial(forward_backward, eager_unpadded_loss),
 }

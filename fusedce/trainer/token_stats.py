@@ -73,8 +73,7 @@ class TrlStats:
             trainer._total_train_tokens = trainer._total_train_tokens + tokens
         metrics["num_tokens"] = [trainer._total_train_tokens]
         if aux is not None:
-            replicas = _tensor_parallel_size(trainer)
-            metrics["aux_loss"].append(aux_sum * replicas / trainer.accelerator.num_processes)
+            metrics["aux_loss"].append(aux_sum / trainer._n_ranks())
 
     def logged(self, prefix: str = "") -> dict[str, float]:
         """Return nothing: SFTTrainer adds its metrics to the logs itself."""
@@ -119,8 +118,4 @@ def sums_of(observer: LossObserver, inputs: Mapping[str, Any]) -> Tensor:
 def _over_ranks(trainer: Any, sums: Tensor) -> Tensor:
     """The sum over ranks; those of one tensor-parallel group hold the same tokens."""
     total: Tensor = trainer.accelerator.reduce(sums, reduction="sum")
-    return total / _tensor_parallel_size(trainer)
-
-
-def _tensor_parallel_size(trainer: Any) -> int:
-    return int(getattr(trainer, "get_tp_size", lambda: 1)())
+    return total / trainer._parallel_size("tp")

@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "stats: of this rank",
-        "return total / _tensor_parallel_size(trainer)",
+        'return total / trainer._parallel_size("tp")',
         "return sums",
         "head/test_ranks.py -k mixin",
     ),
