@@ -253,7 +253,7 @@ RAISES = {
     metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
     other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
     other_faults: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
-    fewer_than_declared: "2 micro-batches were declared, 1 were seen",
+    fewer_than_declared: "2 micro-batches were declared, 1 differentiated",
     bad_label: "ValueError: labels must hold class indices in 0 <= label < V, or ignore_index: "
     "got 99 at flattened position 5",
     bad_label_in_evaluation: "got 99 at flattened position 5",
