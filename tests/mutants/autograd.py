@@ -123,8 +123,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes: the parts of a gradient are rounded before they are added",
-        "problem, wanted, values.lse, upstream, Dtypes(acc, acc, acc)",
-        "problem, wanted, values.lse, upstream, of_inputs(problem)",
+        "    wide = Dtypes(acc, acc, acc)\n",
+        "    wide = of_inputs(problem)\n",
         "test_one_rounding.py -k one_by_one_on_torch",
     ),
 ]

@@ -8,24 +8,6 @@ EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant(
-        "projection: a bf16 product rounded to bf16",
-        'pointwise(w, h, None, "none", [], "")',
-        'pointwise(w.bfloat16(), h.bfloat16(), None, "none", [], "").float()',
-        "test_projection.py -k exact",
-    ),
-    Mutant(
-        "projection: what is asked for in a buffer is returned beside it",
-        "return z if out is None else out.copy_(z)",
-        "return z",
-        "test_projection.py -k exact",
-    ),
-    Mutant(
-        "projection: oneDNN although it is switched off",
-        "is_available() and bool(torch.backends.mkldnn.enabled)",
-        "is_available()",
-        "test_projection.py -k switched",
-    ),
-    Mutant(
         "backward: factor rounded to bf16",
         "part.float().mul_(factor)",
         "part.mul(factor.to(part.dtype))",

@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a bad label's place is lost on a device",
-        "bad_label_codes(first, value)",
-        "bad_label_codes(0 * first, value)",
+        "codes = bad_label_codes(first, ",
+        "codes = bad_label_codes(0 * first, ",
         "test_sharded_waits.py -k bad_label",
     ),
     Mutant(
