@@ -98,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: a block of the divergence's gradient is stored before all of it is read",
-        "tl.where(inside, float(\"nan\"), 0.0))\n            tl.debug_barrier()\n",
-        "tl.where(inside, float(\"nan\"), 0.0))\n",
+        'tl.where(inside, float("nan"), 0.0))\n            tl.debug_barrier()\n',
+        'tl.where(inside, float("nan"), 0.0))\n',
         DIVERGENCE,
     ),
     Mutant(
