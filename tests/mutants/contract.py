@@ -8,6 +8,24 @@ EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant(
+        "projection: a bf16 product rounded to bf16",
+        'pointwise(w, h, None, "none", [], "")',
+        'pointwise(w.bfloat16(), h.bfloat16(), None, "none", [], "").float()',
+        "backends/torch/test_products.py -k exact",
+    ),
+    Mutant(
+        "projection: what is asked for in a buffer is returned beside it",
+        "return z if out is None else out.copy_(z)",
+        "return z",
+        "backends/torch/test_products.py -k exact",
+    ),
+    Mutant(
+        "projection: oneDNN although it is switched off",
+        "is_available() and bool(torch.backends.mkldnn.enabled)",
+        "is_available()",
+        "backends/torch/test_products.py -k switched",
+    ),
+    Mutant(
         "backward: factor rounded to bf16",
         "part.float().mul_(factor)",
         "part.mul(factor.to(part.dtype))",
