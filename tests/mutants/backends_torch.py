@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "bias gradient: without the target's term",
-        "_add_rows(self.bias, y, coefficient)",
+        "add_rows(self.bias, y, coefficient)",
         "pass",
         TORCH,
     ),
