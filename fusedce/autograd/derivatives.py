@@ -46,8 +46,12 @@ def batched(x: Tensor) -> bool:
     return transformed() or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-def refuse_forward_mode(problem: Problem) -> None:
-    """Raise RuntimeError for derivatives that would be missing or wrong without a word."""
+def refuse_forward_mode(*inputs: object) -> None:
+    """Raise RuntimeError if an input has a tangent, which the operators would drop.
+
+    Args:
+        inputs: the fields of a problem; those that are no tensors are skipped.
+    """
     if torch.compiler.is_compiling():
         return
     transforms = torch._C._functorch.get_interpreter_stack() or ()
@@ -55,15 +59,7 @@ def refuse_forward_mode(problem: Problem) -> None:
     if jvp or (
         forward_ad._current_level >= 0
         and any(
-            x is not None and forward_ad.unpack_dual(x).tangent is not None
-            for x in (
-                problem.hidden,
-                problem.weight,
-                problem.bias,
-                problem.token_weight,
-                problem.class_weight,
-                problem.temperature,
-            )
+            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
         )
     ):
         raise RuntimeError(

@@ -118,5 +118,5 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
 
 
 def _prepared(problem: Problem) -> Problem:
-    refuse_forward_mode(problem)
+    refuse_forward_mode(*problem)
     return folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))

@@ -54,7 +54,7 @@ def token_losses(problem: Problem, divergence: Divergence) -> Tensor:
 
 
 def _prepared(problem: Problem) -> Problem:
-    refuse_forward_mode(problem)
+    refuse_forward_mode(*problem)
     if transformed():
         raise RuntimeError(
             "fused_kl, and fused_cross_entropy of class probabilities, cannot be transformed by "

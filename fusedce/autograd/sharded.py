@@ -23,7 +23,7 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
 
     What is monitored is that of this rank's tokens.
     """
-    refuse_forward_mode(problem)
+    refuse_forward_mode(*problem)
     wanted = wanted_gradients(problem)
     if _from_tokens(problem, shard, monitored, train=any(wanted.gradients())):
         return _sum_of_losses(problem, shard, monitored)

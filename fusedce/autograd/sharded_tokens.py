@@ -96,7 +96,7 @@ def total(mine: Tensor, shard: Shard) -> Tensor:
 
 
 def _counted(problem: Problem, shard: Shard) -> Counted:
-    refuse_forward_mode(problem)
+    refuse_forward_mode(*problem)
     n_here, problem = len(problem.labels), detached(problem)
     problem = folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))
     if shard.tokens is not None:

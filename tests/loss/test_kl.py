@@ -140,6 +140,18 @@ def test_a_masked_class(kind, backend):
         assert ours.isinf() == infinite
 
 
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+@pytest.mark.parametrize("function", [fused_kl, fused_kl_tokens])
+def test_tangents_of_the_student_are_refused(function, name):
+    names = ("hidden", "weight", "teacher_hidden", "teacher_weight", "labels")
+    given = dict(zip(names, Pair().tensors()[0], strict=True))
+    with torch.autograd.forward_ad.dual_level():
+        x = given[name].detach()
+        given[name] = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            function(**given)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_of_a_valid_position_is_seen(backend):
     (hidden, weight, there, head, labels), _ = Pair().tensors()
