@@ -36,12 +36,7 @@ KNOWN_SPILLS: dict[tuple[str, str], int] = {
     # Without TMA, which these blocks always have: what is not aligned has blocks of its own.
     ("forward bf16 bias+scale+cap", "sm_90"): 32,
     ("forward fp16 bias+scale+cap", "sm_90"): 32,
-    ("forward bf16", "sm_100"): 76,
-    ("forward bf16 TMA", "sm_100"): 76,
-    ("forward fp16", "sm_100"): 76,
-    ("forward fp16 TMA", "sm_100"): 76,
-    ("forward fp32", "sm_100"): 112,
-    ("forward fp32 unaligned", "sm_100"): 64,
+    ("token_grad fp32", "sm_120"): 8,
 }
 
 

@@ -119,6 +119,15 @@ _FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED_FP32)
 _OTHER_TWO = _same(_SMALL)._replace(
     unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
 )
+# Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.
+_ADA_TWO = _OTHER_TWO._replace(
+    forward=Blocks(128, 128, 32, 8, 4),
+    forward_with_options=Blocks(128, 128, 32, 8, 4),
+    candidates=(_SMALL, *_OTHER_TWO.candidates),
+)
+_ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
+# fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
+_BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))._replace(unaligned=Blocks(32, 64, 32, 8, 2))
 _OTHER_FOUR = _same(_SMALL_FP32)._replace(unaligned=_UNALIGNED_FP32)
 
 ARCHITECTURES = (
@@ -175,7 +184,7 @@ ARCHITECTURES = (
     Architecture(
         "sm_100",
         Walks(
-            forward=_HOPPER,
+            forward=_HOPPER_SMALL,  # 128x256 spills 76 bytes
             forward_with_options=_HOPPER_SMALL,
             stats=_HOPPER_SMALL,
             stats_with_options=_HOPPER_NARROW,
@@ -186,19 +195,19 @@ ARCHITECTURES = (
             candidates=(
                 _HOPPER._replace(num_stages=4),
                 Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
-                _HOPPER_SMALL,
+                _HOPPER,
                 Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
             ),
         ),
-        _FOUR_BYTES,
+        _BLACKWELL_FP32,
         compiler=("cuda", 100, 32),
         shared_limit=227 * KiB,
         capabilities=((10, 0), (10, 3)),
     ),
     Architecture(
         "sm_120",
-        _OTHER_TWO,
-        _OTHER_FOUR,
+        _ADA_TWO,
+        _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,
         capabilities=((12, 0),),
