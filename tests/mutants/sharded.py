@@ -68,8 +68,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: chunks overwrite each other",
-        "total.addmm_(a.to(total.dtype)",
-        "total.copy_(0 * total).addmm_(a.to(total.dtype)",
+        "d_weight[: local.real], add=True)",
+        "d_weight[: local.real], add=False)",
         SHARDS,
     ),
     Mutant(
@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a bad label's place is lost on a device",
-        "bad_label_codes(first, value)",
-        "bad_label_codes(0 * first, value)",
+        "bad_label_codes(first, labels",
+        "bad_label_codes(0 * first, labels",
         "test_sharded_waits.py -k bad_label",
     ),
     Mutant(
