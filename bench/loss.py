@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lib.engine import Call, Engine, median
 from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
-from lib.results import FOLDER, Results, problem
+from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
 from fusedce.peers import FLOOR, missing
@@ -90,6 +90,7 @@ def main() -> int:
     args = parser.parse_args()
     begin = time.monotonic()
     results = Results(args.out or FOLDER / f"loss-{args.device}.json", args.device)
+    print(device_name(args.device), flush=True)
     gpu = args.dry or torch.device(args.device).type != "cpu"
     left = 0
     with Engine(args.device, rounds=args.rounds, calls=args.calls, timeout=args.timeout) as engine:

@@ -1,8 +1,8 @@
-"""What a training loop really optimises: how much each token weighs in each optimizer step.
+"""Measure what a training loop optimises: the weight of each token in each optimizer step.
 
-No loop has to be changed for it. The gradient of a token's loss with respect to its logits is
-``w * (softmax - onehot)``: its one negative entry names the label, and its size is the weight ``w``
-that the loop gave the token, whatever it divided by on the way. A right loop gives all tokens of an
+The loop is not changed. The gradient of a token's loss with respect to its logits is
+``w * (softmax - onehot)``. Its one negative entry names the label, and its size is the weight ``w``
+that the loop gave the token by all of its divisions. A right loop gives all tokens of an
 optimizer step the weight 1 / (number of tokens of all micro-batches and ranks).
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,74 @@ from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2, local_of
-from fusedce.auditing_steps import MicroBatch, Step, Token, step_of, table, verdict
 from fusedce.contract.results import LossSum
 from fusedce.head.loss_observer import LossObserver
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 128  # positions whose logits are looked at together
-_COPIES = 4  # parameters whose gradients are compared with what the optimizer gets
-_SMOOTHED = 1e-3  # the least label smoothing that is told from rounding
+_ROWS = 128  # positions whose logits are read together
+_COPIES = 4  # parameters whose gradients are compared before and after clipping
+_SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
+_ROUNDS = 50  # iterations of least squares
+_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+
+
+@dataclass
+class Step:
+    """One optimizer step, over the micro-batches of all ranks.
+
+    Attributes:
+        n_tokens: trained tokens; ``loss``: their mean, nats per token.
+        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
+        logged: the loss that the loop logged, if :meth:`Audit.log` was called.
+        scale: the mean weight of a token over the right one; 1 is right.
+        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
+        averaged: whether each micro-batch weighs the same, however many tokens it has.
+        lost: micro-batches whose gradients were set to zero before the step.
+        afterwards: the factor on ``.grad`` between the last backward and the step.
+
+    With class weights, the sums and means weigh each token by the weight of its class.
+    """
+
+    n_tokens: int
+    loss: float
+    descended: float
+    logged: float | None
+    scale: float
+    spread: float
+    averaged: bool
+    lost: int = 0
+    afterwards: float = 1.0
+
+
+class Token(NamedTuple):
+    """One trained token."""
+
+    label: int
+    weight: float  # in the gradient of this rank
+    loss: float
+
+
+@dataclass
+class MicroBatch:
+    """The sums of a micro-batch, and its tokens if the model returned logits."""
+
+    loss_sum: float
+    n_tokens: float
+    weight: float  # of a token, in the gradient of this rank
+    tokens: list[Token] = field(default_factory=list)  # known only if the model returns logits
+
+    @classmethod
+    def of(cls, tokens: list[Token]) -> MicroBatch:
+        """The micro-batch of these tokens."""
+        n = len(tokens)
+        weight = sum(t.weight for t in tokens) / n if n else 0.0
+        return cls(sum(t.loss for t in tokens), n, weight, tokens)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all weights."""
+        self.weight *= factor
+        self.tokens = [t._replace(weight=t.weight * factor) for t in self.tokens]
 
 
 @dataclass
@@ -40,11 +99,11 @@ class _Open:
     micro: list[MicroBatch] = field(default_factory=list)
     logged: float | None = None
     lost: int = 0  # micro-batches whose gradients were set to zero before the step
-    afterwards: float = 1.0  # what .grad was multiplied by between the last backward and the step
+    afterwards: float = 1.0  # factor on .grad between the last backward and the step
 
 
 class Audit:
-    """What :func:`audit` returns.
+    """The context manager that :func:`audit` returns, and its report.
 
     Attributes:
         steps: one :class:`Step` for each optimizer step, once the ``with`` block has ended.
@@ -59,8 +118,9 @@ class Audit:
         self._loss_scale = loss_scale
         self._ours: list[_Open] = []
         self._now = _Open()
-        self._backward = -1  # the one that runs, or ran last
-        self._grads: list[tuple[Tensor, Tensor]] = []  # parameters, and their .grad after it
+        self._backward = -1  # id of the backward that runs, or ran last
+        # Parameters, and copies of their gradients after that backward.
+        self._grads: list[tuple[Tensor, Tensor]] = []
         self._observer: LossObserver | None = None
         self._handles: list[Any] = []
 
@@ -82,12 +142,12 @@ class Audit:
             logger.warning("%s", self)
 
     def log(self, loss: float | Tensor) -> None:
-        """Tell what the loop logs as the loss of the coming (or just made) optimizer step."""
+        """Record the loss that the loop logs for the coming (or just made) optimizer step."""
         at = self._now if self._now.micro or not self._ours else self._ours[-1]
         at.logged = float(loss)
 
     def callback(self) -> Any:
-        """For ``Trainer(callbacks=[fusedce.audit(model).callback()])``; it audits ``train()``."""
+        """A callback that audits ``train()``: ``Trainer(callbacks=[audit(model).callback()])``."""
         from transformers import TrainerCallback
 
         report = self
@@ -107,18 +167,21 @@ class Audit:
 
         return AuditCallback()
 
-    # ---- what happens in the loop -----------------------------------------------------------
+    # ---- hooks ------------------------------------------------------------------------------
 
     def _runs(self, module: Any, args: Any) -> None:
-        """A forward begins: what its fused losses come to, a tap sees."""
+        """Observe the fused losses of the forward that begins."""
         if torch.is_grad_enabled() and LossObserver.current is None:
             self._observer = LossObserver()
             self._observer.__enter__()
-        self._seen = 0 if LossObserver.current is None else len(LossObserver.current.losses)
+        observer = LossObserver.current
+        self._n_before = 0 if observer is None else len(observer.losses)
 
     def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A forward: watch the gradient of its logits, or of its loss where it has no logits."""
-        fused = [] if LossObserver.current is None else LossObserver.current.losses[self._seen :]
+        """Watch the gradient of a forward's logits, or of its loss if it has no real logits."""
+        fused = (
+            [] if LossObserver.current is None else LossObserver.current.losses[self._n_before :]
+        )
         if self._observer is not None:
             self._observer.__exit__()
             self._observer = None
@@ -147,7 +210,7 @@ class Audit:
             )
         encodes = getattr(self._model.config, "is_encoder_decoder", False)
         aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
-        observer, LossObserver.current = LossObserver.current, None  # this loss is nobody's
+        observer, LossObserver.current = LossObserver.current, None  # this loss is not the model's
         try:
             with torch.no_grad():
                 rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
@@ -157,7 +220,7 @@ class Audit:
         self._watch_loss(loss, total, int((aligned != -100).sum()))
 
     def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
-        """Fused: the gradient of logits that are never made is not seen, that of the loss is."""
+        """Watch the gradient of a loss whose logits are never computed."""
         value = float(loss.detach())
         divided_by = total / value if value else math.inf
         _watch(loss, lambda g: self._take(MicroBatch(total, n, float(g) / divided_by)))
@@ -175,46 +238,47 @@ class Audit:
         self._now.micro.append(micro)
 
     def _are_gone(self) -> bool:
-        """Whether there is no gradient of earlier micro-batches, in ``.grad`` or inside FSDP2."""
+        """Whether the gradients of earlier micro-batches are gone from ``.grad`` and FSDP2."""
         grads = (p.grad for p in self._model.parameters() if p.grad is not None)
         return not held_by_fsdp2(self._model) and not any(bool(local_of(g).any()) for g in grads)
 
     def _remember(self) -> None:
-        """Copies of some gradients as backward has left them."""
+        """Copy some gradients after a backward."""
         found = [p for p in self._model.parameters() if p.grad is not None]
         found = sorted(found, key=lambda p: p.numel())[:_COPIES]
         self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
 
     def _corrected(self, factor: float) -> None:
-        """``LossAccumulator.finish`` has multiplied the gradients."""
+        """Follow a correction of the gradients by ``LossAccumulator.finish``."""
         for micro in self._now.micro:
             micro.multiply(factor)
         self._grads = [(p, grad * factor) for p, grad in self._grads]
 
     def _multiplied_by(self) -> float:
-        """The factor between ``.grad`` now and after backward; 1 where it is none."""
+        """The factor between ``.grad`` now and after backward; 1 if it is not one factor."""
         pairs = [(local_of(p.grad).double(), g) for p, g in self._grads if p.grad is not None]
         pairs = [(now, then) for now, then in pairs if now.shape == then.shape]
         squares = sum(float((then * then).sum()) for _, then in pairs)
         if not squares:
             return 1.0
         factor = sum(float((now * then).sum()) for now, then in pairs) / squares
-        rest = sum(float((now - factor * then).square().sum()) for now, then in pairs)
-        if rest > 1e-4 * factor**2 * squares:
+        residual = sum(float((now - factor * then).square().sum()) for now, then in pairs)
+        if residual > 1e-4 * factor**2 * squares:
             return 1.0
         return factor * (self._loss_scale() if callable(self._loss_scale) else self._loss_scale)
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
-        # After the step: a closure given to it (Lightning) runs the last backward inside.
+        # This hook runs after the step, since a closure (Lightning) runs the last backward in it.
         mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
         if mine and self._now.micro:
             self._now.afterwards = self._multiplied_by()
             self._ours.append(self._now)
             self._now = _Open()
 
-    # ---- what comes of it -------------------------------------------------------------------
+    # ---- the report -------------------------------------------------------------------------
 
     def _summarise(self) -> None:
+        """Add up the steps over ranks: one ``all_gather_object``."""
         ranks: list[list[_Open]] = [self._ours]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             ranks = [[] for _ in range(dist.get_world_size())]
@@ -224,17 +288,17 @@ class Audit:
             micro = [m for one in together for m in one.micro if m.n_tokens]
             logged = [one.logged for one in together if one.logged is not None]
             if micro:
-                step = step_of(micro, averaged_over, logged[0] if logged else None)
+                step = _step_of(micro, averaged_over, logged[0] if logged else None)
                 step.lost = sum(one.lost for one in together)
                 step.afterwards = together[0].afterwards
                 self.steps.append(step)
 
     def verdict(self) -> str:
-        """In a sentence, what the loop does."""
-        return verdict(self.steps)
+        """One sentence: what the loop does to the weight of tokens."""
+        return _verdict(self.steps)
 
     def __str__(self) -> str:
-        return "\n".join(["", *table(self.steps), "", self.verdict()])
+        return "\n".join(["", *_table(self.steps), "", self.verdict()])
 
 
 def audit(
@@ -280,9 +344,10 @@ def audit(
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
 
 
-def _watch(x: Tensor, seen: Callable[[Tensor], None]) -> None:
+def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient of ``x``."""
     if x.requires_grad:
-        x.register_hook(lambda grad: seen(grad.detach()))
+        x.register_hook(lambda grad: callback(grad.detach()))
 
 
 def _get(out: Any, name: str) -> Any:
@@ -290,7 +355,7 @@ def _get(out: Any, name: str) -> Any:
 
 
 def _of_logits(logits: Tensor, grad: Tensor) -> MicroBatch:
-    """Loss, label and weight of each token that this gradient trains: ``(..., V)`` both.
+    """Loss, label and weight of each trained token, from logits and gradient ``(..., V)``.
 
     A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
     or what label smoothing puts there. So ``w`` is the slope of the gradient over the
@@ -323,3 +388,121 @@ def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     dx, dy = ((v - m[:, None]) * where for v, m in ((x, mean_x), (y, mean_y)))
     slope = (dx * dy).sum(-1) / dx.square().sum(-1)
     return slope, mean_y - slope * mean_x
+
+
+# ---- steps in numbers and words ------------------------------------------------------------------
+
+
+def _without_class_weights(micro: list[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches with class weights taken out, if such weights explain those of the tokens.
+
+    A token's weight is then the product of its micro-batch's and its class's. Both factors are
+    found by alternating least squares of logarithms. Micro-batches without a common class cannot
+    be compared, and count as equal.
+    """
+    tokens = [t for m in micro for t in m.tokens]
+    even = all(abs(t.weight - m.weight) <= _TOLERANCE * m.weight for m in micro for t in m.tokens)
+    if even or len(tokens) != sum(m.n_tokens for m in micro) or min(tokens, key=_w).weight <= 0:
+        return micro
+    of_micro, of_class = [0.0] * len(micro), dict.fromkeys((t.label for t in tokens), 0.0)
+    for _ in range(_ROUNDS):
+        found: dict[int, list[float]] = {label: [] for label in of_class}
+        for a, m in zip(of_micro, micro, strict=True):
+            for t in m.tokens:
+                found[t.label].append(math.log(t.weight) - a)
+        of_class = {label: sum(x) / len(x) for label, x in found.items()}
+        of_micro = [
+            sum(math.log(t.weight) - of_class[t.label] for t in m.tokens) / len(m.tokens)
+            for m in micro
+        ]
+    for a, m in zip(of_micro, micro, strict=True):
+        if any(abs(math.log(t.weight) - a - of_class[t.label]) > _TOLERANCE for t in m.tokens):
+            return micro
+    weights = {label: math.exp(x) for label, x in of_class.items()}
+    return [
+        MicroBatch(
+            sum(weights[t.label] * t.loss for t in m.tokens),
+            sum(weights[t.label] for t in m.tokens),
+            math.exp(a),
+        )
+        for a, m in zip(of_micro, micro, strict=True)
+    ]
+
+
+def _w(token: Token) -> float:
+    return token.weight
+
+
+def _step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -> Step:
+    """The step of these micro-batches, whose gradients ``averaged_over`` ranks have averaged."""
+    n_tokens = int(sum(m.n_tokens for m in micro))
+    micro = _without_class_weights(micro)
+    n = sum(m.n_tokens for m in micro)
+    weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
+    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+    least = min(weights)
+    return Step(
+        n_tokens=n_tokens,
+        loss=sum(m.loss_sum for m in micro) / n,
+        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+        logged=logged,
+        scale=sum(shares) / n,
+        spread=max(weights) / least if least > 0 else math.inf,
+        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+    )
+
+
+def _off(a: float, b: float) -> bool:
+    """Whether ``a`` differs from ``b`` by more than rounding."""
+    return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)
+
+
+def _verdict(steps: Sequence[Step]) -> str:
+    """One sentence: what the loop does to the weight of tokens."""
+    if not steps:
+        return "no optimizer step was made: does the optimizer hold the model's parameters?"
+    if lost := sum(step.lost for step in steps):
+        return (
+            f"zero_grad was called between the micro-batches of a step: the gradients of {lost} of "
+            f"them were lost"
+        )
+    spread = max(step.spread for step in steps)
+    scale = sum(step.scale for step in steps) / len(steps)
+    stepped = sum(step.scale * step.afterwards for step in steps) / len(steps)
+    found = []
+    if spread > 1 + _TOLERANCE:
+        uneven = [step for step in steps if step.spread > 1 + _TOLERANCE]
+        why = (
+            "your micro-batches are averaged"
+            if all(step.averaged for step in uneven)
+            else "tokens of one step weigh differently"
+        )
+        found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
+    # A factor on .grad that does not lead to 1 may be that of clipping.
+    if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
+        found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+    off = [s for s in steps if s.logged is not None and _off(s.logged, s.loss)]
+    if off:
+        step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
+        found.append(
+            f"the loss that is logged is not that of the tokens ({step.logged:.4f} for "
+            f"{step.loss:.4f})"
+        )
+    return "; ".join(found) or (
+        "every token weighs the same, and the gradient is that of the mean over all tokens"
+    )
+
+
+def _table(steps: Sequence[Step]) -> list[str]:
+    """A Markdown table with a line for each step."""
+    lines = [
+        "| step | tokens | true loss | descended | logged | gradient's scale | spread |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for i, s in enumerate(steps):
+        logged = "" if s.logged is None else f"{s.logged:.4f}"
+        lines.append(
+            f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
+            f"{s.scale:.3f} | {s.spread:.2f} |"
+        )
+    return lines

@@ -1,9 +1,9 @@
 """The command ``fusedce``: check, plan, bench, doctor, audit, demo, completion.
 
-Only what a command needs is imported, so that ``--help`` does not wait for torch. Answers go to
-standard output, as text or with ``--json`` as one JSON value and nothing else; progress and errors
-go to standard error. Exit status: 0 all is well, 1 the check failed or could not be finished, 2 a
-mistake in the call, 130 interrupted.
+Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
+go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
+errors go to standard error. Exit status: 0 success, 1 the check failed or could not be finished,
+2 a mistake in the call, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import click
 
 import fusedce
-from fusedce import answers
+from fusedce import render
 from fusedce.models import UserError
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
@@ -45,9 +45,9 @@ def main() -> None:
 
 
 def _command(function: Command) -> Callable[[Command], click.Command]:
-    """A subcommand. What a user can put right is one line without a trace.
+    """Make a subcommand that prints a user's mistake as one line, without a traceback.
 
-    Exit status 2 for a mistake in the call; 1 for a full disk, a missing permission or a missing
+    Exit status: 2 for a mistake in the call; 1 for a full disk, a missing permission or a missing
     package; 130 for ctrl-C.
     """
 
@@ -86,12 +86,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on 
 )
 @_json
 def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_json: bool) -> None:
-    """Does MODEL keep its loss and gradients with a replaced head, and is it fused?
+    """Check that MODEL keeps its loss and gradients with a replaced head, and is fused.
 
     MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
     type (llama) of transformers. It is built small, with random weights, unless --full is given.
 
-    Status: 0 same loss and gradients, no logits; 1 they differ; 3 the same, but from real logits.
+    Exit status: 0 the same loss and gradients, no logits; 1 they differ; 3 the same, but from real
+    logits.
     """
     from fusedce.check import check as run
     from fusedce.plan import device_here, plan
@@ -104,16 +105,20 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
         predicted = {"predicted_for": device, "bytes_at_4096_tokens": saved}
         _print_json({**found.data(), **predicted})
     else:
-        click.echo(answers.of_check(found, saved, device))
+        click.echo(render.check_text(found, saved, device))
     sys.exit(1 if not found.equal else 0 if found.fused else _NOT_FUSED)
 
 
 @_command
 @click.argument("model")
-@click.option("--tokens", default=8192, show_default=True, help="Of a micro-batch on one device.")
+@click.option(
+    "--tokens", default=8192, show_default=True, help="Tokens of a micro-batch on one device."
+)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="bf16",
               show_default=True)  # fmt: skip
-@click.option("--gpus", default=1, show_default=True, help="That share the model's states (FSDP).")
+@click.option(
+    "--gpus", default=1, show_default=True, help="GPUs that share the model's states (FSDP)."
+)
 @click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
               "machine's GPU if it is one of these, else H200.")  # fmt: skip
 @click.option(
@@ -129,9 +134,9 @@ def plan(
     model: str, tokens: int, dtype: str, gpus: int, device: str | None, free: float | None,
     picture: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Memory and time of the loss of MODEL, predicted without running anything.
+    """Predict memory and time of the loss of MODEL without running it.
 
-    MODEL as for `check`, or two sizes: H,V such as 4096,128256.
+    MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
     """
     from fusedce.pictures import can_draw
     from fusedce.plan import device_here, draw
@@ -146,7 +151,7 @@ def plan(
     if as_json:
         _print_json(found.data())
         return
-    click.echo(answers.of_plan(found))
+    click.echo(render.plan_text(found))
     if picture is not None:
         click.echo(f"Picture: {picture}")
 
@@ -156,16 +161,18 @@ def plan(
               help="Tokens, hidden size, vocabulary.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
               help="Default: fp32 on a CPU, bf16 elsewhere.")  # fmt: skip
-@click.option("--device", help="Of torch; default: the accelerator, if any.")
-@click.option("--repeats", default=5, show_default=True, help="Timed calls of each.")
-@click.option("--compile", "compiled", is_flag=True, help="torch.compile of the eager loss, too.")
+@click.option("--device", help="A device of torch; default: the accelerator, if any.")
+@click.option("--repeats", default=5, show_default=True, help="Timed calls of each implementation.")
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Also time torch.compile of the eager loss."
+)
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="A PNG to draw.")
 @_json
 def bench(
     shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool,
     picture: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time and memory of the loss on this machine, beside the peers installed here."""
+    """Measure time and memory of the loss on this machine, beside the peers installed here."""
     sizes = _shape(shape)
     device = _device(device)
     from fusedce.benchmark import bench as run
@@ -183,7 +190,7 @@ def bench(
     if as_json:
         _print_json(found.data())
         return
-    click.echo(answers.of_bench(found))
+    click.echo(render.bench_text(found))
     if not compiled:
         click.echo("Compiled eager: add --compile (most of a minute more).")
     if picture is not None:
@@ -193,7 +200,7 @@ def bench(
 @_command
 @_json
 def doctor(as_json: bool) -> None:
-    """What would run on this machine, why, and is it right? Paste the answer into a bug report."""
+    """Report what runs on this machine, why, and whether it is right (for a bug report)."""
     from fusedce.doctor import report, text
 
     found = report()
@@ -202,7 +209,7 @@ def doctor(as_json: bool) -> None:
     else:
         click.echo(text(found))
     if not found["right"]:
-        _say("fused_ce is not right here: see FAILED above")
+        _say("fused_ce gives wrong results here: see FAILED above")
         sys.exit(1)
 
 
@@ -260,11 +267,11 @@ def completion(shell: str | None) -> None:
     """Print a script that completes commands and options: eval "$(fusedce completion bash)"."""
     from click.shell_completion import get_completion_class
 
-    chosen = shell or Path(os.environ.get("SHELL", "")).name
-    made = get_completion_class(chosen)
-    if made is None or chosen not in _SHELLS:
+    name = shell or Path(os.environ.get("SHELL", "")).name
+    kind = get_completion_class(name)
+    if kind is None or name not in _SHELLS:
         raise UserError(f"name a shell: {', '.join(_SHELLS)}")
-    click.echo(made(main, {}, "fusedce", "_FUSEDCE_COMPLETE").source())
+    click.echo(kind(main, {}, "fusedce", "_FUSEDCE_COMPLETE").source())
 
 
 def _demo_needs(command: str) -> None:
@@ -284,7 +291,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _device(name: str | None) -> str:
-    """``name`` if tensors can be made there; without one, the accelerator, or the CPU."""
+    """``name`` if torch can create tensors there; without a name, CUDA or else the CPU."""
     import torch
 
     if name is None:

@@ -1,4 +1,4 @@
-"""What would run on this machine, why, and whether it is right: for a bug report."""
+"""Report what fusedce would run on this machine, why, and whether its results are right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 import fusedce
 from fusedce.backends.choose import (
@@ -24,7 +25,7 @@ from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
 from fusedce.peers import IMPLEMENTATIONS, missing
 
-# What the suite has run with: (oldest, newest).
+# The oldest and the newest versions that the test suite has run with.
 TESTED = {
     "torch": ("2.8.0", "2.15.0"),
     "triton": ("3.4.0", "3.9.0"),
@@ -33,12 +34,12 @@ TESTED = {
     "peft": ("0.21.2", "0.21.2"),
     "trl": ("1.16.0", "1.16.0"),
 }
-# Relative to the largest element: a wrong kernel is wrong by far more than rounding.
+# Allowed error relative to the largest element; a wrong kernel is off by far more than rounding.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def report() -> dict[str, Any]:
-    """Everything `fusedce doctor` says, as JSON; ``"right"`` is the verdict."""
+    """The findings of `fusedce doctor` as JSON values; ``"right"`` is the verdict."""
     devices = [_device(device) for device in _devices()]
     return {
         "fusedce": fusedce.__version__,
@@ -56,7 +57,7 @@ def report() -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The same to read, and to paste."""
+    """The findings of :func:`report` as text, for a terminal or a bug report."""
     lines = [f"fusedce {found['fusedce']}, Python {found['python']}, {found['platform']}"]
     for row in found["versions"]:
         lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
@@ -79,22 +80,19 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
+    """The installed version of a package, against the oldest and newest tested ones."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return {"name": name, "version": None, "verdict": f"(tested: {oldest} to {newest})"}
-    if _parts(version) < _parts(oldest):
+    release = Version(Version(version).public)  # without a local part such as "+cu128"
+    if release < Version(oldest):
         verdict = f"OLDER than the oldest tested, {oldest}"
-    elif _parts(version) > _parts(newest):
+    elif release > Version(newest):
         verdict = f"newer than the newest tested, {newest}"
     else:
         verdict = f"within what is tested, {oldest} to {newest}"
     return {"name": name, "version": version, "verdict": verdict}
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    release = version.split("+")[0].split("a")[0].split("rc")[0].split(".dev")[0]
-    return tuple(int(part) for part in release.split(".") if part.isdigit())
 
 
 def _triton() -> str:
@@ -104,7 +102,7 @@ def _triton() -> str:
 
 
 def _tuned() -> str:
-    """How the forward kernel's blocks are chosen here."""
+    """Whether the forward kernel's blocks are tuned here, and how many choices are kept."""
     if not TRITON_INSTALLED:
         return ""
     from fusedce.backends.triton import tuning
@@ -118,6 +116,7 @@ def _tuned() -> str:
 
 
 def _distributed() -> list[str]:
+    """Names of the available backends of ``torch.distributed``."""
     if not dist.is_available():
         return []
     usable = {
@@ -141,14 +140,17 @@ def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     name = str(dtype).removeprefix("torch.")
     try:
         error = self_check(device, dtype)
-    except Exception as problem:  # a doctor reports what is broken, and goes on
+    except Exception as problem:  # a failure is part of the report
         return {"dtype": name, "right": False, "detail": f"{type(problem).__name__}: {problem}"}
     detail = f"largest relative error {error:.1e} of loss and gradients, allowed {TOLERANCE[dtype]}"
     return {"dtype": name, "right": error <= TOLERANCE[dtype], "detail": detail, "error": error}
 
 
 def self_check(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Largest relative error of loss, d_hidden and d_weight, each in the maximum norm."""
+    """Largest relative error of loss, d_hidden and d_weight, each in the maximum norm.
+
+    It compares :func:`fusedce.fused_ce` on ``device`` with :func:`fusedce.reference_ce` on the CPU.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(37, 64, generator=generator).to(dtype)
     weight = (torch.randn(301, 64, generator=generator) / 8).to(dtype)
@@ -168,10 +170,10 @@ def self_check(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 
 
 def _backend_lines(device: torch.device) -> list[str]:
-    """What ``backend=None`` means for each dtype; dtypes with the same answer share a line."""
+    """The backend that ``backend=None`` picks by dtype; dtypes with the same line share it."""
     groups: dict[tuple[str, str], list[str]] = {}
     for dtype in DTYPES:
-        # A tensor without memory is enough to ask, also for dtypes that the device lacks.
+        # The choice needs no real tensor, so that dtypes which the device lacks are shown too.
         backend = resolve_backend(None, _Probe(device, dtype))  # type: ignore[arg-type]
         reason = why_not_triton(device, dtype)
         if backend == "triton":
@@ -188,7 +190,7 @@ def _backend_lines(device: torch.device) -> list[str]:
 
 
 class _Probe:
-    """What `resolve_backend` looks at in a tensor."""
+    """The attributes of a tensor that `resolve_backend` reads."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -217,7 +219,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    """The kernel driver's version, where its file is."""
+    """The version of NVIDIA's kernel driver, or "unknown"."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             words = file.readline().split()

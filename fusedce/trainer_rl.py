@@ -1,9 +1,9 @@
-"""Mixins that give TRL's GRPO, RLOO, DPO, KTO and distillation trainers the fused functions.
+"""Mixins that make TRL's GRPO, RLOO, DPO, KTO and distillation trainers use the fused functions.
 
-The policy trainers ask the model's forward, which TRL has patched, for log-probabilities,
-entropies, mean logits and whether a label is the likeliest class; the distillation trainer asks for
-the divergence of two heads. The trainer, its masks and logs stay as they are; what is exchanged is
-the one function that computes those from hidden states and heads.
+The policy trainers get log-probabilities, entropies, mean logits and whether a label is the
+likeliest class from the model's forward, which TRL has patched; the distillation trainer computes
+the divergence of two heads. Each mixin exchanges the one function that computes these from hidden
+states and heads. The trainer, its masks and its logs stay as they are.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
 
 _NAME = "_ChunkedLogProbFunction"  # in trl.trainer.utils
-_CALLER = "add_fused_lm_head"  # there too: what makes a model's forward call it
+_CALLER = "add_fused_lm_head"  # in the same module: makes a model's forward call it
 _DISTILLATION = "trl.trainer.distillation_trainer"
 _DIVERGENCE = "_chunked_divergence_loss"  # in that module
 
 
 class FusedPolicyMixin:
-    """``class MyTrainer(FusedPolicyMixin, GRPOTrainer)``: same values, fused.
+    """``class MyTrainer(FusedPolicyMixin, GRPOTrainer)``: the same values without logits.
 
-    So with ``RLOOTrainer``, ``DPOTrainer`` and ``KTOTrainer``.
-
-    Logged numbers and gradients are those of the trainer without the mixin, within rounding, where
-    products are taken in the inputs' dtype; statistics are float32. No logits are built. Works for
-    the policy and for a reference model of its own, with adapters too.
+    It works with ``RLOOTrainer``, ``DPOTrainer`` and ``KTOTrainer`` as well, for the policy and for
+    a separate reference model, with or without adapters. Logged numbers and gradients equal those
+    of the trainer without the mixin, within rounding. Products are taken in the inputs' dtype;
+    statistics are float32.
 
     Raises (when the trainer is made):
         RuntimeError: this version of TRL computes log-probabilities in another way (known: 1.16).
@@ -44,7 +43,7 @@ class FusedPolicyMixin:
         >>> MyTrainer(model=model, args=args, train_dataset=pairs).train()
     """
 
-    if TYPE_CHECKING:  # what the trainer behind it brings
+    if TYPE_CHECKING:  # attributes of the trainer behind the mixin
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -65,7 +64,7 @@ class FusedPolicyMixin:
 
 
 class _Fused:
-    """In place of TRL's autograd function: the same arguments, the same five results."""
+    """Replaces TRL's autograd function: the same arguments and the same five results."""
 
     @staticmethod
     def apply(
@@ -99,7 +98,7 @@ class _Fused:
             "mean_logits": stats.mean_logit.detach() if "mean_logits" in outputs else None,
             "is_top1": stats.argmax == labels,
         }
-        if "log_sum_sq_probs" in outputs:  # log sum p^2, from logits that are twice as large
+        if "log_sum_sq_probs" in outputs:  # log sum p^2, from logits times 2
             with torch.no_grad():
                 found["log_sum_sq_probs"] = compute(temperature / 2).lse - 2 * stats.lse
         names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -107,6 +106,7 @@ class _Fused:
 
 
 def _fuse(model: nn.Module, trl_utils: Any) -> None:
+    """Make the forward that TRL has patched call :class:`_Fused`."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     forward = base.forward
 
@@ -114,22 +114,23 @@ def _fuse(model: nn.Module, trl_utils: Any) -> None:
     def call(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
-        with _in_place(trl_utils, _NAME, _Fused):
+        with _replaced(trl_utils, _NAME, _Fused):
             return forward(*args, fused_lm_head=True, **kwargs)
 
     base.forward = call
 
 
 class FusedDistillationMixin:
-    """``class MyTrainer(FusedDistillationMixin, DistillationTrainer)``: same values, fused.
+    """``class MyTrainer(FusedDistillationMixin, DistillationTrainer)``: the same without logits.
 
-    The divergence and its gradients come from :func:`fusedce.fused_kl`, four products of the head's
-    size; the student's entropy, which the trainer logs, from a forward pass beside it, a fifth.
-    Logged numbers and gradients are those of the trainer without the mixin, within rounding.
+    :func:`fusedce.fused_kl` computes the divergence and its gradients, with four products of the
+    head's size. The trainer also logs the student's entropy, which takes a forward pass and a fifth
+    product. Logged numbers and gradients equal those of the trainer without the mixin, within
+    rounding.
 
     Raises (when the trainer is made):
-        RuntimeError: this version of TRL computes the divergence in another way (known: 1.16).
-        (in training) RuntimeError: a head whose weight ZeRO-3 has partitioned.
+        RuntimeError: this version of TRL computes the divergence in another way (known: 1.16); or,
+            in training, ZeRO-3 has partitioned the weight of a head.
 
     Examples:
         >>> class MyTrainer(FusedDistillationMixin, DistillationTrainer):
@@ -137,7 +138,7 @@ class FusedDistillationMixin:
         >>> MyTrainer(model=model, teacher_model=teacher, args=args, train_dataset=prompts).train()
     """
 
-    if TYPE_CHECKING:  # what the trainer behind it brings
+    if TYPE_CHECKING:  # attributes of the trainer behind the mixin
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -155,7 +156,7 @@ class FusedDistillationMixin:
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with _in_place(self._module_of_divergence, _DIVERGENCE, _divergence_loss):
+        with _replaced(self._module_of_divergence, _DIVERGENCE, _divergence_loss):
             return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -175,9 +176,9 @@ def _divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In place of TRL's function: the same arguments and results, in nats and tokens."""
+    """Replaces TRL's function: the same arguments and results, in nats and tokens."""
     hidden, teacher = student_hidden_states, teacher_hidden_states
-    labels = completion_mask.long().sub(1).masked_fill(completion_mask != 0, 0)  # 0, or ignored: -1
+    labels = completion_mask.long().sub(1).masked_fill(completion_mask != 0, 0)  # 0; ignored: -1
     weight, bias = (_whole(x, hidden.dtype) for x in (student_lm_head_weight, student_lm_head_bias))
     teacher_weight, teacher_bias = (
         _whole(x, teacher.dtype) for x in (teacher_lm_head_weight, teacher_lm_head_bias)
@@ -233,7 +234,8 @@ def _whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 @contextmanager
-def _in_place(module: Any, name: str, ours: Any) -> Iterator[None]:
+def _replaced(module: Any, name: str, ours: Any) -> Iterator[None]:
+    """Replace the attribute ``name`` of a module inside the block."""
     theirs = getattr(module, name)
     setattr(module, name, ours)
     try:

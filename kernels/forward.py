@@ -4,7 +4,7 @@ A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks 
 tiles, adds up the exponentials of all logits but the label's, and stores one partial (reference,
 sum of exponentials) per row; the first split also computes the label's logit, a dot product per
 row. Exponentials are relative to the maximum of the split's first tile: no other tile looks for
-one. A row that this does not fit, because a later logit is 69 nats above or the first tile is
+one. A row that this does not fit, because a later logit is 21 nats above or the first tile is
 empty, has its program walk again, and follows its maximum then (online softmax, Milakov and
 Gimelshein, arXiv:1805.02867); the other rows' sums come out the same. With a soft-cap there is
 one walk, in which all rows follow: beside tanh, a maximum costs nothing.
@@ -33,8 +33,9 @@ from .tile import (
     token_loss,
 )
 
-# Sums of exponentials of a split: 2^7 splits of them still add up in float32.
-RANGE: tl.constexpr = tl.constexpr(2.0**100)
+# Sum of a split's exponentials from which a row is walked over again. An exponent of up to 30 bits
+# is rounded by 2^-20, the sum by 6.6e-7; one of 100 bits by four times as much.
+RANGE: tl.constexpr = tl.constexpr(2.0**30)
 # Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
 NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
 # References stay finite beside a logit of +inf, whose exponential is then +inf and not NaN.

@@ -255,7 +255,7 @@ def test_other_optimizers_and_evaluation_are_left_out():
         cross_entropy(model, batches([3])[0]).backward()
         optimizer.step()
     assert report.steps == []
-    assert "no optimizer step was seen" in report.verdict()
+    assert "no optimizer step was made" in report.verdict()
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         fusedce.audit(3)
     with pytest.raises(ValueError, match="audit needs a model that returns logits"):

@@ -14,19 +14,11 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing", "recipes"},
-    {
-        "trainer",
-        "trainer_batches",
-        "trainer_checks",
-        "trainer_rl",
-        "trainer_stats",
-        "auditing",
-        "auditing_steps",
-    },
+    {"trainer", "trainer_rl", "auditing"},
     {"__init__"},
     {"models", "pictures", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
     {"demo"},
-    {"cli", "answers", "__main__"},
+    {"cli", "render", "__main__"},
 )
 
 

@@ -51,7 +51,18 @@ def device_name(device: str) -> str:
         return torch.get_device_module(device).get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    return f"{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads"
+    sets, threads = ", ".join(instruction_sets()), torch.get_num_threads()
+    name = models[0] if models else platform.processor()
+    return f"{name} ({sets}), {threads} thread{'s' if threads > 1 else ''}"
+
+
+def instruction_sets() -> list[str]:
+    """What torch's products may use of this CPU: names of instruction sets."""
+    found = [torch.backends.cpu.get_cpu_capability()]
+    for name, probe in (("bf16", "_is_avx512_bf16_supported"), ("AMX", "_is_amx_tile_supported")):
+        if getattr(torch.cpu, probe, bool)():
+            found.append(name)
+    return found
 
 
 def caption(data: dict[str, Any]) -> str:

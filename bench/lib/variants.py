@@ -60,9 +60,10 @@ _TYPES = dict.fromkeys(
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
 ALIGNED = frozenset((
-    "hidden", "weight", "weight_tiles", "bias", "partials", "N", "H", "V", "stride_hn", "stride_wv",
-    "most", "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x", "labels", "rows",
-    "products", "class_weight", "d_weight", "student", "teacher", "teacher_bias", "stride_g",
+    "hidden", "weight", "weight_tiles", "bias", "partials", "N", "n", "H", "V", "stride_hn",
+    "stride_wv", "most", "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x",
+    "labels", "rows", "products", "class_weight", "d_weight", "student", "teacher",
+    "teacher_bias", "stride_g",
 ))  # fmt: skip
 OPTIONS = ("bias", "scale", "softcap")
 

@@ -1,4 +1,4 @@
-"""One denominator for an optimizer step, whatever it was split into.
+"""One denominator for an optimizer step, however it was split into micro-batches and ranks.
 
 For micro-batches ``m`` and ranks ``r`` that hold distinct tokens, the loss of an optimizer step is
 
@@ -31,13 +31,14 @@ Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 class LossAccumulator:
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
-    Two ways to train. With counts known in advance, one all-reduce gives the denominator first::
+    There are two ways to train. With counts known in advance, one exchange gives the denominator
+    first::
 
         with acc.window([fusedce.count_valid(b["labels"]) for b in micro_batches]):
             for b in micro_batches:
                 acc.backward(fused_ce(...))
 
-    Streaming, where they become known only at the end::
+    Streaming is for counts that become known only at the end::
 
         for b in micro_batches:
             acc.backward(fused_ce(...))
@@ -46,31 +47,31 @@ class LossAccumulator:
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming uses an estimate (the previous window's count; in the first
-    window 1024 tokens a rank) to keep gradients in the range of fp16 and bf16, and
-    ``finish`` corrects ``.grad`` once. After clipping that is too late, and cannot be detected:
-    a clipped gradient looks like another. :meth:`guard` catches other mistakes.
+    window 1024 tokens per rank) to keep gradients in the range of fp16 and bf16, and
+    ``finish`` corrects ``.grad`` once. Calling it after clipping is wrong, and cannot be detected.
+    :meth:`guard` catches other mistakes.
 
-    Evaluation: ``acc.add(out)`` for every batch, then ``acc.metrics()``: sum / count over all
-    batches and ranks, whatever the batch size.
+    To evaluate, call ``acc.add(out)`` for every batch and then ``acc.metrics()``, which gives
+    sum / count over all batches and ranks, independent of the batch size.
 
     Nothing waits for a GPU until ``metrics``, ``state_dict``, or a choice of ``on_empty`` other
     than "zero" must read a number. Errors found on the device (a label out of range, a count that
-    differs from the declared one) are raised there at the latest; in a single process on a CPU, at
-    once; on several ranks at the window's end, before an optimizer steps, and on all of them in the
-    same words.
+    differs from the declared one) are raised there at the latest. A single process on a CPU raises
+    them at once; several ranks raise them at the window's end, before an optimizer steps, and all
+    of them raise the same error.
 
-    Collectives, each an all-gather of 218 int64 from each rank on ``process_group`` (under gloo, on
-    a group of the same ranks made for it when the first window opens or ends):
+    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
+    on a new group of the same ranks, made when the first window opens or ends):
 
-    * streaming: one a window, in ``finish``;
+    * streaming: one per window, in ``finish``;
     * declared counts: one when the window opens, which gives the denominator and is awaited at its
       first ``scale``, and one when it ends, which carries losses and errors;
-    * ``metrics``: one for what was ``add``-ed, none after training windows.
+    * ``metrics``: one if batches were ``add``-ed, none after training windows.
 
-    None in a single process, and nothing for a micro-batch: a rank that waits for another one that
-    does not come waits as long as the process group's timeout, and then says what to look at. Under
-    ``TORCH_DISTRIBUTED_DEBUG=INFO`` each ``scale`` looks into the store of ``torch.distributed``
-    before it waits, whether another rank has ended the window.
+    There are none in a single process and none per micro-batch. A rank that waits for one that
+    does not come raises an error after the process group's timeout, with advice. Under
+    ``TORCH_DISTRIBUTED_DEBUG=INFO`` each ``scale`` first reads from the store of
+    ``torch.distributed`` whether another rank has ended the window.
 
     One accumulator belongs to one thread.
 
@@ -78,17 +79,17 @@ class LossAccumulator:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
             ``DeviceMesh`` (:meth:`from_mesh` for more dimensions). ``None``: all ranks if
             ``torch.distributed`` is initialised. Replicas of the same tokens (tensor parallel)
-            must not be counted twice; slices of one sequence (context parallel) must all be.
+            must not be counted twice; slices of one sequence (context parallel) must all count.
         grad_reduction: "mean" where the engine averages gradients over exactly these ranks (DDP,
-            FSDP), "sum" where it adds them, or averages over other ranks: then name what it
-            divides by as ``backward_divisor``.
+            FSDP), "sum" where it adds them. An engine that averages over other ranks needs "sum"
+            and its divisor as ``backward_divisor``.
         backward_divisor: a constant the engine divides each loss or gradient by on its own.
-        on_empty: what a window without any valid token on any rank means. "zero": zero gradients.
+        on_empty: the result of a window without a valid token on any rank. "zero": zero gradients.
             "skip": :attr:`should_step` is False, and ``finish`` sets ``.grad`` to None. "raise":
             ``RuntimeError`` on all ranks. The last two read the count once per window.
 
     Raises:
-        TypeError, ValueError: an argument is not one of those above.
+        TypeError, ValueError: an argument is none of these.
 
     Examples:
         >>> acc = LossAccumulator()
@@ -142,12 +143,12 @@ class LossAccumulator:
                 its number of valid tokens *after* the shift (:func:`count_valid`): integers, or
                 int64 tensors of one element. All ranks declare the same number of micro-batches;
                 one without tokens declares 0.
-            weights: of losses by name; those left out weigh 1.
+            weights: factors of losses by name; a loss that is left out has the factor 1.
 
-        Raises (once it is entered, or at the first ``scale`` where other ranks have a say):
+        Raises (on entering, or at the first ``scale`` for errors of other ranks):
             RuntimeError: another window is open; ranks declare different numbers of micro-batches;
-                at the end, fewer were seen than declared, or others; ``on_empty="raise"`` and no
-                rank has a token.
+                at the end, fewer were differentiated than declared, or with other counts;
+                ``on_empty="raise"`` and no rank has a token.
             TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
         """
         lifecycle = self._lifecycle
@@ -214,8 +215,8 @@ class LossAccumulator:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
         After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
-        (out of memory), ``.grad`` holds a part of this micro-batch that nobody can take out again:
-        to go on, leave the ``with`` block, or call :meth:`discard_window`.
+        (out of memory), ``.grad`` holds a part of this micro-batch that cannot be removed: to go
+        on, leave the ``with`` block, or call :meth:`discard_window`.
 
         Raises:
             RuntimeError: nothing that the loss depends on requires grad.
@@ -268,7 +269,7 @@ class LossAccumulator:
             TypeError: ``parameters`` is no iterable of tensors.
             RuntimeError: no micro-batch since the last window; a backward has raised; no parameter
                 has a gradient, or one that :meth:`guard` knows was not given; another accumulator
-                streams over the same gradients; ranks saw different numbers of micro-batches;
+                streams over the same gradients; ranks had different numbers of micro-batches;
                 ``on_empty="raise"`` and nothing was valid.
         """
         return self._lifecycle.finish(parameters)

@@ -17,10 +17,12 @@ from fusedce.contract.labels import bad_label_message
 
 
 def bad_label(code: int) -> Exception:
+    """A label out of range, described by a negative count."""
     return ValueError(bad_label_message(code))
 
 
 def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
+    """A loss that has counted other tokens than were declared."""
     if counted > declared:
         reason = (
             "Does the loss get labels without shift_labels(labels), which drops the first of "
@@ -35,12 +37,14 @@ def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
 
 
 def too_many(declared: int) -> Exception:
+    """A micro-batch beyond the declared number."""
     return RuntimeError(
         f"window: {declared} micro-batches were declared, this is number {declared + 1}"
     )
 
 
 def multiplied(bits: int) -> Exception:
+    """An unexpected factor on a loss; ``bits`` are those of the factor as a float64."""
     (factor,) = struct.unpack("d", struct.pack("q", bits))
     return RuntimeError(
         f"the loss was multiplied by {factor:g} after scale(): the window has divided it "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -38,7 +37,6 @@ class Guard:
         self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
         # One parameter with a gradient, and the gradient's version after the last backward.
         self._kept: tuple[weakref.ref[Tensor], int] | None = None
-        self._lost = False  # zero_grad was called
 
     def __reduce__(self) -> Any:
         return Guard, ()  # a copy of an accumulator guards nothing yet
@@ -53,9 +51,7 @@ class Guard:
             )
         if module is not None and not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            self._watch_zero_grad(optimizer)
+        self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
 
@@ -80,7 +76,7 @@ class Guard:
     def on_open(self) -> None:
         """Start the checks of a new window."""
         self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
-        self._kept, self._lost = None, False
+        self._kept = None
 
     def stop_watching(self) -> None:
         """End the checks of the window."""
@@ -89,20 +85,6 @@ class Guard:
             self._handle = None
         self._shared = {}
         self.streams(False)
-
-    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        """Wrap ``zero_grad`` to notice a call between the micro-batches of a window."""
-        inner, me = optimizer.zero_grad, weakref.ref(self)
-
-        @functools.wraps(inner)
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            guard = me()
-            ask = None if guard is None or guard._handle is None else guard._incomplete()
-            if guard is not None and ask is not None and ask() is not None:
-                guard._lost = guard._kept is not None
-            inner(*args, **kwargs)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def note_gradient(self) -> None:
         """Remember, after a micro-batch's backward, one parameter that has a gradient."""
@@ -123,7 +105,7 @@ class Guard:
         if between and p is not None and p.grad is not None:
             grad = local_of(p.grad)
             gone = grad._version != version and not grad.any()
-        if self._lost or gone:
+        if gone:
             raise RuntimeError(
                 "zero_grad() was called between the micro-batches of a window: the gradients of "
                 "the earlier ones are gone, though their tokens count. Call it once a window, "

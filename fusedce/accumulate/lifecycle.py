@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -71,17 +71,13 @@ class Lifecycle:
 
     def fresh(self) -> Lifecycle:
         """The same ranks and settings, before any window."""
-        exchange = Exchange(self.exchange.ranks)
-        return replace(
-            self,
-            exchange=exchange,
-            guard=Guard(),
-            totals=Totals(),
-            window=None,
-            announced=None,
-            should_step=True,
-            evaluated=False,
-            has_trained=False,
+        return Lifecycle(
+            self.tokens,
+            Exchange(self.exchange.ranks),
+            self.engine,
+            self.grad_reduction,
+            self.on_empty,
+            self.has_loss,
         )
 
     def new_faults(self) -> _faults.Faults:

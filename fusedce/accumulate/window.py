@@ -94,7 +94,7 @@ class Window:
         if self._begun:
             raise RuntimeError(
                 "this window can only be dropped: a backward has raised, and .grad holds a part of "
-                "that micro-batch which nobody can take out again. Call zero_grad, and then "
+                "that micro-batch, which cannot be removed. Call zero_grad, and then "
                 "discard_window() (streaming), or leave the `with` block by raising"
             )
         if self.declared is not None and self.is_complete():
@@ -210,15 +210,15 @@ class Window:
         return self.declared is not None and self.n_done == len(self.declared)
 
     def check_complete(self) -> None:
-        """Raise unless as many micro-batches were seen as declared, and all losses were used."""
+        """Raise unless all declared micro-batches and auxiliary losses were differentiated."""
         if not self.is_complete() or self._begun:
             self.check_usable()
         if self.declared is not None and not self.is_complete():
             more = self._n_scaled - self.n_done
-            never = f" ({more} more scaled, and never differentiated)" if more > 0 else ""
+            never = f" ({more} more scaled, but not differentiated)" if more > 0 else ""
             raise RuntimeError(
-                f"window: {len(self.declared)} micro-batches were declared, {self.n_done} were "
-                f"seen{never}: the gradients are divided by tokens that never came"
+                f"window: {len(self.declared)} micro-batches were declared, {self.n_done} "
+                f"differentiated{never}: the gradients are divided by tokens of missing losses"
             )
         if self._auxiliary:
             raise RuntimeError(
@@ -230,7 +230,7 @@ class Window:
         """How many micro-batches were differentiated, as a clause for messages."""
         if self.declared is None:
             return f"{self.n_done} micro-batches since the last finish() are still open"
-        return f"{self.n_done} of {len(self.declared)} declared micro-batches were seen"
+        return f"{self.n_done} of {len(self.declared)} declared micro-batches were differentiated"
 
     def refuse(self, action: str) -> None:
         """Raise ``RuntimeError``: ``action`` is only possible between windows."""

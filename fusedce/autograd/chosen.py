@@ -5,7 +5,8 @@ nothing of the size ``(N, K, H)`` is held. Plain torch, for every backend: besid
 the whole head this is ``K / V`` of the work.
 
 One operator attaches them to the graph together with the tokens' statistics, so that the two parts
-of each gradient are added in float32 and rounded once.
+of each gradient are added in float32 and rounded once. Where a memory budget has no room for sums
+of the gradients' size in float32, they are added tile by tile and rounded twice.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.autograd.token_ops import Upstreams, Values
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Dtypes, Gradients, of_inputs
+from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, of_inputs
+from fusedce.backends.plan import tiles_of
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.projection import Projection
 from fusedce.contract.rounding import acc_dtype
 
-_BUDGET = 64 * 2**20  # bytes of the rows of the head that are held at a time
+_BUDGET = 64 * 2**20  # bytes that are held at a time, without a budget
+_LEAST = 2**18  # and with one
 _END = len(Problem._fields)
 _VALUES = len(Values._fields)
 
@@ -62,6 +65,12 @@ def with_stats(
     values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
     nll, lse, entropy, zmean, z = torch.ops.fusedce.class_values(*problem, *values, classes, z)
     return z, Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
+
+
+def bytes_beside(problem: Problem, K: int) -> int:
+    """Bytes that ``K`` classes a token hold beside the other statistics."""
+    in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits and their gradient
+    return len(problem.hidden) * K * (in_range + upstream) + _LEAST
 
 
 @torch.library.custom_op(
@@ -162,12 +171,11 @@ def _class_grads(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, rest = records(flat)
     values, upstreams = Values(*rest[:_VALUES]), Upstreams(*rest[_VALUES:-3])
     classes, z, upstream_z = rest[-3:]
-    acc = acc_dtype(problem.hidden.dtype)
     grads = Gradients(problem, Wanted(), dtypes=of_inputs(problem), chunks=0)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         upstream = token_ops.upstream_of(problem, values, upstreams)
         made = get_backend(problem.backend).token_grads(
-            problem, wanted, values.lse, upstream, Dtypes(acc, acc, acc)
+            problem, wanted, values.lse, upstream, _sums(problem, wanted)
         )
         grads.hidden, grads.weight, grads.bias = (
             x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
@@ -200,13 +208,60 @@ def _add_gradients(
     slope = head.slope(z)
     if slope is not None:
         g = g * slope
-    K = classes.shape[1]
-    for rows in _chunks(problem, classes):
-        h, factors, own = _rows(problem, rows, valid[rows]), g[rows], y[rows]
-        if grads.hidden is not None:
-            w = problem.weight[own].to(head.acc)  # (C, K, H)
-            grads.hidden[rows] += _products(w, factors[:, :, None], 1)
-        grads.add_rows(own.reshape(-1), h.repeat_interleave(K, 0), factors.reshape(-1))
+    if grads.hidden is not None:
+        for rows in _chunks(problem, classes):
+            w = problem.weight[y[rows]].to(head.acc)  # (C, K, H)
+            grads.hidden[rows] += _products(w, g[rows][:, :, None], 1)
+    if grads.weight is not None:
+        _add_to_weight(problem, grads.weight, valid, y, g)
+    if grads.bias is not None:
+        add_rows(grads.bias, y.reshape(-1), g.reshape(-1))
+
+
+def _sums(problem: Problem, wanted: Wanted) -> Dtypes:
+    """Dtypes in which gradients are added up: those of the inputs where a budget has no room."""
+    acc = acc_dtype(problem.hidden.dtype)
+    wide = Dtypes(acc, acc, acc)
+    if problem.memory_budget is not None:
+        N, triton = len(problem.hidden), problem.backend == "triton"
+        try:
+            tiles_of(
+                call_of(problem, wanted, N, wide, triton=triton),
+                memory_budget=problem.memory_budget,
+            )
+        except ValueError:
+            return of_inputs(problem)
+    return wide
+
+
+def _add_to_weight(
+    problem: Problem,
+    d_weight: Tensor,  # (V, H)
+    valid: Tensor,  # (N, K)
+    y: Tensor,  # (N, K) classes, in range
+    g: Tensor,  # (N, K) fp32 or fp64
+) -> None:
+    """``d_weight[y[n, k]] += g[n, k] * hidden[n]``, tile by tile of classes."""
+    (V, H), K, acc = problem.weight.shape, y.shape[1], g.dtype
+    sorted_classes, order = y.reshape(-1).sort(stable=True)
+    T = max(_held(problem) // (4 * H * acc.itemsize), 1)  # classes of a tile, entries at a time
+    borders = torch.arange(0, V + T, T, device=y.device)
+    ends = torch.searchsorted(sorted_classes, borders).tolist()
+    for number, begin in enumerate(range(0, V, T)):
+        if ends[number] == ends[number + 1]:
+            continue
+        rows = d_weight[begin : begin + T]
+        total = rows.to(acc)
+        for first in range(ends[number], ends[number + 1], T):
+            last = min(first + T, ends[number + 1])
+            entries = order[first:last]
+            tokens = entries // K
+            h = problem.hidden[tokens].to(acc)
+            h = h.masked_fill_(~valid[tokens].any(1, keepdim=True), 0)  # whatever they hold
+            h.mul_(g.reshape(-1)[entries, None])
+            add_rows(total, sorted_classes[first:last] - begin, h)
+        if total is not rows:
+            rows.copy_(total)
 
 
 def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -237,7 +292,15 @@ def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
 
 
 def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
+    """Tokens whose rows of the head are held at a time, as they are and in float32."""
     N, K = classes.shape
-    step = max(_BUDGET // (K * problem.hidden.shape[1] * 4), 1)
+    each = K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())
+    step = max(_held(problem) // each, 1)
     for begin in range(0, N, step):
         yield slice(begin, min(begin + step, N))
+
+
+def _held(problem: Problem) -> int:
+    """Bytes to hold at a time: of a budget that others use as well, a quarter."""
+    budget = problem.memory_budget
+    return _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)

@@ -21,6 +21,8 @@ from torch import Tensor
 from fusedce.autograd import chosen, per_token, summed
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends.choose import resolve_backend
+from fusedce.backends.gradients import call_of
+from fusedce.backends.plan import tiles_of
 from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.objective import Stats, folded
 from fusedce.contract.problem import Problem, Wanted
@@ -98,6 +100,13 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
         classes = classes.clamp(min=problem.ignore_index + 1)
     problem = _prepared(problem)
     z = chosen.chosen_logits(problem, classes)
+    if problem.memory_budget is not None:
+        gradients = wanted_gradients(problem)
+        beside = chosen.bytes_beside(problem, classes.shape[1])
+        if not torch.compiler.is_compiling():  # raises where it is too small, naming the whole
+            call = call_of(problem, gradients, len(classes), triton=problem.backend == "triton")
+            tiles_of(call._replace(fixed=beside), memory_budget=problem.memory_budget)
+        problem = problem.but(memory_budget=problem.memory_budget - beside)
     valid = problem.but(labels=classes).valid()
     finite = z.clamp(min=torch.finfo(z.dtype).min)
     best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)

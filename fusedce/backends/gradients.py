@@ -118,7 +118,6 @@ class Gradients:
         dtypes: Dtypes,
         chunks: int,  # 0: all gradients are 0
         every_row: bool = False,  # every row of hidden will be written
-        accumulate: bool = False,  # the weight's, also over a single chunk
         by_tiles: bool = False,  # the weight's rows are written once, and hidden's added up
     ) -> None:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
@@ -131,7 +130,7 @@ class Gradients:
             dtype = acc if by_tiles else dtypes.hidden
             self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
-            narrow = by_tiles or (chunks == 1 and not accumulate)
+            narrow = by_tiles or chunks == 1
             dtype = dtypes.weight if narrow else acc
             if not chunks:
                 self.weight = torch.zeros(weight.shape, dtype=dtype, device=device)
@@ -150,9 +149,9 @@ class Gradients:
     ) -> None:
         """Gradients of the head by single logits: ``weight[y] += coefficient * h``."""
         if self.weight is not None:
-            _add_rows(self.weight, y, h * coefficient[:, None])
+            add_rows(self.weight, y, h * coefficient[:, None])
         if self.bias is not None:
-            _add_rows(self.bias, y, coefficient)
+            add_rows(self.bias, y, coefficient)
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
@@ -169,7 +168,7 @@ class Gradients:
         return grad if grad.dtype == dtype else grad.to(dtype)
 
 
-def _add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
+def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
     """``total[y] += rows``, repeated labels summed in the dtype of ``rows`` before any rounding."""
     if total.dtype == rows.dtype and total.device.type == "cpu":
         total.index_add_(0, y, rows)

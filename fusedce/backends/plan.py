@@ -392,7 +392,7 @@ def _always(call: Call) -> dict[str, int]:
             call.n * call.H * call.element if call.triton and call.n < call.N else 0
         ),
         "positions": 24 * call.N,
-        "sums over ranks": call.fixed,
+        "held besides": call.fixed,
         "products of the library": SCRATCH_CPU if call.on_cpu and not call.triton else 0,
     }
 

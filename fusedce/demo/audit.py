@@ -1,6 +1,6 @@
-"""`fusedce audit`: what the audit finds in two loops over the demo's data, a wrong and a right one.
+"""`fusedce audit`: the audit of two training loops over the demo's data, a wrong and a right one.
 
-Both are loops as anybody writes them, with the model's own loss and no other name of this package.
+Both are ordinary loops with the model's own loss; they use no other function of this package.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import fusedce
 from fusedce.demo.data import LEARNING_RATE, build_model, draw_batches, sections, train_tokenizer
 
 MICRO_BATCHES = 8
-Divide = Callable[[Any, Tensor, list[Tensor]], Tensor]  # model, sequence, all of the step -> loss
+# A loss to differentiate, from a model, a sequence, and all sequences of the step.
+Divide = Callable[[Any, Tensor, list[Tensor]], Tensor]
 
 
 def mean_of_means(model: Any, ids: Tensor, step: list[Tensor]) -> Tensor:
+    """The wrong loss: each sequence's own mean, divided by the number of sequences."""
     return model(input_ids=ids, labels=ids).loss / len(step)
 
 
 def one_denominator(model: Any, ids: Tensor, step: list[Tensor]) -> Tensor:
-    tokens = sum(len(sequence) - 1 for sequence in step)  # the first of each is not predicted
+    """The right loss: a sum over tokens, divided by the tokens of the whole step."""
+    tokens = sum(len(sequence) - 1 for sequence in step)  # no first token is predicted
     return model(input_ids=ids, labels=ids, num_items_in_batch=tokens).loss
 
 
@@ -35,7 +38,7 @@ LOOPS: dict[str, Divide] = {
 
 
 def run(*, steps: int) -> dict[str, dict[str, Any]]:
-    """For each loop: ``"text"`` as the audit prints it, ``"verdict"`` and ``"steps"``."""
+    """Audit both loops: by name ``"text"`` as the audit prints it, ``"verdict"``, ``"steps"``."""
     texts = sections()
     tokenize = train_tokenizer(texts)
     sequences = [torch.tensor(tokenize(text)) for text in texts]
@@ -52,6 +55,7 @@ def run(*, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def train(model: nn.Module, batches: list[list[Tensor]], divide: Divide) -> Any:
+    """Train under an audit, and return it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     with fusedce.audit(model) as report:
         for step in batches:

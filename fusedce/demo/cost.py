@@ -1,4 +1,4 @@
-"""What the loss alone costs: time and memory of one real full batch, beside eager."""
+"""Time and memory of the loss alone for one real full batch, beside eager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 class Cost(NamedTuple):
     """The loss alone, forward and backward, at one shape."""
 
-    seconds: dict[str, list[float]]  # sorted repeats
+    seconds: dict[str, list[float]]  # of each repeat, sorted
     extra_bytes: dict[str, int]
     memory_method: str
     shape: dict[str, int]
@@ -28,6 +28,8 @@ class Cost(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
+    """Inputs of the loss."""
+
     hidden: Tensor  # (SEQUENCES, T, H)
     weight: Tensor  # (V, H)
     labels: Tensor  # (SEQUENCES, T) int64, shifted
@@ -63,35 +65,39 @@ def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -
 
 
 def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
-    """What `peak_extra_bytes` runs in a process of its own: load, warm up, return the call."""
+    """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
     inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
     LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
     return partial(LOSSES[name], inputs)
 
 
-def fused_loss(inputs: HeadInputs) -> list[Tensor]:
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    loss = fused_ce(hidden, weight, inputs.labels).mean()
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def fused_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by ``fused_ce``."""
+    return fused_ce(*inputs).mean()
 
 
-def eager_loss(inputs: HeadInputs) -> list[Tensor]:
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    # One expression: a name for the logits would keep them alive through backward.
-    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), inputs.labels.flatten())
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def eager_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by plain torch, on all rows."""
+    hidden, weight, labels = inputs
+    return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), labels.flatten())
 
 
-def eager_unpadded_loss(inputs: HeadInputs) -> list[Tensor]:
-    """Eager on the valid rows only: what is left of the difference is not about padding."""
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    valid = inputs.labels != -100
-    loss = F.cross_entropy(F.linear(hidden[valid], weight).float(), inputs.labels[valid])
-    return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+def eager_unpadded_loss(inputs: HeadInputs) -> Tensor:
+    """Mean loss by plain torch on the valid rows, so that padding costs nothing."""
+    hidden, weight, labels = inputs
+    valid = labels != -100
+    return F.cross_entropy(F.linear(hidden[valid], weight).float(), labels[valid])
+
+
+def forward_backward(loss_of: Callable[[HeadInputs], Tensor], inputs: HeadInputs) -> list[Tensor]:
+    """The loss, and its gradients of hidden state and weight."""
+    wanted = (inputs.hidden.requires_grad_(), inputs.weight.requires_grad_())
+    loss = loss_of(inputs)
+    return [loss, *torch.autograd.grad(loss, wanted)]
 
 
 LOSSES: dict[str, Callable[[HeadInputs], list[Tensor]]] = {
-    "fused_ce": fused_loss,
-    "eager": eager_loss,
-    "eager, padding removed": eager_unpadded_loss,
+    "fused_ce": partial(forward_backward, fused_loss),
+    "eager": partial(forward_backward, eager_loss),
+    "eager, padding removed": partial(forward_backward, eager_unpadded_loss),
 }

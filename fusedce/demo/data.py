@@ -1,8 +1,7 @@
-"""What the demo trains: real text, a tokenizer and a small Llama, all made on the spot.
+"""Data and model of the demo: real text, a tokenizer and a small Llama, without downloads.
 
-The text ships with Python: the topics of `pydoc`, each cut at its own section borders (two blank
-lines), a section being one training sequence of natural length, cut at ``MAX_TOKENS``. Nothing is
-downloaded.
+The text ships with Python: the topics of `pydoc`, each split at its section borders (two blank
+lines). A section is one training sequence of natural length, cut at ``MAX_TOKENS``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ def sections() -> list[str]:
 
 
 def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[str], list[int]]:
-    """A byte-level BPE of `VOCABULARY` entries; returns its encoder, which adds `END` and cuts."""
+    """Train a byte-level BPE of `VOCABULARY` entries; return its encoder.
+
+    The encoder appends `END` and cuts at ``longest`` tokens.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,11 +50,12 @@ def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[st
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    end = tokenizer.encode(END).ids  # one token, and the only way to it: no section holds it
+    end = tokenizer.encode(END).ids  # one token, which no section holds
     return lambda text: [*tokenizer.encode(text).ids, *end][:longest]
 
 
 def build_model(seed: int) -> nn.Module:
+    """A small Llama in float32 with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -74,7 +77,7 @@ def build_model(seed: int) -> nn.Module:
 def draw_batches(
     sequences: list[Tensor], steps: int, seed: int, size: int = SEQUENCES
 ) -> list[Batch]:
-    """Shuffled epochs, one after the other, cut into steps."""
+    """Batches of ``size`` sequences for each step, from shuffled epochs one after the other."""
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     while len(order) < steps * size:
@@ -88,5 +91,5 @@ def pad(batch: Batch, value: int) -> Tensor:
 
 
 def hidden_states(model: Any, input_ids: Tensor) -> Tensor:
-    """``(B, T, H)`` from the decoder body alone: the head's logits are never made."""
+    """Hidden states ``(B, T, H)`` of the decoder, without the head's logits."""
     return model.model(input_ids=input_ids).last_hidden_state

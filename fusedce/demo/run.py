@@ -1,14 +1,15 @@
 """`fusedce demo`: one small model trained three ways on real text; two of them must agree.
 
-The same 32 sequences make one optimizer step
+The same 32 sequences make one optimizer step:
 
-* A: as one padded batch, the mean over its tokens: what the step means;
+* A: as one padded batch with the mean over its tokens, the reference;
 * B: as 32 micro-batches of one sequence, each loss its own mean, averaged: the well-known bug of
   gradient accumulation, which weighs a token of a short sequence more than one of a long one
   (https://github.com/huggingface/transformers/issues/34242);
 * C: as 32 micro-batches again, through :class:`fusedce.LossAccumulator`.
 
-Same initial weights, samples, order, and optimizer; float32, no dropout, deterministic algorithms.
+Initial weights, samples, order and optimizer are the same; float32, no dropout, deterministic
+algorithms.
 """
 
 from __future__ import annotations
@@ -44,23 +45,24 @@ from fusedce.demo.data import (
     sections,
     train_tokenizer,
 )
-from fusedce.demo.report import FULL, NAIVE, WINDOW, Report, Run, Step
+from fusedce.demo.publish import FULL, NAIVE, WINDOW, DemoReport, Run, StepLoss
 
 QUICK_SEQUENCES = 16  # per optimizer step
 REPEATS, QUICK_REPEATS = 5, 2
 
-Losses = list[LossSum]  # of its micro-batches
-Way = Callable[[nn.Module, Batch], tuple[float, Losses]]  # backward; returns the logged loss too
+Losses = list[LossSum]  # of the micro-batches of a step
+# Runs backward; returns the loss to log and the micro-batches' losses.
+TrainStep = Callable[[nn.Module, Batch], tuple[float, Losses]]
 
 
 def run(
     *, steps: int, out: Path, seed: int, device: torch.device, quick: bool = False,
     to_stderr: bool = False,
 ) -> int:  # fmt: skip
-    """Train, compare, write ``out/demo.png`` and ``out/demo.json``; the exit status.
+    """Train, compare, write ``out/demo.png`` and ``out/demo.json``; return the exit status.
 
     ``quick`` takes half the sequences for a step, and fewer repeats of the loss alone;
-    ``to_stderr`` leaves standard output free.
+    ``to_stderr`` prints to standard error.
     """
     begin = time.perf_counter()
     console = Console(stderr=to_stderr)
@@ -79,7 +81,7 @@ def run(
         f"  model  Llama, {LAYERS} layers, H={HIDDEN}, V={VOCABULARY}, "
         f"{parameters / 1e6:.1f} M parameters, random weights",
         f"  step   {size} sequences, AdamW at {LEARNING_RATE:g}; {steps} steps per run",
-        f"  {FULL:18} one padded batch: what a step means",
+        f"  {FULL:18} one padded batch: the reference",
         f"  {NAIVE:18} {size} micro-batches of one sequence, mean of their means",
         f"  {WINDOW:18} the same micro-batches, one denominator: should equal A",
         "",
@@ -92,7 +94,7 @@ def run(
         runs = train_all(model, batches, console)
     console.print("\nmeasuring the loss alone, forward and backward ...", highlight=False)
     cost = measure_cost(model, batches[0], device, QUICK_REPEATS if quick else REPEATS)
-    report = Report(
+    report = DemoReport(
         runs=runs,
         cost=cost,
         settings={
@@ -115,10 +117,12 @@ def run(
 
 
 def loss_of(model: Any, input_ids: Tensor, labels: Tensor) -> LossSum:
+    """The loss sum of ``input_ids (B, T)``; ``labels (B, T)`` are shifted here."""
     return fused_ce(hidden_states(model, input_ids), model.lm_head.weight, shift_labels(labels))
 
 
 def full_batch(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
+    """A: one padded batch."""
     out = loss_of(model, pad(batch, 0), pad(batch, -100))
     loss = out.mean()
     loss.backward()
@@ -126,6 +130,7 @@ def full_batch(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
 
 
 def naive_mean(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
+    """B: the mean of the sequences' means."""
     outs = []
     for sequence in batch:
         out = loss_of(model, sequence[None], sequence[None])
@@ -137,6 +142,7 @@ def naive_mean(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
 def one_denominator(
     accumulator: LossAccumulator, model: nn.Module, batch: Batch
 ) -> tuple[float, Losses]:
+    """C: the same micro-batches through a :class:`LossAccumulator`."""
     outs = []
     with accumulator.window([count_valid(sequence[None]) for sequence in batch]):
         for sequence in batch:
@@ -147,7 +153,8 @@ def one_denominator(
 
 
 def train_all(model: nn.Module, batches: list[Batch], console: Console) -> list[Run]:
-    ways: dict[str, Way] = {
+    """Train the model three times from the same weights."""
+    train_steps: dict[str, TrainStep] = {
         FULL: full_batch,
         NAIVE: naive_mean,
         WINDOW: partial(one_denominator, LossAccumulator()),
@@ -162,32 +169,32 @@ def train_all(model: nn.Module, batches: list[Batch], console: Console) -> list[
     )
     runs = []
     with Progress(*columns, console=console) as progress:
-        for name, way in ways.items():
+        for name, train_step in train_steps.items():
             task = progress.add_task(name, total=len(batches), loss="")
             model.load_state_dict(start)
             history = []
-            for step in train(model, batches, way):
+            for step in train(model, batches, train_step):
                 history.append(step)
                 progress.update(task, advance=1, loss=f"{step.logged:.4f}")
             runs.append(Run(name, history))
     return runs
 
 
-def train(model: nn.Module, batches: list[Batch], way: Way) -> Iterator[Step]:
-    """Plain AdamW; yields what each step logs and what its tokens' mean loss truly is."""
+def train(model: nn.Module, batches: list[Batch], train_step: TrainStep) -> Iterator[StepLoss]:
+    """Train with plain AdamW; yield the logged loss and the true mean loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for batch in batches:
         optimizer.zero_grad()
-        logged, outs = way(model, batch)
+        logged, outs = train_step(model, batch)
         optimizer.step()
         loss_sum = sum(out.loss_sum.item() for out in outs)
-        yield Step(logged, loss_sum / sum(int(out.n_valid) for out in outs))
+        yield StepLoss(logged, loss_sum / sum(int(out.n_valid) for out in outs))
 
 
 def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
-    """Seconds of the whole demo, from one micro-batched step; ``start`` were spent already.
+    """Estimated seconds of the whole demo, from one step of B; ``start`` seconds are spent already.
 
-    A process that measures memory imports torch, which takes about as long as this one's start.
+    Each process that measures memory imports torch, which takes about ``start`` seconds.
     """
     begin = time.perf_counter()
     naive_mean(model, batches[0])
@@ -198,7 +205,7 @@ def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
 
 @contextmanager
 def exactly_repeatable() -> Iterator[None]:
-    """Deterministic algorithms and full float32 products, undone at the end."""
+    """Use deterministic algorithms and full float32 products inside the block."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     deterministic = torch.are_deterministic_algorithms_enabled()
     precision = torch.get_float32_matmul_precision()

@@ -97,8 +97,7 @@ def attach(
 ) -> None:
     """:func:`replace_loss_head` without its warnings and its result."""
     check_memory_budget(memory_budget)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
     named = head is None
     head = _find_head(model) if head is None else head
     check_module(head)
@@ -126,8 +125,7 @@ def restore_loss_head(model: ModelT) -> ModelT:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
     _restore(model)
     for module in model.modules():
         for name in (_WATCH, _ITEMS):
@@ -152,8 +150,7 @@ def head_report(model: nn.Module) -> HeadReport:
     Examples:
         >>> print(head_report(model))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
     heads = [m for m in model.modules() if attached_to(m) is not None]
     if not heads:
         return HeadReport(False, None, 0, 0, (), ())
@@ -165,6 +162,11 @@ def head_report(model: nn.Module) -> HeadReport:
     if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
         report = report._replace(notes=(*report.notes, _TRL))
     return report
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _restore(model: nn.Module) -> None:

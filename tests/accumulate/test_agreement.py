@@ -1,6 +1,7 @@
 """What goes wrong on one rank is raised on all of them, in the same words, soon."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.loops import a_loss, new_weight, raising, warm_up
 
 from fusedce import LossAccumulator
 from fusedce.accumulate import faults as _faults
+from fusedce.agreement import Told, failure_of
 
 
 def train(acc, counts, sizes=None, weight=None):
@@ -253,7 +255,7 @@ RAISES = {
     metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
     other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
     other_faults: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
-    fewer_than_declared: "2 micro-batches were declared, 1 were seen",
+    fewer_than_declared: "2 micro-batches were declared, 1 differentiated",
     bad_label: "ValueError: labels must hold class indices in 0 <= label < V, or ignore_index: "
     "got 99 at flattened position 5",
     bad_label_in_evaluation: "got 99 at flattened position 5",
@@ -303,6 +305,15 @@ def test_two_ranks_with_different_errors_raise_their_own_and_note_the_other():
         assert raised == f"ValueError: counts[{1 + rank}] must be >= 0, got -1"
         other = f"ValueError: counts[{2 - rank}] must be >= 0, got -1 (on rank {1 - rank})"
         assert notes == [f"another rank has failed, too: {other}"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_a_rank_without_an_error_raises_the_first_and_notes_the_others():
+    words = ["", "ValueError: a (on rank 1)", "KeyError: b (on rank 2)"]
+    error = failure_of(Told({}, e, []) for e in words)
+    assert type(error) is ValueError
+    assert str(error) == "a (on rank 1)"
+    assert error.__notes__ == ["another rank has failed, too: KeyError: b (on rank 2)"]
 
 
 def test_settings_that_differ():

@@ -119,7 +119,9 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
         assert distance(weight.grad, exact) < 1e-6
         assert acc.metrics()["n_tokens"] == 5
         return
-    with pytest.raises(RuntimeError, match=r"2 micro-batches were declared, 1 were seen \(1 more"):
+    with pytest.raises(
+        RuntimeError, match=r"2 micro-batches were declared, 1 differentiated \(1 more"
+    ):
         with acc.window([3, 5]):
             acc.scale(out_of(weight, micro[0]))
             with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss"):

@@ -28,7 +28,7 @@ def test_more_and_fewer_micro_batches():
         with acc.window([2]):
             acc.backward(a_loss())
             acc.backward(a_loss())
-    with pytest.raises(RuntimeError, match="2 micro-batches were declared, 1 were seen"):
+    with pytest.raises(RuntimeError, match="2 micro-batches were declared, 1 differentiated"):
         with acc.window([2, 2]):
             acc.backward(a_loss())
     assert acc.metrics()["n_windows"] == 0

@@ -295,7 +295,7 @@ def test_a_wait_in_the_engine_is_explained_where_the_block_is_left(engine):
     case = functools.partial(comes_late, engine, True)
     found = ranks.run({"late": case}, timeout=SOON)
     (fewer, _, seconds), (_, notes, other) = ranks.of(found, "late")
-    assert "3 micro-batches were declared, 2 were seen" in fewer
+    assert "3 micro-batches were declared, 2 differentiated" in fewer
     assert max(seconds, other) < LATE
     if hasattr(BaseException, "add_note"):
         assert "the same number of micro-batches" in notes

@@ -198,7 +198,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path):
 # ---- doctor and bench --------------------------------------------------------------------------
 
 
-def test_the_doctor_answers():
+def test_the_doctor_reports():
     found = answer("doctor")
     assert found["right"]
     assert [c["dtype"] for c in found["devices"][0]["checks"]] == ["float32", "bfloat16", "float16"]
@@ -207,7 +207,7 @@ def test_the_doctor_answers():
     assert "\x1b" not in text
 
 
-def test_a_sick_machine_is_found(monkeypatch):
+def test_a_wrong_result_is_found(monkeypatch):
     from fusedce import doctor
 
     def twice(*args, **kwargs):
@@ -217,6 +217,26 @@ def test_a_sick_machine_is_found(monkeypatch):
     monkeypatch.setattr(fusedce, "fused_ce", twice)
     answer("doctor", status=1)
     assert "FAILED" in call("doctor").output
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict"),
+    [
+        ("2.8.0", "within"),
+        ("2.8.0rc1", "OLDER"),
+        ("2.15.0+cu128", "within"),
+        ("2.15.0.dev20260101+cpu", "within"),
+        ("2.15.1b1", "newer"),
+        ("2.100.0", "newer"),
+    ],
+)
+def test_versions_are_ordered_as_pip_orders_them(installed, verdict, monkeypatch):
+    from fusedce import doctor
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: installed)
+    found = doctor._version("torch", "2.8.0", "2.15.0")
+    assert found["version"] == installed
+    assert found["verdict"].startswith(verdict)
 
 
 def test_tested_versions_are_those_of_the_constraints():

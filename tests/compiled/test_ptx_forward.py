@@ -247,6 +247,30 @@ def test_tickets_start_at_zero_and_each_is_drawn_once(on, monkeypatch, arch):
     assert after.tolist() == [2, splits, splits, 0]
 
 
+# Of those that bf16 has, the ones whose exponents are rounded most: by 3.2e-7 up to 16 bits above
+# the reference, 6.4e-7 up to 32, and so on.
+GAPS = [5.1875, 9.5625, 10.375, 11.25, 12.875, 19.125, 22.5, 41.5, 48.25, 61.0, 95.0]
+
+
+@ARCHS
+def test_a_row_errs_no_more_whatever_the_gap_to_its_first_tile(on, arch):
+    """A class of a later tile stands ``gap`` nats above the first one, and the label 2 more."""
+    gpu = on(arch)
+    in_blocks(gpu, MAX_SPLITS=1)
+    weight = torch.zeros(600, 64, dtype=BF16)
+    weight[:, 2] = torch.randn(600) - 1  # equal logits would be rounded alike in their sum
+    weight[550:552, 2] = 0
+    weight[550, 0] = weight[551, 0] = 1.0
+    weight[551, 1] = 2.0
+    for gap in GAPS:
+        hidden = torch.zeros(1, 64, dtype=BF16)
+        hidden[0, 0], hidden[0, 1:3] = gap, 1.0
+        labels = torch.tensor([551])
+        _, total, _ = lse_of(hidden, weight, labels)
+        exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
+        assert abs(total.double() / exact - 1) <= 5e-7, gap
+
+
 # ---- what is not finite, and what is out of range -----------------------------------------------
 
 

@@ -79,10 +79,12 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
-def test_scale_in_place_rounds_once(dtype, factor):
+@pytest.mark.parametrize("blocks", [0, 1, 50])  # of 24 programs
+def test_scale_in_place_rounds_once(dtype, factor, blocks):
     from fusedce.backends import triton as launch
 
-    x = torch.randn(3, archs.BY_NAME["interpreter"].scale_block // 2 + 1).to(dtype)
+    block = archs.BY_NAME["interpreter"].scale_block
+    x = torch.randn(blocks * block + 5).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
     launch.scale_(x, torch.tensor(factor))
     torch.testing.assert_close(x.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-7)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends import plan
-from fusedce.backends.torch import per_token, training
+from fusedce.backends.torch import per_token, products, training
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
@@ -175,8 +176,10 @@ def test_too_small_is_an_error_without_a_gradient_too(function, backend):
         function(hidden, weight, labels, memory_budget=1000, backend=backend)
 
 
-def test_a_frozen_weight_has_more_room(taken):
-    """No gradient of it, no accumulator."""
+def test_a_frozen_weight_has_more_room(taken, monkeypatch):
+    """No gradient of it, no accumulator: of exponentials in float32, as without bf16 units."""
+    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
+    monkeypatch.setattr(products, "fast_bf16", lambda device: False)
     hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
     for frozen in (True, False):
         weight.requires_grad_(not frozen)
@@ -214,6 +217,30 @@ def test_a_token_has_the_same_bits_in_every_batch(taken, dtype, budget):
     whole = found(slice(0, 300))
     some = torch.tensor([4, 17, 18, 19, 130, 290])
     for rows in (slice(0, 70), slice(37, 300), slice(5, 6), some):
+        for x, y in zip(found(rows), whole, strict=True):
+            assert x.equal(y[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [None, 6 * 10**5, 2 * 10**6])
+def test_a_token_has_the_same_bits_in_every_batch_on_triton(dtype, budget):
+    """Losses and gradients of hidden states, in any batch of several tokens.
+
+    The products are the library's: of one token alone, which is a vector, it may sum otherwise.
+    """
+    hidden, weight, labels, _ = Case((200,), 24, 700, dtype).tensors()
+
+    def found(rows):
+        h = hidden[rows].clone().requires_grad_()
+        w = weight.clone().requires_grad_()
+        loss = fused_cross_entropy(
+            h, w, labels[rows], reduction="none", memory_budget=budget, backend="triton"
+        )
+        return loss.detach(), *torch.autograd.grad(loss.sum(), h)
+
+    whole = found(slice(0, 200))
+    some = torch.tensor([4, 17, 18, 19, 130, 190])
+    for rows in (slice(0, 70), slice(37, 200), some):
         for x, y in zip(found(rows), whole, strict=True):
             assert x.equal(y[rows])
 
@@ -279,6 +306,55 @@ def test_the_peak_of_a_process_is_within_the_budget(dtype, budget, way):
         "support.memory:step", {"dtype": dtype, "grad": True, "memory_budget": budget << 20}
     )
     assert peak - kind.itemsize * (N + V) * H <= budget << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("K", [4, 64])
+def test_the_peak_with_several_classes_is_within_the_budget(dtype, K):
+    """All rows of the head that are asked for would be 16 MiB of float32 with 64 classes."""
+    size = getattr(torch, dtype).itemsize
+    budget = (10 << 20) + size * V * H
+    peak = peak_extra_bytes(
+        "support.memory:several_classes", {"dtype": dtype, "K": K, "memory_budget": budget}
+    )
+    assert peak - size * (N + V) * H <= budget
+
+
+def test_too_small_for_several_classes_says_the_whole():
+    hidden, weight, _, _ = Case((300,), 24, 3000).tensors()
+    labels = torch.zeros(300, 5, dtype=torch.int64)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with pytest.raises(ValueError, match="memory_budget must be at least") as raised:
+        fused_logprobs(*leaves, labels, memory_budget=10**6)
+    least = int(str(raised.value).split("at least ")[1].split()[0])
+    fused_logprobs(*leaves, labels, memory_budget=least).logprob.sum().backward()
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        fused_logprobs(*leaves, labels, memory_budget=least - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_classes_have_the_same_gradients_under_a_budget(dtype):
+    """In tiles of some hundred classes, some of which many tokens share."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight, _, _ = Case((400,), 200, 3000, dtype).tensors()
+    labels = torch.randint(3000, (400, 7), generator=rng)
+    labels[:, 0] = 17
+    labels[::3, 4] = -100
+    labels[5] = -100
+    hidden[5] = math.nan
+    upstream = torch.randn(400, 7, generator=rng)
+
+    def gradients(budget, kind=dtype):
+        leaves = [hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()]
+        stats = fused_logprobs(*leaves, labels, memory_budget=budget)
+        return torch.autograd.grad((stats.logprob * upstream).sum(), leaves)
+
+    exact = gradients(None, torch.float64)
+    for budget in (None, 12 * 2**20):
+        for x, e in zip(gradients(budget), exact, strict=True):
+            error = (x.double() - e).norm() / e.norm()
+            assert error <= (8e-7 if dtype == torch.float32 else 4e-3)
 
 
 def test_every_public_function_takes_a_budget():

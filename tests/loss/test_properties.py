@@ -16,9 +16,13 @@ from fusedce.testing import Case, assert_matches_reference, cases, check
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["fast_bf16", "no_bf16_units"])
+@pytest.fixture(params=["exact_bf16", "fast_bf16", "no_bf16_units"])
 def bf16_units(request, monkeypatch):
-    """Both ways of computing bf16 on a CPU, whatever this one has."""
+    """The ways of computing bf16 on a CPU, whatever this one has."""
+    gemm = products._blas("gemm_bf16bf16f32") if request.param == "exact_bf16" else None
+    if request.param == "exact_bf16" and gemm is None:
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
     monkeypatch.setattr(products, "fast_bf16", lambda device: request.param == "fast_bf16")
 
 

@@ -266,12 +266,24 @@ def budgets(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SCRATCH_CPU", 0)
         patch.setattr(sharded, "way_of", watched)
-        losses = []
+        losses, grads = [], []
         for budget in (2**24, 2**20 + 2**19, 2**19):
-            losses.append(float(sharded_ce(**x, memory_budget=budget).loss_sum))
+            loss = sharded_ce(**x, memory_budget=budget).loss_sum
+            losses.append(float(loss.detach()))
+            grads.append(torch.autograd.grad(loss, (hidden, weight)))
         small = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**16))
         other = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**20 + rank))
     torch.testing.assert_close(losses, losses[:1] * 3)
+    rows = slice(1500 * rank, 1500 * (rank + 1))
+    whole = weight.detach().repeat(dist.get_world_size(), 1)  # every rank has drawn the same
+    exact = [x.detach().double().requires_grad_() for x in (whole, hidden)]
+    logits = exact[1] @ exact[0].T
+    of_weight, of_hidden = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(logits, x["labels"], reduction="sum"), exact
+    )
+    for found in grads:  # of each way, within two roundings
+        for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
+            assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
     return taken, small, other
 
 

@@ -15,8 +15,8 @@ MUTANTS = [
     ),
     Mutant(
         "backward: always in place",
-        "not torch._C._autograd._get_current_graph_task_keep_graph()",
-        "True",
+        "if ours and type(grad) is Tensor and not keep:",
+        "if ours and type(grad) is Tensor:",
         f"{CONTRACT} -k second_backward",
     ),
     Mutant(
@@ -90,5 +90,41 @@ MUTANTS = [
         "if transformed() or not argmax_out.is_contiguous():",
         "if True:",
         "autograd/test_dispatch.py -k argmax",
+    ),
+    Mutant(
+        "forward mode: tangents of weights are dropped",
+        "                problem.token_weight,\n                problem.class_weight,\n",
+        "",
+        "autograd/test_derivatives.py -k tangents",
+    ),
+    Mutant(
+        "batched factors: as one number",
+        "if batched(factor):",
+        "if False:",
+        "autograd/test_derivatives.py -k several_factors",
+    ),
+    Mutant(
+        "saved tensors: a user's are written into",
+        "ctx.ours = not keeps_saved_tensors()",
+        "ctx.ours = True",
+        "autograd/test_derivatives.py -k hooks",
+    ),
+    Mutant(
+        "fake tensors: asked for their values",
+        "and not is_fake(x)",
+        "",
+        "autograd/test_derivatives.py -k fake_tensors",
+    ),
+    Mutant(
+        "classes: log-probabilities in the temperature's dtype",
+        "z = (z / problem.temperature[:, None]).to(head.acc)",
+        "z = z / problem.temperature[:, None]",
+        "autograd/test_derivatives.py -k one_dtype",
+    ),
+    Mutant(
+        "classes: the parts of a gradient are rounded before they are added",
+        "    wide = Dtypes(acc, acc, acc)\n",
+        "    wide = of_inputs(problem)\n",
+        "test_one_rounding.py -k one_by_one_on_torch",
     ),
 ]

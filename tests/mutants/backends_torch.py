@@ -6,6 +6,9 @@ CONTRACT = "test_fused_ce.py"
 OPTIONS = "test_options.py"
 TORCH = "test_properties.py -k torch_backend"
 EDGES = "test_edges.py"
+PRODUCTS = "backends/torch/test_products.py"
+ROUNDING = "test_one_rounding.py -k one_by_one_on_torch"
+REFERENCE = "test_one_rounding.py -k first_reference"
 
 MUTANTS = [
     Mutant(
@@ -28,8 +31,8 @@ MUTANTS = [
     ),
     Mutant(
         "target term: left in the tile too",
-        "clear_labels(z, at, inside, -math.inf)\n        if self.likeliest is None",
-        "if self.likeliest is None",
+        "z[rows, tokens] = -math.inf",
+        "pass",
         TORCH,
     ),
     Mutant(
@@ -46,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "largest: of a capped logit without its slope",
-        "return tokens, classes, p[tokens] * slope[tokens]",
-        "return tokens, classes, p[tokens]",
+        "p if slope is None else p * slope)",
+        "p)",
         "test_denominator.py -k however_sure",
     ),
     Mutant(
@@ -58,15 +61,15 @@ MUTANTS = [
     ),
     Mutant(
         "argmax: the likeliest but the label",
-        "return torch.where(self.z_label > top, self.y, best)",
-        "return best",
+        "return torch.where(self.z_label > top, self.y, bests.gather(0, tile[None])[0])",
+        "return bests.gather(0, tile[None])[0]",
         OPTIONS + " -k argmax",
     ),
     Mutant(
-        "rescaling: tiles keep their own maximum",
-        "(k - top).exp_()).sum(0).log()",
-        "(k - k).exp_()).sum(0).log()",
-        TORCH,
+        "reference: sums are not told of a new one",
+        "ratio = (self.k - k).exp_()",
+        "ratio = torch.ones_like(k)",
+        REFERENCE,
     ),
     Mutant(
         "chunk edge: last chunk dropped",
@@ -76,8 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         "weight gradient: chunks overwrite each other",
-        "scaled, first=number == 0",
-        "scaled, first=True",
+        "scaled, total, add=not first",
+        "scaled, total",
         TORCH,
     ),
     Mutant(
@@ -88,14 +91,14 @@ MUTANTS = [
     ),
     Mutant(
         "bias gradient: without the target's term",
-        "_add_rows(self.bias, y, coefficient)",
+        "add_rows(self.bias, y, coefficient)",
         "pass",
         TORCH,
     ),
     Mutant(
         "bias gradient: not divided by the softmax sum",
-        "torch.mv(tile.to(acc), row_factors[:, 0])",
-        "tile.to(acc).sum(1)",
+        "torch.mv(self.exps[begin:end].to(f.dtype), f)",
+        "self.exps[begin:end].to(f.dtype).sum(1)",
         TORCH,
     ),
     Mutant(
@@ -112,8 +115,8 @@ MUTANTS = [
     ),
     Mutant(
         "scale: missing in the tile's gradient",
-        "of_p = outer * (by.nll + by.lse)  #",
-        "of_p = factor * (by.nll + by.lse)  #",
+        "of_p = (outer * (by.nll + by.lse)).expand(C)",
+        "of_p = (factor * (by.nll + by.lse)).expand(C)",
         TORCH,
     ),
     Mutant(
@@ -148,14 +151,80 @@ MUTANTS = [
     ),
     Mutant(
         "smoothing: of rounded probabilities",
-        "stored = acc if problem.label_smoothing else gemm",
-        "stored = gemm",
+        "stored = acc if problem.label_smoothing else products.gradients",
+        "stored = products.gradients",
         "test_smoothing.py",
     ),
     Mutant(
         "smoothing: the label's share left out",
         "g = g + by.zmean * c / problem.weight.shape[0]",
         "g = g",
+        "test_smoothing.py",
+    ),
+    Mutant(
+        "products: widened operands follow the user's precision",
+        "if self.inputs != a.dtype == self.acc and out.is_cpu:",
+        "if False:",
+        f"{PRODUCTS} -k go_to_blas",
+    ),
+    Mutant(
+        "products: a result between other columns",
+        "rows = out.stride(1) == 1 and out.stride(0) >= n",
+        "rows = True",
+        f"{PRODUCTS} -k written_or_added",
+    ),
+    Mutant(
+        "products: limits of MKL are not asked for",
+        "return all(re.fullmatch(",
+        "return True or all(re.fullmatch(",
+        f"{PRODUCTS} -k limit",
+    ),
+    Mutant(
+        "products: MKL's is taken unseen",
+        "return gemm if right else None",
+        "return gemm",
+        f"{PRODUCTS} -k is_not_taken",
+    ),
+    Mutant(
+        "reference: it stays where a logit is far above it",
+        "if self._trusted and bool((sums > _HIGHEST).any()):",
+        "if False:",
+        REFERENCE,
+    ),
+    Mutant(
+        "reference: one for all tiles, whatever they had",
+        "self.spans.append((begin, k))",
+        "self.spans[:] = [(0, k)]",
+        REFERENCE,
+    ),
+    Mutant(
+        "reference: d_hidden is not told of a new one",
+        "dh.mul_(ratio[:, None])",
+        "pass",
+        REFERENCE,
+    ),
+    Mutant(
+        "rounding: errors add up the head's mean row",
+        "dh.addr_(made.lost, mean_row)",
+        "pass",
+        ROUNDING,
+    ),
+    Mutant(
+        "rounding: the same, token by token",
+        "d_hidden[where].addr_(left, mean_row)",
+        "pass",
+        ROUNDING,
+    ),
+    Mutant(
+        "rounding: a token's large entries but the label's",
+        "holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)",
+        "holds = inside",
+        ROUNDING,
+    ),
+    Mutant(
+        "smoothing: a large entry stays in its tile, too",
+        "g[classes[here] - begin, tokens[here]] = 0",
+        "pass",
         "test_smoothing.py",
     ),
 ]

@@ -31,7 +31,7 @@ MUTANTS = [
         "doctor: nobody looks at the checks",
         '"right": all(c["right"] for d in devices for c in d["checks"]),',
         '"right": True,',
-        "test_commands.py -k sick_machine",
+        "test_commands.py -k wrong_result",
     ),
     Mutant(
         "command line: traces for mistakes",
@@ -41,8 +41,14 @@ MUTANTS = [
     ),
     Mutant(
         "command line: torch is imported for a help text",
-        "import fusedce\nfrom fusedce import answers",
-        "import torch\n\nimport fusedce\nfrom fusedce import answers",
+        "import fusedce\nfrom fusedce import render",
+        "import torch\n\nimport fusedce\nfrom fusedce import render",
         "test_commands.py -k help_comes_at_once",
+    ),
+    Mutant(
+        "doctor: the local part of a version makes it newer",
+        "release = Version(Version(version).public)",
+        "release = Version(version)",
+        "test_commands.py -k ordered",
     ),
 ]

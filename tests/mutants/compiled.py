@@ -74,8 +74,8 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: one GEMM of rows that are not aligned in large blocks",
-        "if alignment(problem) == 1:\n                self.gemm = walks.unaligned",
-        "if False:\n                self.gemm = walks.unaligned",
+        "if alignment(problem) == 1:\n        return walks.unaligned\n    return walks.gemm_with",
+        "if False:\n        return walks.unaligned\n    return walks.gemm_with",
         f"{TRAINING} -k not_aligned",
     ),
     Mutant(
@@ -98,13 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: a block of the divergence's gradient is stored before all of it is read",
-        """            tl.debug_barrier()
-            tl.store(
-                grads + start + offs_v,
-""",
-        """            tl.store(
-                grads + start + offs_v,
-""",
+        'tl.where(inside, float("nan"), 0.0))\n            tl.debug_barrier()\n',
+        'tl.where(inside, float("nan"), 0.0))\n',
         DIVERGENCE,
     ),
     Mutant(

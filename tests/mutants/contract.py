@@ -11,19 +11,19 @@ MUTANTS = [
         "projection: a bf16 product rounded to bf16",
         'pointwise(w, h, None, "none", [], "")',
         'pointwise(w.bfloat16(), h.bfloat16(), None, "none", [], "").float()',
-        "test_projection.py -k exact",
+        "backends/torch/test_products.py -k exact",
     ),
     Mutant(
         "projection: what is asked for in a buffer is returned beside it",
         "return z if out is None else out.copy_(z)",
         "return z",
-        "test_projection.py -k exact",
+        "backends/torch/test_products.py -k exact",
     ),
     Mutant(
         "projection: oneDNN although it is switched off",
         "is_available() and bool(torch.backends.mkldnn.enabled)",
         "is_available()",
-        "test_projection.py -k switched",
+        "backends/torch/test_products.py -k switched",
     ),
     Mutant(
         "backward: factor rounded to bf16",

@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     Mutant(
         "tiles, torch: blocks overwrite each other",
-        "h.to(gemm), first=number == 0",
-        "h.to(gemm), first=True",
+        "hidden.to(gemm), d_weight, add=number > 0",
+        "hidden.to(gemm), d_weight",
         TILES,
     ),
     Mutant(

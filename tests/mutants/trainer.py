@@ -89,19 +89,19 @@ MUTANTS = [
     ),
     Mutant(
         "stats: padding is seen",
-        "seen = mask.sum()",
-        "seen = mask.new_tensor(mask.numel())",
+        "tokens = mask.sum()",
+        "tokens = mask.new_tensor(mask.numel())",
         "trainer/test_sft.py -k test_sft",
     ),
     Mutant(
         "stats: tokens of the last step",
-        "self.sums, self.seen = None, self.seen + int(seen)",
-        "self.sums, self.seen = None, int(seen)",
+        "self.sums, self.n_tokens = None, self.n_tokens + int(tokens)",
+        "self.sums, self.n_tokens = None, int(tokens)",
         "trainer/test_token_stats.py",
     ),
     Mutant(
         "stats: of this rank",
-        "return total / _same(trainer)",
+        'return total / trainer._parallel_size("tp")',
         "return sums",
         "head/test_ranks.py -k mixin",
     ),
@@ -113,14 +113,14 @@ MUTANTS = [
     ),
     Mutant(
         "stats: trained tokens twice",
-        "trainer._total_train_tokens + seen",
-        "trainer._total_train_tokens + 2 * seen",
+        "trainer._total_train_tokens + tokens",
+        "trainer._total_train_tokens + 2 * tokens",
         "trainer/test_sft.py -k test_sft",
     ),
     Mutant(
         "stats: entropy over all tokens",
         'metrics["entropy"].append(entropy / n.clamp(min=1))',
-        'metrics["entropy"].append(entropy / seen)',
+        'metrics["entropy"].append(entropy / tokens)',
         "trainer/test_sft.py -k test_sft",
     ),
 ]

@@ -1,7 +1,7 @@
 """Triton's interpreter, made to compute as hardware does where numpy decides otherwise."""
 
 import contextlib
-from importlib.metadata import version
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,6 @@ def as_on_hardware():
         return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
     def validate(self):
-        # That of Triton 3.4 demands strides that are multiples of 16 elements, not bytes.
         itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
         assert self.base.data.item() % 16 == 0, "base must be 16-byte aligned"
         for stride in self.strides[:-1]:
@@ -62,7 +61,7 @@ def as_on_hardware():
         (interpreter.GridExecutor, "__call__", launch),
         (interpreter.InterpretedFunction, "__call__", call),
     ]
-    if version("triton").startswith("3.4."):
+    if counts_strides_in_elements(interpreter.TensorDescHandle.validate):
         mended.append((interpreter.TensorDescHandle, "validate", validate))
     with contextlib.ExitStack() as stack:
         for of, name, function in mended:
@@ -78,3 +77,27 @@ def product(a, b, d):
     """
     a, b = (np.ascontiguousarray(x, dtype=d.dtype) for x in (a, b))
     return np.einsum("mk,kn->mn", a, b) + d
+
+
+def counts_strides_in_elements(validate) -> bool:
+    """Whether a check of tensor descriptors wants strides of 16 elements instead of 16 bytes.
+
+    That of Triton 3.4 and 3.5 does. It is asked about rows of 8 elements of 2 bytes.
+    """
+
+    def number(x):
+        return SimpleNamespace(data=np.array([x]))
+
+    of_two_bytes = SimpleNamespace(element_ty=SimpleNamespace(primitive_bitwidth=16))
+    rows = SimpleNamespace(
+        base=SimpleNamespace(data=np.array([0]), dtype=of_two_bytes),
+        ndim=2,
+        shape=[number(4), number(8)],
+        strides=[number(8), number(1)],
+        block_shape=[4, 8],
+    )
+    try:
+        validate(rows)
+    except AssertionError:
+        return True
+    return False

@@ -4,7 +4,7 @@ import mmap
 
 import torch
 
-from fusedce import fused_ce, fused_cross_entropy, fused_kl
+from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
@@ -49,6 +49,25 @@ def compared(dtype: str, memory_budget: int, divergence: str | None):
         else:
             loss = fused_kl(*heads, divergence=divergence, memory_budget=memory_budget).mean()
         loss.backward()
+
+    run(*inputs(130, 2048))
+    given = inputs(N, V)
+    return lambda: run(*given)
+
+
+def several_classes(dtype: str, memory_budget: int, K: int):
+    """A step of the log-probabilities of K classes a token."""
+
+    def inputs(n, v):
+        rng = torch.Generator().manual_seed(0)
+        kind = getattr(torch, dtype)
+        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
+        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
+        return hidden, weight, torch.randint(0, v, (n, K), generator=rng)
+
+    def run(hidden, weight, classes):
+        stats = fused_logprobs(hidden, weight, classes, memory_budget=memory_budget)
+        (stats.logprob.sum() + stats.entropy.sum()).backward()
 
     run(*inputs(130, 2048))
     given = inputs(N, V)

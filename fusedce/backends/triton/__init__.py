@@ -28,5 +28,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     if x.numel():
         with on(x.device):
             block = archs.architecture(x.device).scale_block
-            grid = (-(-x.numel() // block),)
-            scale_kernel[grid](x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)
+            # 8 programs of 8 warps fill a multiprocessor.
+            programs = min(-(-x.numel() // block), 8 * archs.processors(x.device))
+            scale_kernel[(programs,)](x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)

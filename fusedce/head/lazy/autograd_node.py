@@ -22,6 +22,7 @@ class MakeLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: HeadCall, hidden: Tensor, *tensors: Tensor) -> LazyLogits:
+        """``hidden (..., H)`` and the head's parameters to lazy logits ``(..., V)``."""
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(hidden, *tensors)
@@ -30,6 +31,7 @@ class MakeLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradients that a lazy gradient carries, plus those of its dense part."""
         needed = ctx.needs_input_grad[1:]
         if grad is None:
             return (None, *(None for _ in needed))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedce.contract.denominator import Factor, expected, expecting
 from fusedce.contract.problem import Problem, Wanted
@@ -16,7 +16,7 @@ from fusedce.head.expected_items import expected_factor
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.steps import LogitsSteps, Projected, as_options
 from fusedce.head.loss_observer import LossObserver
-from fusedce.head.recipe import Recipe, no_autocast
+from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
 
@@ -154,9 +154,10 @@ class FusedCall(NamedTuple):
 
 
 def fused_call_of(
-    p_shape: torch.Size,
-    device: torch.device,
-    memory_budget: int | None,
+    module: nn.Module,
+    hidden: Tensor,
+    V: int,
+    steps: LogitsSteps,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -164,36 +165,40 @@ def fused_call_of(
     reduce: bool | None = None,
     reduction: Literal["none", "mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
-) -> FusedCall | None:
-    """The arguments of a call; ``None`` if the fused loss does not support them.
+) -> tuple[Projected, FusedCall] | None:
+    """The operands and the arguments of a loss; ``None`` if the fused loss does not support them.
 
     Args:
-        p_shape: the shape that the labels must have.
-        device: the device of the logits.
-        memory_budget: bytes that the loss may hold.
+        module: the head, whose memory budget holds for the loss.
+        hidden: ``(..., H)``, the head's input.
+        V: number of classes of the head.
+        steps: the steps from the head's logits to those of the loss.
         target, weight, ...: arguments of ``F.cross_entropy``.
     """
+    p = _project(hidden, V, steps)
     if (
-        size_average is not None
+        p is None
+        or size_average is not None
         or reduce is not None
         or reduction not in ("mean", "sum", "none")
         or not isinstance(target, Tensor)
         or type(target) is LazyLogits
         or target.dtype not in (torch.int64, torch.int32)
-        or target.shape != p_shape
-        or target.device != device
+        or target.shape != p.hidden.shape[:-1]
+        or target.device != hidden.device
         or not 0 <= label_smoothing <= 1
         or (weight is not None and weight.dtype == torch.float64)
     ):
         return None
     observer = LossObserver.current
     denominator = None if observer is None else observer.denominator
-    return FusedCall(
-        target, weight, ignore_index, reduction, label_smoothing, denominator, memory_budget
+    budget = memory_budget_of_head(module)
+    return p, FusedCall(
+        target, weight, ignore_index, reduction, label_smoothing, denominator, budget
     )
 
 
-def project(hidden: Tensor, V: int, steps: LogitsSteps) -> Projected | None:
+def _project(hidden: Tensor, V: int, steps: LogitsSteps) -> Projected | None:
     """Operands of the logits after these steps; ``None`` if the fused loss lacks one of them."""
     p: Projected | None = Projected(hidden, hidden.dim() - 1, slice(0, V))
     for step in steps:

@@ -41,9 +41,11 @@ class LogitsSource:
         CLOCK.sources.add(self)
 
     def materialize(self, operation: str) -> Tensor:
+        """The real logits."""
         return self.x.materialize(operation)
 
     def before(self, optimizer: Optimizer) -> None:
+        """Compute the logits before a step that changes them."""
         (self.x if isinstance(self.x, Memory) else self.x.memory).before(optimizer)
 
 

@@ -13,12 +13,11 @@ from torch.autograd import Variable, forward_ad
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.problem import Wanted
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.fused_call import FusedCall, fused_call_of, project
+from fusedce.head.lazy.fused_call import FusedCall, fused_call_of
 from fusedce.head.lazy.grad import LogitsGrad, LogitsSource, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.lazy.memory import Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected
-from fusedce.head.recipe import memory_budget_of_head
 from fusedce.loss.fused_ce import SumApart
 
 _ENGINE = Variable._execution_engine
@@ -134,14 +133,10 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> LossPlan 
     hidden.requires_grad_(wanted)
     if not wanted:
         tensors = [t.detach() for t in tensors]
-    p = project(hidden, call.V, steps)
-    if p is None:
+    found = fused_call_of(call.module, hidden, call.V, steps, *args, **kwargs)
+    if found is None:
         return None
-    budget = memory_budget_of_head(call.module)
-    fused_call = fused_call_of(p.hidden.shape[:-1], call.device, budget, *args, **kwargs)
-    if fused_call is None:
-        return None
-    bias = None
+    (p, fused_call), bias = found, None
     if p.bias is not None:
         wants = wanted and any(s.bias.requires_grad for s in steps if isinstance(s, Bias))
         bias = p.bias.detach().requires_grad_(wants)
@@ -155,6 +150,7 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: LazyLogits, fused: LossGraph | LossWithGrads) -> Tensor:
+        """The loss, which is computed already."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*fused.saved)
         fused.saved = ()  # they are freed by the backward pass
@@ -165,6 +161,11 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """A lazy gradient of the logits.
+
+        Raises:
+            RuntimeError: ``create_graph=True``, or a batch of gradients.
+        """
         if grad is None:
             return None, None
         if torch.is_grad_enabled():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
 from fusedce.head.lazy.autograd_node import make_logits
-from fusedce.head.lazy.fused_call import fused_call_of, project
+from fusedce.head.lazy.fused_call import fused_call_of
 from fusedce.head.lazy.methods import (
     CAST,
     IN_PLACE,
@@ -28,7 +28,7 @@ from fusedce.head.lazy.methods import (
 from fusedce.head.lazy.steps import LogitsSteps
 from fusedce.head.lazy.tensor import replaced, split, unbind
 from fusedce.head.optimizer_clock import CLOCK, Tick
-from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
+from fusedce.head.recipe import Recipe, no_autocast
 from fusedce.head.report import GraphEvent, HeadCounts
 
 
@@ -84,6 +84,7 @@ class TracedLogits:
         dtype: torch.dtype,
         report: HeadCounts,
     ) -> TracedLogits:
+        """The logits of a head that runs now, cast to ``dtype``."""
         origin = Origin(module, recipe, hidden, report, CLOCK.now, torch.is_grad_enabled())
         shape = (*hidden.shape[:-1], recipe.weight.shape[0])
         new = cls(origin, shape, hidden.dtype)
@@ -253,13 +254,11 @@ def _kept(argument: Any) -> Any:
 def _cross_entropy(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     o = x._origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and x._grad):
-        p = project(o.hidden, o.recipe.weight.shape[0], x._steps())
-        if p is None:
+        V = o.recipe.weight.shape[0]
+        found = fused_call_of(o.module, o.hidden, V, x._steps(), *args, **kwargs)
+        if found is None:
             return NotImplemented
-        budget = memory_budget_of_head(o.module)
-        fused_call = fused_call_of(p.hidden.shape[:-1], x.device, budget, *args, **kwargs)
-        if fused_call is None:
-            return NotImplemented
+        p, fused_call = found
         loss = fused_call.fused(p, o.recipe)
     o.report.losses_in_graphs = GraphEvent(o.report.losses_in_graphs)
     return loss if autocast_dtype(x.device) is not None else loss.to(x._dtype)

@@ -237,3 +237,19 @@ def test_threads_find_each_others_products_as_they_are():
         thread.join()
     assert not wrong
     assert all(x.equal(y) for x, y in zip(again, losses, strict=True))
+
+
+def test_widened_operands_go_to_blas_itself(monkeypatch):
+    """Which knows nothing of torch's settings: every product of float16, none of float32."""
+    asked = []
+    own = products._full_precision
+
+    def full_precision(a, b, out, *, add=False):
+        asked.append(a.dtype)
+        return own(a, b, out, add=add)
+
+    monkeypatch.setattr(products, "_full_precision", full_precision)
+    everything(torch.float32)
+    assert not asked
+    everything(torch.float16)
+    assert set(asked) == {torch.float32}

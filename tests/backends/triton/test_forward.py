@@ -109,8 +109,8 @@ def far_from_their_first_tiles():
     weight = torch.randn(700, 16, generator=torch.Generator().manual_seed(0))
     weight -= weight.logsumexp(0)  # near 0 a float32 shows most of a sum's bits
     weight[-200, 1] = 200.0
-    weight[150::192, 2] = 60.0  # 2^94 in units of the first tile
-    weight[150::192, 3] = 70.0  # 2^108
+    weight[150::192, 2] = 14.0  # about 2^27 in units of the first tile
+    weight[150::192, 3] = 18.0  # 2^33
     weight[:, 4] += torch.arange(700) * 0.5
     weight[:, 5] -= torch.arange(700) * 0.5
     weight[:64, 6] -= 300.0
@@ -118,6 +118,7 @@ def far_from_their_first_tiles():
     weight[10, 8] = 500.0  # its label
     weight[:, 9] = 0.0
     weight[150::192, 9] = 87.9  # 2^126.8, too much for float32 three times
+    weight[150::192, 10] = 60.0  # 2^94
     labels = torch.arange(16)
     labels[8] = 10
     return weight, labels

@@ -154,7 +154,7 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
     labels[:31] = -100
     used = labels != -100
     one = used.double()
-    upstream = Upstream(one, one, one / 333, -one / 2, used)
+    upstream = Upstream(one, one, one / 333, -one / 2, used, one / 2)
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens)
 
     def step():

@@ -1,4 +1,4 @@
-"""What the commands say: their findings as plain text, for a terminal or a bug report."""
+"""The findings of the commands as plain text, for a terminal or a bug report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
     from fusedce.plan import Plan
 
 
-def of_check(found: Check, saved: dict[str, int], device: str) -> str:
-    """The findings of `check` and the prediction of `plan` for the model.
+def check_text(found: Check, saved: dict[str, int], device: str) -> str:
+    """The findings of `check`, and the predicted memory of the model's loss.
 
     Args:
         found: the comparison.
-        saved: bytes of the loss for each method, at 4096 tokens of the model's real size.
-        device: for which they are predicted.
+        saved: predicted bytes of the loss by method, at 4096 tokens of the model's real size.
+        device: the device of this prediction.
     """
     rows = [
         ("loss, native", f"{found.loss:.6f} nats per token"),
@@ -42,11 +42,12 @@ def of_check(found: Check, saved: dict[str, int], device: str) -> str:
     )
 
 
-def of_plan(found: Plan) -> str:
+def plan_text(found: Plan) -> str:
+    """The prediction of `plan`."""
     of = found.model
     pairs = [
         ("one copy of the logits", _size(found.logits_bytes)),
-        ("tokens of a chunk of ours", f"{found.chunk_tokens} of {found.tokens}"),
+        ("tokens of a chunk of fused_ce", f"{found.chunk_tokens} of {found.tokens}"),
     ]
     if found.states_bytes is not None:
         pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
@@ -77,7 +78,7 @@ def of_plan(found: Plan) -> str:
 
 
 def _frontier(found: Plan) -> str:
-    """The least budget, each twice the one before, up to one chunk."""
+    """A table of memory budgets: the least one, then each twice the one before."""
     rows = []
     for point in found.frontier:
         row = {
@@ -93,7 +94,8 @@ def _frontier(found: Plan) -> str:
     return _table(rows)
 
 
-def of_bench(found: Result) -> str:
+def bench_text(found: Result) -> str:
+    """The measurements of `bench`."""
     N, H, V = found.shape
     return (
         f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}\n"

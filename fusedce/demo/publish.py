@@ -1,4 +1,4 @@
-"""What `fusedce demo` found: a table, a picture, a JSON file, and a verdict."""
+"""The results of `fusedce demo`: tables, a picture, a JSON file and a verdict."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ from rich.table import Table
 from fusedce.demo.cost import Cost
 
 FULL, NAIVE, WINDOW = "A full batch", "B naive mean", "C LossAccumulator"
-COLORS = {FULL: "#222222", NAIVE: "#d55e00", WINDOW: "#0072b2"}  # also apart for the colour-blind
-TOLERANCE = 1e-5  # nats: how far C may be from A anywhere, in float32
-VISIBLE = 1e-2  # nats: how far B must be from A somewhere, for the comparison to mean anything
+COLORS = {FULL: "#222222", NAIVE: "#d55e00", WINDOW: "#0072b2"}  # safe for the colour-blind
+TOLERANCE = 1e-5  # nats, the largest allowed distance of C from A, in float32
+VISIBLE = 1e-2  # nats, the least distance of B from A for the comparison to mean anything
 
 
-class Step(NamedTuple):
-    """One optimizer step; both in nats per token."""
+class StepLoss(NamedTuple):
+    """The losses of one optimizer step, in nats per token."""
 
-    logged: float  # what this way of training reports as the step's loss
+    logged: float  # the loss that the run reports for the step
     true: float  # sum over the step's tokens / their number, at the same weights
 
 
 class Run(NamedTuple):
+    """One training run."""
+
     name: str
-    steps: list[Step]
+    steps: list[StepLoss]
 
 
 @dataclass
-class Report:
+class DemoReport:
+    """The three runs and the cost of the loss."""
+
     runs: list[Run]  # FULL, NAIVE, WINDOW
     cost: Cost
     settings: dict[str, Any]
@@ -77,9 +81,9 @@ class Report:
         ]
 
     def problem(self) -> str | None:
-        """Why this demo shows nothing, or shows that something is broken; ``None`` if all is well.
+        """Why the demo failed or shows nothing; ``None`` if it succeeded.
 
-        Written so that a NaN anywhere is a problem too.
+        The comparisons are written so that a NaN is a problem too.
         """
         for kind in ("logged", "true"):
             gap = _worst(self.gaps(WINDOW, kind))
@@ -91,8 +95,9 @@ class Report:
         gap = _worst(self.gaps(NAIVE, "logged"))
         if not gap >= VISIBLE:
             return (
-                f"the data is too tame: {NAIVE} logs at most {gap:.2g} nats away from the full "
-                f"batch (at least {VISIBLE:g} expected), so nothing was shown. More --steps?"
+                f"the sequences are too similar: {NAIVE} logs at most {gap:.2g} nats away from the "
+                f"full batch (at least {VISIBLE:g} expected), so the demo shows nothing. Try more "
+                f"--steps"
             )
         return None
 
@@ -187,7 +192,7 @@ class Report:
         figure.savefig(path)
 
     def _draw_losses(self, axes: Axes) -> None:
-        # The full batch is a broad band: the other runs are seen to lie on it, or not.
+        # The full batch is drawn as a broad band, on which the other runs should lie.
         full, naive, window = self.runs
         lines = (
             (full, "logged", "-", 5.0, 0.35),

@@ -1,10 +1,10 @@
 """A mixin that makes the Trainer of transformers, and TRL's SFTTrainer, count tokens right.
 
-The model's own forward runs as it is, with its own loss code; only the denominator of the mean in
-its fused ``F.cross_entropy`` is replaced. For ``M`` micro-batches on each of ``R`` ranks that
-denominator is ``sum of n_valid / (M * R)``: what Trainer does afterwards, dividing by ``M`` and
-averaging over ranks, then gives ``sum of loss_sum / sum of n_valid``, and leaves auxiliary losses
-(MoE routers) the mean over micro-batches that they should be.
+The model's own forward and loss code run unchanged; only the denominator of the mean in its fused
+``F.cross_entropy`` is replaced. For ``M`` micro-batches on each of ``R`` ranks that denominator is
+``sum of n_valid / (M * R)``. Trainer then divides by ``M`` and averages over ranks, which gives
+``sum of loss_sum / sum of n_valid``. Auxiliary losses (MoE routers) become their mean over
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.head.loss_observer import LossObserver
 from fusedce.head.replace import attach
-from fusedce.trainer_batches import attends_across_documents, labels_of, mask_borders
-from fusedce.trainer_checks import check_counted, owner, refuse_other_settings
-from fusedce.trainer_stats import LOOKED_AT, TrlStats, stats_of
+from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +27,8 @@ logger = logging.getLogger(__name__)
 class FusedTrainerMixin:
     """``class MyTrainer(FusedTrainerMixin, Trainer)``: the fused loss, one denominator per step.
 
-    Works with ``transformers.Trainer`` and ``trl.SFTTrainer``. What changes, for every model whose
-    loss is an ``F.cross_entropy`` of its output head:
+    It works with ``transformers.Trainer`` and ``trl.SFTTrainer``, and changes the following for
+    every model whose loss is an ``F.cross_entropy`` of its output head:
 
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
@@ -50,11 +48,12 @@ class FusedTrainerMixin:
     ``mean_token_accuracy``, ``num_tokens`` and a router's ``aux_loss`` are logged as it logs them,
     from the pass of the loss. Other trainers log the first three where asked for, as sum / count
     over all tokens of the interval: entropy of the distributions, share of the labels that were
-    likeliest, tokens seen that are no padding. The backward pass then computes the logits once
+    likeliest, tokens that are no padding. The backward pass then computes the logits once
     more: four products instead of three.
 
     Attributes:
-        log_token_stats: whether to log them (a class attribute, ``False``); TRL's always does.
+        log_token_stats: whether to log these statistics (a class attribute, ``False``); TRL's
+            SFTTrainer always does.
         memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce` (a class
             attribute, ``None``).
 
@@ -74,12 +73,12 @@ class FusedTrainerMixin:
     log_token_stats: bool = False
     memory_budget: int | None = None
 
-    if TYPE_CHECKING:  # what the Trainer behind it brings
+    if TYPE_CHECKING:  # attributes of the Trainer behind the mixin
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises TypeError where the mixin would do nothing, or undo what a user has written."""
+        """Raise ``TypeError`` if the mixin has no effect, or hides a user's ``compute_loss``."""
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         behind = order[order.index(FusedTrainerMixin) + 1 :]
@@ -100,14 +99,14 @@ class FusedTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse_other_settings(self)
+        _refuse_other_settings(self)
         if hasattr(self.args, "loss_type"):
             logger.warning(
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
                 "model's own, computed by fusedce."
             )
         attach(self.model, memory_budget=self.memory_budget)
-        self.model_accepts_loss_kwargs = False  # the model's loss is always asked for a mean
+        self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossAccumulator | None = None
         self._begin_run()
 
@@ -133,8 +132,8 @@ class FusedTrainerMixin:
             self._shift = self._find_shift(batch_samples[0])
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            mask_borders(batch)
-            count += labels_of(batch, self._shift).ne(-100).sum().to(device)
+            _mask_borders(batch)
+            count += _labels_of(batch, self._shift).ne(-100).sum().to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
 
@@ -152,8 +151,8 @@ class FusedTrainerMixin:
             denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
-        mask_borders(inputs)
-        with LossObserver(denominator, monitor=LOOKED_AT if self._stats else ()) as observer:
+        _mask_borders(inputs)
+        with LossObserver(denominator, monitor=MONITORED if self._stats else ()) as observer:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
         if self._eval_totals is not None or denominator is not None:
@@ -165,7 +164,7 @@ class FusedTrainerMixin:
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Puts the loss per token into what Trainer logs."""
+        """Log with the loss per token in place of Trainer's."""
         if isinstance(self._train_stats, TrlStats):
             self._train_stats.make_numbers()
         of_interval = "loss" in logs and "learning_rate" in logs  # Trainer's own, not a callback's
@@ -178,7 +177,7 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
-            check_counted(owner(self, "compute_loss"), n_tokens, declared, self._shift)
+            _check_counted(_owner(self, "compute_loss"), n_tokens, declared, self._shift)
             if of_interval:
                 logs["loss"] = metrics["loss"]
                 logs |= {} if self._stats is None else self._stats.logged()
@@ -187,12 +186,12 @@ class FusedTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; ``training_loss`` of what it returns is in nats per token as well."""
+        """Train as Trainer does; the returned ``training_loss`` is in nats per token as well."""
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """As Trainer's, which begins again with smaller batches where memory runs out."""
+        """Run Trainer's loop, which starts again with smaller batches if memory runs out."""
         self._begin_run()
         return super()._inner_training_loop(batch_size, **kwargs)  # type: ignore[misc]
 
@@ -206,7 +205,7 @@ class FusedTrainerMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As Trainer's, with the loss as sum / count over all tokens (NaN where there is none)."""
+        """Run Trainer's loop; the loss is sum / count over all tokens (NaN without tokens)."""
         self._eval_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._stats = stats_of(self)
         try:
@@ -223,16 +222,16 @@ class FusedTrainerMixin:
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, without the samples that fill up the last batch."""
+        """Run Trainer's step, without the samples that fill up the last batch."""
         if self._eval_totals is not None and ("labels" in inputs or "shift_labels" in inputs):
             inputs = dict(self._eval_totals.without_repeats(inputs))
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
-    # ---- what the model does ----------------------------------------------------------------
+    # ---- the model's shift, the ranks -------------------------------------------------------
 
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
-        """How many labels of a row the model's loss leaves out: 1 if it shifts, 0 if not."""
+        """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0."""
         row = {k: v[:1] if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in batch.items()}
         row = self._prepare_inputs(row)
         name = "shift_labels" if "shift_labels" in row else "labels"
@@ -252,7 +251,7 @@ class FusedTrainerMixin:
                     f"output head with reduction 'mean', but there were "
                     f"{[reduction for *_, reduction in observer.losses]}: use the stock Trainer"
                 )
-            if attends_across_documents(model, row):
+            if _attends_across_documents(model, row):
                 logger.warning(
                     "Documents are packed into one row, but %s attends across their borders: the "
                     "loss of a token depends on other documents. Use an attention implementation "
@@ -267,7 +266,7 @@ class FusedTrainerMixin:
         return math.prod(getattr(self, f"get_{kind}_size", lambda: 1)() for kind in kinds)
 
     def _n_ranks(self) -> int:
-        """Ranks whose gradients are averaged: those of tensor parallelism are one."""
+        """Number of ranks whose gradients are averaged; a tensor-parallel group counts once."""
         return int(self.accelerator.num_processes // self._parallel_size("tp"))
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
@@ -281,3 +280,126 @@ def _is_trainer(kind: type) -> bool:
     if issubclass(kind, FusedTrainerMixin):
         return False
     return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
+
+
+# ---- settings and counts -------------------------------------------------------------------------
+
+
+def _refuse_other_settings(trainer: Any) -> None:
+    """Raise for settings that the mixin cannot honour.
+
+    Raises:
+        ValueError: a setting asks for another loss than the model's own.
+        RuntimeError: several GPUs in one process (``nn.DataParallel``).
+    """
+    settings = trainer.args
+    loss_type = getattr(settings, "loss_type", None)
+    found = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": settings.label_smoothing_factor != 0,
+        f"loss_type={loss_type!r}": loss_type not in (None, "nll"),
+    }
+    if loss_type == "chunked_nll":
+        raise ValueError(
+            "loss_type='chunked_nll' patches the model's forward for TRL's own way to avoid "
+            "logits: with FusedTrainerMixin set loss_type='nll', the same loss"
+        )
+    for name, is_set in found.items():
+        if is_set:
+            raise ValueError(
+                f"FusedTrainerMixin computes the model's own cross-entropy, but {name} asks for "
+                f"another loss: leave it out, or use the Trainer without the mixin"
+            )
+    if settings.n_gpu > 1:
+        raise RuntimeError(
+            f"FusedTrainerMixin does not work with nn.DataParallel, which Trainer uses for "
+            f"{settings.n_gpu} GPUs in one process: start one process per GPU with torchrun"
+        )
+
+
+def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None) -> None:
+    """Raise ``RuntimeError`` if the loss has counted other tokens than the labels hold.
+
+    Args:
+        owner: the class whose ``compute_loss`` runs.
+        n_tokens: tokens that the fused losses have counted since the last logging step.
+        declared: valid labels of the same batches after the shift.
+        shift: number of labels of a row that the model's loss leaves out.
+    """
+    if not n_tokens and declared and owner.__name__ != "FusedTrainerMixin":
+        raise RuntimeError(
+            f"{owner.__name__}.compute_loss has not computed the model's loss through "
+            f"super().compute_loss, so that no token was counted: call it, or leave "
+            f"FusedTrainerMixin out"
+        )
+    if declared != n_tokens:
+        raise RuntimeError(
+            f"the model's loss has counted {n_tokens} tokens since the last logging step, but its "
+            f"labels hold {declared} (after a shift by {shift}): the loss would be divided by a "
+            f"wrong number"
+        )
+
+
+def _owner(trainer: Any, method: str) -> type:
+    """The class that defines the method that runs."""
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+
+
+# ---- batches: labels and packed documents --------------------------------------------------------
+
+
+def _labels_of(batch: dict[str, Any], shift: int) -> Tensor:
+    """The labels of a batch after the shift of the model's loss."""
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    return batch["labels"][..., shift:]
+
+
+def _document_starts(batch: dict[str, Any]) -> Tensor | None:
+    """First tokens of packed documents except a row's first: bool like the labels, or ``None``."""
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if "attention_mask" in batch or labels is None:
+        return None
+    if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
+        starts = positions == 0
+    elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
+        starts = torch.zeros_like(labels, dtype=torch.bool)
+        starts[0, cu_seqlens[:-1].long()] = True
+    else:
+        return None
+    starts[:, 0] = False
+    return starts
+
+
+def _mask_borders(batch: dict[str, Any]) -> None:
+    """Ignore, in place, the label that crosses the border between two packed documents.
+
+    In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
+    """
+    starts = _document_starts(batch)
+    if starts is None:
+        return
+    for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
+        if name in batch:
+            batch[name] = batch[name].masked_fill(where, -100)
+
+
+def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
+    """Whether the loss of the last packed document of a row changes with the tokens before it."""
+    starts = _document_starts(row)
+    if starts is None or "input_ids" not in row or not bool(starts.any()):
+        return False
+    begin = int(starts[0].nonzero().max())
+    labels: dict[str, Tensor] = {
+        name: row[name].clone() for name in ("labels", "shift_labels") if name in row
+    }
+    for label in labels.values():
+        label[:, : begin + 1] = -100
+    other = row["input_ids"].clone()
+    other[:, :begin] = other[:, :begin].flip(1)
+    sums = []
+    for ids in (row["input_ids"], other):
+        with LossObserver() as observer:
+            model(**(row | labels | {"input_ids": ids}))
+        sums.append(observer.losses[0][0])
+    return not torch.allclose(sums[0], sums[1], rtol=1e-5)
