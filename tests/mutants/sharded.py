@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "shards: chunks overwrite each other",
         "d_weight[: local.real], add=True)",
-        "d_weight[: local.real])",
+        "d_weight[: local.real], add=False)",
         SHARDS,
     ),
     Mutant(
@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a bad label's place is lost on a device",
-        "codes = bad_label_codes(first, ",
-        "codes = bad_label_codes(0 * first, ",
+        "bad_label_codes(first, labels",
+        "bad_label_codes(0 * first, labels",
         "test_sharded_waits.py -k bad_label",
     ),
     Mutant(

@@ -54,6 +54,12 @@ MUTANTS = [
         EQUAL,
     ),
     Mutant(
+        "shards, Triton: a chunk's sum over ranks waits for the next chunk",
+        "if written is not None:\n                written(end)\n",
+        "if written is not None:\n                written(begin)\n",
+        "test_sharded_waits.py -k launches",
+    ),
+    Mutant(
         "shards, Triton: nothing overlaps",
         "            if written is not None:\n                written(end)\n",
         "",
