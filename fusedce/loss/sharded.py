@@ -113,8 +113,8 @@ def sharded_ce(
 
     Raises:
         TypeError, ValueError: as :func:`fusedce.fused_ce`; ranks disagree on tokens, labels,
-            backend or (Triton) whether their rows require grad, or hold other tokens where the
-            weight is replicated (on all ranks); a placement other than those above.
+            rows, backend or (Triton) whether their rows require grad, or hold other tokens where
+            the weight is replicated (on all ranks); a placement other than those above.
 
     Examples:
         >>> # every rank; alone, it holds the whole vocabulary
