@@ -112,9 +112,9 @@ def sharded_ce(
         :class:`fusedce.LossSum`, equal on all ranks, in nats and tokens.
 
     Raises:
-        TypeError, ValueError: as :func:`fusedce.fused_ce`; ranks disagree on tokens, labels or
-            rows, or hold other tokens where the weight is replicated (on all ranks); a placement
-            other than those above.
+        TypeError, ValueError: as :func:`fusedce.fused_ce`; ranks disagree on tokens, labels,
+            rows, backend or (Triton) whether their rows require grad, or hold other tokens where
+            the weight is replicated (on all ranks); a placement other than those above.
 
     Examples:
         >>> # every rank; alone, it holds the whole vocabulary
@@ -186,7 +186,8 @@ def sharded_cross_entropy(
     Each rank runs the backend over its own rows, as if they were a vocabulary, in tiles; backward
     computes them once more. So do "mean" and "sum" with ``class_weight``; without, they are
     :func:`sharded_ce`, with three products of the shard's size instead of four.
-    Deterministic; all ranks compute the same bits of the loss. Waits for the device.
+    Deterministic; all ranks compute the same bits of the loss. By Triton the forward pass waits for
+    the device once, as :func:`sharded_ce` does; backward waits, too.
 
     Collectives on the vocabulary's ranks (other than those of :func:`sharded_ce`):
 

@@ -155,6 +155,15 @@ def frozen(rank):
     return float(out.loss_sum)
 
 
+def one_trains(rank):
+    """One rank trains its part of the bias, the other nothing at all."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    local, _ = own_rows(inputs(sum(sizes), torch.float32, bias=True), sizes, rank)
+    for name in ("hidden", "weight", "bias"):
+        local[name].requires_grad_(name == "bias" and rank == 0)
+    return ranks.error_of(sharded_ce, **local, process_group=group(), backend="triton")
+
+
 def forward(options, sizes, rank):
     """Without gradients: the unsharded kernel's loss, and that of the torch path."""
     sizes = sizes[dist.get_world_size()]
@@ -323,9 +332,10 @@ CASES = {
         )
         for backend in ("torch", "triton")
     },
+    "one trains": one_trains,
     "collectives": collectives,
 }
-EQUAL = [name for name in CASES if name != "collectives"]
+EQUAL = [name for name in CASES if name not in ("collectives", "one trains")]
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
 
@@ -340,6 +350,13 @@ def results(world):
 def test_equals_the_whole_vocabulary(name, world):
     found = ranks.of(results(world), name)
     assert len(set(found)) == 1  # the same bits of the loss on all ranks
+
+
+@pytest.mark.slow
+@WORLDS
+def test_ranks_train_together_or_not_at_all(world):
+    for error in ranks.of(results(world), "one trains"):
+        assert "ValueError: weight.requires_grad must be the same on all ranks" in error
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
         # A sum of the torch backend has done with its collectives before backward, unless a budget
         # makes it losses, and has the same without gradients.
         "weight.requires_grad": grad
-        and problem.weight.requires_grad
+        and any(x is not None and x.requires_grad for x in (problem.weight, problem.bias))
         and (
             asked["function"] != SUM
             or problem.memory_budget is not None
