@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fusedce.backends.plan import (
     EXP_BLOCK_V,
+    EXP_GEMM_H,
     TILES,
     Call,
     Way,
@@ -39,6 +40,7 @@ class Device(NamedTuple):
     processors: int  # SMs or CUs
     clock: float  # Hz
     source: str
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
 
 
 # What was measured on the H200 over what its datasheet says (989 TFLOP/s dense, 4.8 TB/s), taken
@@ -60,10 +62,10 @@ DEVICES = {
     d.name: d
     for d in (
         _datasheet("A100", 312, 2.039, 80, 40, 108, 1.41),
-        _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98),
+        _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98)._replace(gemm_block=256),
         Device("H200", 788e12, 4.3e12, 139 * GiB, 60 * MiB, 132, 1.98e9,
-               "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy"),
-        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965),
+               "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy", 256),
+        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965)._replace(gemm_block=256),
         _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1),
         _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52),
     )
@@ -195,6 +197,7 @@ def call(
     return Call(
         N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
+        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
     )  # fmt: skip
 
 
@@ -212,10 +215,14 @@ def fused_ce(
     if not training:
         return _forward(N, H, V, device, plan)
     asked = call(N, H, V, 2, memory_budget, device=device)
+    if asked.gemm_block and plan == NOW:
+        plan = NOW._replace(
+            one_gemm=True, gemm=ONE_GEMM.gemm, exp_instructions=ONE_GEMM.exp_instructions
+        )
     way = way_of(asked, memory_budget=memory_budget)
     terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
     held = dict(way.held)
-    if plan.one_gemm:
+    if plan.one_gemm and not asked.gemm_block:
         held.pop("tile of products", None)
     return Prediction(terms, held)
 

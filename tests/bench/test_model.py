@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fusedce import prediction
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
+from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
 
@@ -94,11 +95,20 @@ def test_what_the_backend_asks_its_plan_is_what_is_predicted():
 
 
 def test_four_products_take_a_third_longer_and_hold_a_tenth():
-    """Gemma 2 2B, bf16, 8192 tokens."""
+    """Gemma 2 2B, bf16, 8192 tokens, where cuBLAS makes the logits of both."""
     shape = 8192, 2304, 256000
-    fast, small = (fused_ce(*shape, H200, memory_budget=b) for b in (None, 2**30))
+    fast, small = (fused_ce(*shape, DEVICES["A100"], memory_budget=b) for b in (None, 2**30))
     assert 1.1 * fast.seconds < small.seconds < 1.4 * fast.seconds
     assert small.bytes < fast.bytes / 6
+
+
+def test_one_gemm_is_predicted_where_training_takes_it():
+    for device in (H200, DEVICES["A100"]):
+        for H in (2304, 2312):
+            epilogue = "epilogue" in fused_ce(8192, H, 256000, device).terms
+            arch = archs.BY_NAME["sm_90" if device is H200 else "sm_80"]
+            assert epilogue == archs.by_one_gemm(arch.two_bytes, H)
+            assert device.gemm_block in (0, arch.two_bytes.gemm.BLOCK_V)
 
 
 def test_launches_are_those_of_every_tile():
