@@ -86,7 +86,7 @@ def test_a_teacher_of_another_dtype(backend):
 def test_nearly_equal_distributions_do_not_cancel(kind, backend):
     """1e-6 nats: what rounding the logits costs, and no more; no token is below 0."""
     rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(24, 32, generator=rng) / 32**0.5
+    hidden = torch.randn(8, 32, generator=rng) / 32**0.5
     weight = torch.randn(2000, 32, generator=rng)
     apart = (1.4e-3 if kind != "jsd" else 2.8e-3) * torch.randn(2000, generator=rng)
     args = (hidden, weight, hidden, weight)

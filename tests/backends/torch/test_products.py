@@ -143,8 +143,8 @@ def test_onednn_multiplies_for_widened_bfloat16_unless_it_is_switched_off(monkey
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)
     assert asked(torch.bfloat16)
     assert not asked(torch.float32)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not asked(torch.bfloat16)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not asked(torch.bfloat16)
 
 
 # ---- settings of the process ----------------------------------------------------------------
