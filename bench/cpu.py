@@ -34,7 +34,7 @@ OURS = "fused_ce"
 
 
 def calls(spec: Spec, *, compiled: bool) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; "evaluation" has no gradient."""
+    """The timed calls by name; "evaluation" has no gradient."""
     hidden, weight, labels = make_inputs(spec)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
 

@@ -108,7 +108,7 @@ def log_and_rest(x):
 
 @triton.jit
 def parts_of(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
-    """Of a block of classes: part of the divergence, q, logarithm, and ``q - p``.
+    """A block's part of the divergence, with q, the logarithm and ``q - p`` of its classes.
 
     The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it.
     """

@@ -57,7 +57,7 @@ def device_name(device: str) -> str:
 
 
 def instruction_sets() -> list[str]:
-    """What torch's products may use of this CPU: names of instruction sets."""
+    """Names of the instruction sets that torch's products may use here."""
     found = [torch.backends.cpu.get_cpu_capability()]
     for name, probe in (("bf16", "_is_avx512_bf16_supported"), ("AMX", "_is_amx_tile_supported")):
         if getattr(torch.cpu, probe, bool)():

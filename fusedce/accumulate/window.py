@@ -227,7 +227,7 @@ class Window:
             )
 
     def progress(self) -> str:
-        """How many micro-batches were differentiated, as a clause for messages."""
+        """The number of differentiated micro-batches, as a clause for messages."""
         if self.declared is None:
             return f"{self.n_done} micro-batches since the last finish() are still open"
         return f"{self.n_done} of {len(self.declared)} declared micro-batches were differentiated"

@@ -51,7 +51,7 @@ class Teacher(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """With what to compare, and how: arguments of the operators behind those of `Problem`."""
+    """The other distribution and the divergence: arguments of the operators after a `Problem`."""
 
     hidden: Tensor | None = None  # (N, H of the teacher)
     weight: Tensor | None = None  # (V, H of the teacher)

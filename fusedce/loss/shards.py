@@ -75,6 +75,6 @@ def tokens_of(labels: Any) -> torch.Size:
 
 
 def local_of(x: Any) -> Tensor:
-    """What lies here of a tensor, or the tensor itself."""
+    """This rank's part of a DTensor, or the tensor itself."""
     local: Tensor = x.to_local() if is_dtensor(x) else x
     return local

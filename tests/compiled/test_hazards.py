@@ -45,7 +45,7 @@ def test_a_word_that_another_warp_wrote():
 
 
 def test_a_word_that_another_warp_alone_has_read():
-    """Where all warps have read an old value, one of them may write the new one."""
+    """One warp may write a value that all warps have read before."""
     read = AT + "ld.global.b32 %r3, [%rd9];\n"
     write = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n" \
             "st.global.b32 [%rd8], %r3;"  # fmt: skip

@@ -58,7 +58,7 @@ class Given:
 
 
 def gradients(loss, tensors, options):
-    """Of the sum, by hidden, weight and bias."""
+    """Gradients of the sum by hidden, weight and bias."""
     hidden, weight, labels = tensors
     leaves = {"hidden": hidden, "weight": weight} | (
         {"bias": options["bias"]} if "bias" in options else {}

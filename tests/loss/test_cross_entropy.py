@@ -223,7 +223,7 @@ def test_compile_and_opcheck_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torchs_own_samples_agree(backend):
-    """Those of torch's test suite for F.linear_cross_entropy: all with a linear head."""
+    """Results equal torch's on its own samples for F.linear_cross_entropy with a linear head."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     ops = [op for op in op_db if op.name == "nn.functional.linear_cross_entropy"]

@@ -213,7 +213,7 @@ def liger_jsd(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels,
     jsd_beta, ignore_index, temperature,
 ):  # fmt: skip
-    """What `LigerFusedLinearJSD` computes: the mean over labels that count, by definition."""
+    """The definition of `LigerFusedLinearJSD`: a mean over the labels that count."""
     log_q = (student_input @ student_weight.T / temperature).log_softmax(-1)
     log_p = (teacher_input @ teacher_weight.T / temperature).log_softmax(-1)
     if jsd_beta == 0:
@@ -420,7 +420,7 @@ def test_it_is_public():
 
 
 def test_bad_label_on_a_device_is_nan(monkeypatch):
-    """What a GPU does: a NaN and the evidence, no error of the device."""
+    """A GPU gives a NaN and an error code, and no device assert."""
     from fusedce.backends.triton import divergence
 
     monkeypatch.setattr(divergence, "raise_on_cpu", lambda *args: None)

@@ -142,7 +142,7 @@ def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sure_and_wrong_token_costs_no_rounding(monkeypatch, backend):
-    """Of bf16: the label's entry and the likeliest other's are alone in their size."""
+    """bf16 keeps the label's entry and the likeliest other's apart, since they are the largest."""
     tiles_alone(monkeypatch, 64, 100)
     rng = torch.Generator().manual_seed(0)
     hidden = (40 * torch.randn(60, 32, generator=rng)).to(torch.bfloat16).requires_grad_()

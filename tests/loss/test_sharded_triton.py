@@ -274,7 +274,7 @@ def monitored(options, tokens, backend, rank):
 
 
 def collectives(rank):
-    """Those of a training step with ignored rows, of evaluation, and with sharded tokens."""
+    """Collectives of a training step with ignored rows, of evaluation, and with sharded tokens."""
     sizes = UNEQUAL[dist.get_world_size()]
     x = inputs(sum(sizes), torch.float32)
     found = {}

@@ -1,4 +1,4 @@
-"""Which rows of the vocabulary a rank holds, and the collectives of the loss over all of them."""
+"""The rows of the vocabulary that a rank holds, and the collectives over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCE_SCATTER = (
 
 
 class Shard(NamedTuple):
-    """Which rows of the vocabulary lie here, and who has the others."""
+    """The rows of the vocabulary that lie here, and the ranks that hold the others."""
 
     group: dist.ProcessGroup
     first: int  # the class of the first row here
@@ -54,7 +54,7 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
 
 
 def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
-    """As :func:`valid_rows`; away from the CPU without waiting, since their number is known."""
+    """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
     on_cpu = problem.labels.device.type == "cpu"
     return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
 
@@ -101,14 +101,14 @@ class RunningSums:
         self._works: list[dist.Work] = []
 
     def start(self, end: int) -> None:
-        """With the rows up to ``end`` that have not been started yet."""
+        """Start the sum of the rows up to ``end`` that are not under way."""
         if self._d_rows is not None and end > self._started:
             rows = self._d_rows[self._started : end]
             self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
             self._started = end
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for all sums that are under way."""
         if self._d_rows is not None:
             self.start(len(self._d_rows))
         for work in self._works:

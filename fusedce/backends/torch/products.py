@@ -139,7 +139,7 @@ def _mkl_beside_onednn() -> bool:
 
 
 def _full_precision(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """Of float32 matrices, where `torch.mm` may round its operands to bfloat16 first."""
+    """Multiply float32 matrices where `torch.mm` may round its operands to bfloat16 first."""
     gemm = _blas("sgemm")
     if gemm is not None:
         return _call(gemm, a, b, out, add=add)

@@ -125,7 +125,7 @@ class ReferenceTooLow(Exception):
 
 
 class TileStats:
-    """What is gathered of logits tile by tile: the labels', and of the others sums and maxima.
+    """Statistics gathered tile by tile: the labels' logits, sums and maxima of the others.
 
     Exponentials are ``exp(z - k)``. All tiles of a token share one reference ``k (C,)`` as long as
     no logit is more than `ABOVE` above it; where one is, its tile and those that follow take its

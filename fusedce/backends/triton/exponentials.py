@@ -89,7 +89,7 @@ class Exponentials:
             self._by_tiles(h, shared)
 
     def clear(self) -> None:
-        """As without any class: the weight's rows are none."""
+        """Fill the statistics as for a weight without rows."""
         self.maxima.fill_(-math.inf)
         self.sums.zero_()
         self.out.zero_()

@@ -129,7 +129,7 @@ def loss_and_grads(
 
 
 def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
-    """Of all tokens: with their labels; and with the classes here, whose rows are its labels.
+    """The problem of all tokens, and that of the classes here, whose labels are local rows.
 
     Where there are none, a row of zeros stands in for them.
     """

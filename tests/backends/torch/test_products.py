@@ -240,7 +240,7 @@ def test_threads_find_each_others_products_as_they_are():
 
 
 def test_widened_operands_go_to_blas_itself(monkeypatch):
-    """Which knows nothing of torch's settings: every product of float16, none of float32."""
+    """BLAS ignores torch's settings: it gets every float16 product and no float32 one."""
     asked = []
     own = products._full_precision
 

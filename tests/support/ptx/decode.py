@@ -130,7 +130,7 @@ class Decoder:
             raise self.unknown(f"{name} holds {np.dtype(held)}, not {np.dtype(width)}")
 
     def width_of(self, name: object) -> type:
-        """What a register holds."""
+        """The numpy dtype that a register holds."""
         self.need(isinstance(name, str) and name in self.slots, f"no register {name}")
         return self.program.registers[name]
 

@@ -166,7 +166,7 @@ class _Launcher:
 
 
 def parse_name(text: str) -> str:
-    """Of the module's kernel."""
+    """The name of the module's kernel."""
     return text.split(".visible .entry ")[1].split("(")[0]
 
 

@@ -14,7 +14,7 @@ LANES = np.arange(32)
 
 
 def numbers(bits: np.ndarray, kind: str) -> np.ndarray:
-    """As float64, of what a tensor core sees: tf32 leaves the lowest 13 bits out."""
+    """The operand as a tensor core reads it, in float64: tf32 drops the lowest 13 bits."""
     if kind == "bf16":
         return from_bf16(bits).astype(np.float64)
     if kind == "f16":
@@ -39,7 +39,7 @@ def fragment(rows: int, columns: int, size: int) -> tuple[np.ndarray, np.ndarray
 
 
 def gathering(shape: tuple[int, int], at: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Which of a warp's elements, lane by lane, stands where in a matrix of ``shape``."""
+    """The place in a matrix of ``shape`` of each of a warp's elements, lane by lane."""
     places = np.empty(shape, np.int64)
     places[at] = np.arange(at[0].size).reshape(at[0].shape)
     return places
