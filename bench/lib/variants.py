@@ -77,7 +77,7 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     unaligned: frozenset[str] = frozenset()  # arguments that are no multiples of 16 here
     wide: frozenset[str] = frozenset()  # arguments in float32 here
-    candidate: bool = False  # what tuning tries, not what runs by default
+    candidate: bool = False  # runs when it is asked for, in tuning or by a variable, not by default
 
 
 def types_of(variant: Variant) -> dict[str, str]:
@@ -262,10 +262,13 @@ def _softmax_rows(
     constants["merged"] = None
     yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
     if not option:
-        block = row.walks(BYTES[dtype]).gemm.BLOCK_V
+        walks = row.walks(BYTES[dtype])
+        block = walks.gemm.BLOCK_V
         many = constants | {"BLOCKS": power_of_2(-(-128256 // block)), "BLOCK_V": block}
         label_ = f"softmax_rows {label} after exp_gemm"
-        yield Variant(label_, softmax_rows_kernel, dtype, many, wide=wide)
+        yield Variant(
+            label_, softmax_rows_kernel, dtype, many, wide=wide, candidate=not walks.gemm_up_to
+        )
         odd = frozenset(("V",))
         label_ = f"softmax_rows {label} V=50257"
         yield Variant(label_, softmax_rows_kernel, dtype, constants, odd, wide)

@@ -229,9 +229,9 @@ def test_tickets_start_at_zero_and_each_is_drawn_once(on, monkeypatch, arch):
     in_blocks(gpu, MAX_SPLITS=3)
     seen = []
 
-    def watched(problem, tickets):
+    def watched(problem, tickets, **size):
         assert tickets.eq(torch.iinfo(torch.int32).max).all()  # what torch.empty gives here
-        packed = compact(problem, tickets)
+        packed = compact(problem, tickets, **size)
         seen.append((tickets, tickets.clone()))
         return packed
 
