@@ -91,6 +91,8 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
     mean_row = logits.mean_row() if wanted.hidden and products.gradients != acc else None
+    # A product that is rounded to bfloat16 waits until the largest entries are out of it.
+    at_once = mean is None and (products.gradients == acc or products.exact_bf16)
     buffer = scratch((V * min(way.tokens, len(rows)),), stored, device)
     if argmax is not None:
         argmax.fill_(-1)
@@ -101,8 +103,9 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         y = problem.labels[chunk].long()
         dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
         made = _Exponentials(logits, buffer[: V * C].view(V, C), step)
-        added = None if mean is not None else dh
-        stats = made.make(logits.operand(h), y, argmax=argmax is not None, dh=added)
+        stats = made.make(
+            logits.operand(h), y, argmax=argmax is not None, dh=dh if at_once else None
+        )
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
             argmax[chunk] = stats.argmax()
@@ -116,14 +119,17 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         at_label = at_label.to(acc)  # (C,)
         of_p = (outer * (by.nll + by.lse)).expand(C)
         factors = [(begin, (f * of_p).to(acc)) for begin, f in stats.factors(lse)]
-        if dh is not None and mean is None:
+        made.lost.mul_(factors[-1][1])
+        if dh is not None and at_once:
             dh.mul_(factors[-1][1][:, None])
-            made.lost.mul_(factors[-1][1])
         tokens, classes, apart, added = made.without_largest(h, lse, of_p, factors)
         excess = apart - added
         made.lost.index_add_(0, tokens, excess, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
+            if dh is not None and not at_once:
+                made.add_to_hidden(dh, factors)
+                excess = apart
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
             c = problem.class_weight
@@ -184,11 +190,10 @@ class _Exponentials:
                 z.mul_(slope)
             if in_place is None:
                 tile.copy_(z)
-                if dh is not None:
-                    exact = stats.sums[-1] if slope is None else z.sum(0)
-                    if ratio is not None:
-                        self.lost.mul_(ratio)
-                    self.lost.add_(exact).sub_(tile.sum(0, dtype=acc))
+                exact = stats.sums[-1] if slope is None else z.sum(0)
+                if ratio is not None:
+                    self.lost.mul_(ratio)
+                self.lost.add_(exact).sub_(tile.sum(0, dtype=acc))
             if dh is not None:
                 if ratio is not None:
                     dh.mul_(ratio[:, None])
@@ -259,6 +264,14 @@ class _Exponentials:
         if grads.bias is not None:
             for begin, end, f in self.tiles_of(factors):
                 grads.bias[begin:end] += torch.mv(self.exps[begin:end].to(f.dtype), f)
+
+    def add_to_hidden(self, dh: Tensor, factors: list[tuple[int, Tensor]]) -> None:
+        """``dh += factor * (exps.T @ weight)``, after :meth:`without_largest`."""
+        product = torch.empty_like(dh)
+        for begin, end, f in self.tiles_of(factors):
+            w = self.logits.rows(begin, end, self.products.gradients)
+            self.products(self.exps[begin:end].t(), w, product)
+            dh.addcmul_(product, f[:, None])
 
     def add_tile(
         self,
