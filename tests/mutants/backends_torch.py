@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "rounding: the same, token by token",
-        "d_hidden[where].addr_(left, mean_row)",
+        "d_hidden[where].addr_(large.left, mean_row)",
         "pass",
         ROUNDING,
     ),

@@ -109,6 +109,7 @@ def token_grads(
             h = logits.operand(hidden)
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
             tile = g.to(gemm)
+            large = None if mean_row is None else _take_large(block, g, tile, begin)
             if grads.hidden is not None:
                 w = logits.rows(begin, end, gemm)
                 _add_to_rows(products, grads.hidden, block.rows, tile, w)
@@ -116,9 +117,9 @@ def token_grads(
                 products(tile, hidden.to(gemm), d_weight, add=number > 0)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-            if mean_row is not None:
+            if mean_row is not None and large is not None:
                 _add_what_rounding_took(
-                    problem, grads.hidden, d_weight, block, hidden, g, tile, mean_row, begin
+                    problem, grads.hidden, d_weight, block, hidden, large, mean_row, begin
                 )
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
@@ -126,6 +127,7 @@ def token_grads(
 
 
 _COLUMNS = 64  # tokens whose entries are looked through at a time
+_ENTRIES = 64  # and entries that are added at a time
 
 
 class _Block(NamedTuple):
@@ -208,45 +210,62 @@ def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w:
         products(tile.t(), w, total[rows], add=True)
 
 
+class _Large(NamedTuple):
+    """Entries of a tile that go apart, and what rounding took from the others of each token."""
+
+    classes: Tensor  # (K,) rows of the tile
+    columns: Tensor  # (K,) tokens of the block
+    entries: Tensor  # (K,) in acc
+    left: Tensor  # (R,) in acc
+
+
+def _take_large(block: _Block, g: Tensor, tile: Tensor, begin: int) -> _Large:
+    """Set the labels' entries and large ones of ``tile``, ``g (v, R)`` rounded, to 0.
+
+    Alone in their size, they would round the sums of products that hold them.
+    """
+    at, inside = label_entry(block.y, begin, len(g))
+    holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
+    found = [(at[0, :0], at[0, :0])]
+    for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
+        some = g.index_select(1, tokens)
+        chosen = some.abs() >= block.large[tokens]
+        chosen.scatter_(0, at[:, tokens], chosen.gather(0, at[:, tokens]) | inside[tokens])
+        classes, column = chosen.nonzero().unbind(1)
+        found.append((classes, tokens[column]))
+    classes, columns = (torch.cat(x) for x in zip(*found, strict=True))
+    entries = g[classes, columns]
+    tile[classes, columns] = 0
+    left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype)).index_add_(0, columns, entries, alpha=-1)
+    return _Large(classes, columns, entries, left)
+
+
 def _add_what_rounding_took(
     problem: Problem,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,  # (v, H)
     block: _Block,
     hidden: Tensor,  # (R, H)
-    g: Tensor,  # (v, R)
-    tile: Tensor,  # g, rounded
+    large: _Large,
     mean_row: Tensor,  # (H,)
     begin: int,
 ) -> None:
-    """Adds the rounding errors of the labels' entries and of large ones in ``acc``.
-
-    And of the others in all, as if each were of the mean row of the head.
-    """
-    at, inside = label_entry(block.y, begin, len(g))
-    left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype))
-    where = block.rows
-    holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
-    for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
-        some = g.index_select(1, tokens)
-        chosen = some.abs() >= block.large[tokens]
-        chosen.scatter_(0, at[:, tokens], chosen.gather(0, at[:, tokens]) | inside[tokens])
-        classes, column = chosen.nonzero().unbind(1)
-        lost = some[classes, column]
-        column = tokens[column]
-        lost -= tile[classes, column].to(g.dtype)
-        left.index_add_(0, column, lost, alpha=-1)
+    """Add the entries that went apart, and the others' rounding as if of the head's mean row."""
+    where, acc = block.rows, large.entries.dtype
+    for first in range(0, len(large.entries), _ENTRIES):
+        part = slice(first, first + _ENTRIES)
+        classes, columns, entries = large.classes[part], large.columns[part], large.entries[part]
         if d_weight is not None:
-            d_weight.index_add_(0, classes, hidden[column] * lost[:, None])
+            d_weight.index_add_(0, classes, hidden[columns] * entries[:, None])
         if d_hidden is not None:
-            rows = where[column] if isinstance(where, Tensor) else where.start + column
-            of_classes = problem.weight[begin + classes].to(g.dtype)
-            d_hidden.index_add_(0, rows, of_classes.mul_(lost[:, None]))
+            rows = where[columns] if isinstance(where, Tensor) else where.start + columns
+            of_classes = problem.weight[begin + classes].to(acc)
+            d_hidden.index_add_(0, rows, of_classes.mul_(entries[:, None]))
     if d_hidden is not None:
         if isinstance(where, Tensor):
-            d_hidden.index_add_(0, where, left[:, None] * mean_row)
+            d_hidden.index_add_(0, where, large.left[:, None] * mean_row)
         else:
-            d_hidden[where].addr_(left, mean_row)
+            d_hidden[where].addr_(large.left, mean_row)
 
 
 class _Seen:
