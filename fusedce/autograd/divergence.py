@@ -133,7 +133,7 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     problem = Problem(*flat[:end])
     needed: Any = Problem(*ctx.needs_input_grad[:end])
     wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
-    # What stands upstream of an ignored position may be anything.
+    # The upstream gradient of an ignored position may be anything, NaN too.
     upstream = upstream.masked_fill(~problem.valid(), 0)
     weight = upstream if problem.token_weight is None else upstream * problem.token_weight
     problem = problem.but(

@@ -35,7 +35,7 @@ def loss_and_grads(
     if problem.token_weight is not None:  # (a bad label's loss is NaN)
         used = used & ((problem.token_weight != 0) | nll.isnan())
     zmean = stats.zmean.double() if smoothing else None
-    # What stands at positions left out may be anything times 0.
+    # Positions left out may hold anything, and NaN times 0 is NaN.
     losses = token_losses(problem, y, nll, lse, zmean).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)
     by = slopes(problem, y, lse)

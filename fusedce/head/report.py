@@ -73,7 +73,7 @@ def _length(chain: GraphEvent | None) -> int:
 
 
 class HeadCounts:
-    """What happened while a head was replaced: numbers of losses and logits, places, notes."""
+    """Counts of losses and logits while a head was replaced, with places and notes."""
 
     def __init__(self, since: str) -> None:
         self.since = since

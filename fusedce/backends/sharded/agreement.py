@@ -26,7 +26,7 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "statistics of tokens with mean_logit",
     "likeliest classes",
 )
-# What a rank holds: rows of the vocabulary, tokens, those of them that are computed and those that
+# A rank sends its rows of the vocabulary, tokens, those of them that are computed and those that
 # are valid, bytes for a chunk's logits, checksums of what each token has, a sketch of hidden
 # states.
 _ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
@@ -176,7 +176,7 @@ def agree(
         None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
         for x in (problem.token_weight, problem.temperature)
     )
-    # Those of weight 0 are left out; a class weight is a token's where it is nothing else.
+    # Tokens of weight 0 are left out; a class weight counts as its tokens' weight.
     c = problem.class_weight
     c = c if c is not None and c.dim() == 1 and len(c) else None  # else refused below
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)

@@ -106,7 +106,7 @@ class _Walk:
             "lse": lse[chosen].float(),
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
-        # Of the labels and of the likeliest others; a column of -1 is none.
+        # Columns of the labels and of the likeliest others; -1 stands for none.
         self.columns = torch.cat([labels, torch.full_like(labels, -1)])
         self.entries = torch.zeros(2 * n, dtype=torch.float32, device=weight.device)
 
