@@ -68,7 +68,7 @@ class MonitoredLossSum(LossSum):
 
 def check_monitor(monitor: Collection[str]) -> None:
     """Raise for anything but names of :data:`MONITORS`."""
-    if isinstance(monitor, str) or not isinstance(monitor, Collection):
+    if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
         raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
     for name in monitor:
         if name not in MONITORS:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import checked, checked_temperature
+from fusedce.contract.checks import check_flag, checked, checked_temperature
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
@@ -118,6 +118,7 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
+    check_flag("mean_logit", mean_logit)
     problem = Problem(
         hidden,
         weight,
