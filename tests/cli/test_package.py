@@ -90,7 +90,7 @@ def test_extras_are_named_in_the_install_page():
 
 
 def test_a_submodule_does_not_hide_the_function_of_its_name():
-    done = run("import fusedce.auditing, fusedce.check, fusedce.plan, fusedce; "
+    done = run("import fusedce.auditing, fusedce.tools.check, fusedce.tools.plan, fusedce; "
                "assert callable(fusedce.audit)")  # fmt: skip
     assert done.returncode == 0, done.stderr
 

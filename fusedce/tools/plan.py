@@ -10,13 +10,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedce import pictures
-from fusedce.backends.plan import ONE_CHUNK, TILES, WAYS, Way, least_bytes, way_of
-from fusedce.models import Sizes, UserError, sizes
+from fusedce.backends.plan import ONE_CHUNK, TILES, Way, least_bytes, way_of
 from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, call, fused_ce, predict
+from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
@@ -81,7 +79,7 @@ def plan(
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
 
     Args:
-        model: see :mod:`fusedce.models`; ``H,V`` will do.
+        model: see :mod:`fusedce.tools.model_sizes`; ``H,V`` will do.
         tokens: of a micro-batch on one device.
         dtype: of hidden states and head: "fp32", "bf16" or "fp16".
         gpus: over which weights, gradients and optimizer states are sharded (FSDP, ZeRO-3).
@@ -182,41 +180,6 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
             found.append(point)
         budget *= 2
     return tuple(found)
-
-
-def draw(found: Plan, path: Path) -> None:
-    """Memory against predicted time of our ways, beside eager and compiled eager.
-
-    Raises:
-        UserError: no times are predicted for this device and dtype; matplotlib is missing; ``path``
-            cannot be written.
-    """
-    if found.floor_milliseconds is None:
-        raise UserError("--picture needs predicted times: a GPU and bf16 or fp16")
-    figure = pictures.figure(8, 4.5)
-    axes = figure.subplots()
-    for name, colour in zip(WAYS, ("#0072b2", "#56b4e9", "#009e73"), strict=True):
-        points = [p for p in found.frontier if p.way == name]
-        axes.plot(
-            [p.bytes / GiB for p in points], [p.milliseconds for p in points], "o-", color=colour,
-            label=f"fused_ce, {name}",
-        )  # fmt: skip
-    for method, marker in zip(found.methods, "sD", strict=False):
-        axes.plot(method.bytes / GiB, method.milliseconds, marker, color="#9a9a9a")
-        axes.annotate(method.name, (method.bytes / GiB, method.milliseconds), (6, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.axhline(found.floor_milliseconds, color="#cccccc", zorder=0)
-    axes.set_xscale("log")
-    axes.set_ylim(0)
-    axes.set_xlabel("memory beside inputs and gradients, GiB")
-    axes.set_title("ms, predicted; the line: three bare products", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    of = found.model
-    pictures.save(
-        figure, path,
-        f"{of.name}: {found.tokens} tokens, H={of.H}, V={of.V}, {found.dtype}, {found.device}",
-    )  # fmt: skip
 
 
 def _milliseconds(name: str, N: int, of: Sizes, b: int, device: Device | None) -> float | None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.head.replace import head_report, replace_loss_head
-from fusedce.models import UserError, class_of, config_of, load
-from fusedce.small import attempts, batch, build
+from fusedce.tools.model_sizes import UserError, class_of, config_of, load
+from fusedce.tools.tiny_models import attempts, batch, build
 
 LOSS_ERROR, GRAD_ERROR = 1e-6, 1e-5  # relative, in float32
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +56,7 @@ def check(
     """Run ``model`` before and after its head is replaced.
 
     Args:
-        model: folder, configuration, class or model type; see :mod:`fusedce.models`.
+        model: folder, configuration, class or model type; see :mod:`fusedce.tools.model_sizes`.
         dtype: "fp32", "bf16" or "fp16", of all parameters.
         peft: with a LoRA adapter on every linear layer, the head included.
         compiled: through ``torch.compile``.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
-    from fusedce.benchmark import Result
-    from fusedce.check import Check
-    from fusedce.plan import Plan
+    from fusedce.tools.bench import Result
+    from fusedce.tools.check import Check
+    from fusedce.tools.plan import Plan
 
 
 def check_text(found: Check, saved: dict[str, int], device: str) -> str:
