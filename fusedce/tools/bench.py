@@ -1,4 +1,4 @@
-"""`fusedce bench`: one shape on this machine, beside whatever else is installed here.
+"""`fusedce bench`: time and memory of the loss of one shape, beside the peers installed here.
 
 Times are interleaved and memory comes from fresh processes, as :mod:`fusedce.measure` says. The
 scripts in ``bench/`` of the repository measure more, and more carefully.
@@ -30,24 +30,28 @@ class Row:
 
     name: str
     seconds: list[float] | None  # sorted
-    extra_bytes: int | None  # at the peak, beyond inputs and before the call
+    extra_bytes: int | None  # peak above the level before the call
     skipped: str | None = None  # why it did not run
 
     @property
     def median(self) -> float | None:
+        """Median of the seconds; ``None`` if it did not run."""
         return statistics.median(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Result:
+    """The measurements of :func:`bench`."""
+
     shape: tuple[int, int, int]  # N, H, V
     dtype: str
     device: str
-    where: str  # what the numbers hold for, in words
+    where: str  # machine, versions and repeats, for a caption
     memory_method: str
     rows: list[Row]  # the first is that of the bare products
 
     def data(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         return asdict(self)
 
     def table(self) -> list[dict[str, str]]:
@@ -97,7 +101,7 @@ def bench(
         try:
             calls[name] = prepare(name, **target)  # type: ignore[arg-type]
             calls[name]()
-        except Exception as problem:  # a peer's failure is a row, not the end
+        except Exception as problem:  # a peer that fails is a row of the table
             if name == "fused_ce":
                 raise
             calls.pop(name, None)

@@ -11,11 +11,11 @@ from fusedce.tools.model_sizes import UserError
 
 if TYPE_CHECKING:  # a plan's picture needs no torch
     from fusedce.tools.bench import Result
-    from fusedce.tools.plan import Plan
+    from fusedce.tools.plan import ModelPlan
 
 
 def can_draw(path: Path) -> None:
-    """Check, before anything is measured, that a picture can be written to ``path``.
+    """Check that a picture can be written to ``path``, before anything is measured.
 
     Raises:
         UserError: matplotlib is missing, or ``path`` cannot be written.
@@ -60,7 +60,7 @@ def draw_bench(result: Result, path: Path) -> None:
     _save(figure, path, caption)
 
 
-def draw_plan(found: Plan, path: Path) -> None:
+def draw_plan(found: ModelPlan, path: Path) -> None:
     """Memory against predicted time of our ways, beside eager and compiled eager.
 
     Raises:

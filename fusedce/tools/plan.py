@@ -1,8 +1,8 @@
-"""What the loss of a model needs: memory and time of eager, compiled and ours, without running it.
+"""`fusedce plan`: predicted memory and time of a model's loss, by eager, compiled and fused code.
 
-Memory is that beyond the model, the hidden states and their gradients: ours is what the backend's
-own plan says, that of the others follows from how many logits they hold. Times of GPUs, in bf16 and
-fp16, are those of :mod:`fusedce.prediction`. No torch is needed unless a class has to be looked up.
+Memory is counted beyond the model, the hidden states and their gradients. Ours is that of the
+backend's own plan; that of the others follows from the logits they hold. Times, for GPUs in bf16
+and fp16, come from :mod:`fusedce.prediction`. Only the look-up of a class needs torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Method:
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
     milliseconds: float | None  # predicted; None where no figures of the device are known
-    most_tokens: int | None  # that fit beside the rest; None where that is not known
+    most_tokens: int | None  # the largest batch that fits; None where the memory is not known
 
     @property
     def bytes(self) -> int:
+        """All of the memory."""
         return sum(self.memory.values())
 
 
@@ -44,26 +45,29 @@ class Point(NamedTuple):
     tokens: int  # of a chunk, or of a block of a tile
     classes: int  # of a tile
     bytes: int  # held beside inputs and gradients
-    products: int  # of N * V * H multiplications
+    products: int  # matrix products of N * V * H multiplications each
     milliseconds: float | None  # predicted; None where no figures of the device are known
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
+    """The prediction of :func:`plan`."""
+
     model: Sizes
     tokens: int  # of a micro-batch on one device
     dtype: str
     gpus: int
     device: str
-    logits_bytes: int  # of one copy, in `dtype`
-    chunk_tokens: int  # of ours
-    states_bytes: int | None  # of weights, gradients and optimizer on each device
-    free_bytes: int | None  # what the loss and the activations may have
-    floor_milliseconds: float | None  # of the three bare products
+    logits_bytes: int  # of one copy of the logits, in `dtype`
+    chunk_tokens: int  # of a chunk of fused_ce
+    states_bytes: int | None  # weights, gradients and Adam's moments on each device
+    free_bytes: int | None  # left for the loss and the activations
+    floor_milliseconds: float | None  # the three bare products, predicted
     methods: tuple[Method, ...]
-    frontier: tuple[Point, ...]  # of ours
+    frontier: tuple[Point, ...]  # memory against time of fused_ce
 
     def data(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         found = asdict(self)
         found["model"] = self.model._asdict()
         found["frontier"] = [point._asdict() for point in self.frontier]
@@ -75,7 +79,7 @@ class Plan:
 def plan(
     model: str, *, tokens: int = 8192, dtype: str = "bf16", gpus: int = 1, device: str = "H200",
     free: float | None = None,
-) -> Plan:  # fmt: skip
+) -> ModelPlan:  # fmt: skip
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
 
     Args:
@@ -116,16 +120,16 @@ def plan(
     floor = None
     if known is not None and b == 2:
         floor = 1e3 * bare_gemms(tokens, of.H, of.V, known).seconds
-    return Plan(
+    return ModelPlan(
         of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
         states, room, floor, methods, frontier(tokens, of.H, of.V, b, known),
     )  # fmt: skip
 
 
 def device_here() -> str | None:
-    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; None without such a one.
+    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; ``None`` without one.
 
-    It is asked of nvidia-smi, which needs no torch.
+    nvidia-smi tells it, so that torch is not imported.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -137,14 +141,14 @@ def device_here() -> str | None:
 
 
 def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
-    """Tokens of a chunk of our training pass, with ``b`` bytes an element."""
+    """Tokens of a chunk of our training pass, for elements of ``b`` bytes."""
     return ours(N, H, V, b, device).tokens
 
 
 def ours(
     N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
 ) -> Way:
-    """The way that our training pass takes."""
+    """The way that our training pass takes (:func:`fusedce.backends.plan.way_of`)."""
     asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
     return way_of(asked, memory_budget=memory_budget)
 
@@ -161,7 +165,7 @@ def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> 
 
 
 def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Point, ...]:
-    """Memory against time of our three ways: the least budget, and each twice the one before.
+    """Memory and time for rising budgets: the least one, then each twice the one before.
 
     The last is the first in which all logits are one chunk.
     """

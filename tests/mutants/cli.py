@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "check: gradients are not compared",
-        "float(apart / norm),",
-        "float(0 * apart / norm),",
+        "float(difference / norm),",
+        "float(0 * difference / norm),",
         "test_check_command.py -k wrong_loss",
     ),
     Mutant(

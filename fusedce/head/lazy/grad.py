@@ -168,6 +168,7 @@ class LogitsGrad(Lazy):
         self.writes += 1
 
     def begin_write(self, operation: str) -> None:
+        """Make the numbers real; they replace the terms."""
         self.expose(operation)
 
     def end_write(self) -> None:
@@ -179,6 +180,7 @@ class LogitsGrad(Lazy):
 
     @classmethod
     def dispatch(cls, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply the operator's rule, or the operator itself to the real gradient."""
         with NO_TORCH_FUNCTION():
             for x in args[:2]:
                 if isinstance(x, LogitsGrad) and x.base is not None:

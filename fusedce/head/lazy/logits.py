@@ -215,6 +215,7 @@ class LazyLogits(Lazy):
         return memo[id(self)]
 
     def begin_write(self, operation: str) -> None:
+        """Compute the values; the history no longer describes them."""
         self.materialize(operation)
         self.memory.written = True
 
@@ -226,6 +227,7 @@ class LazyLogits(Lazy):
 
     @classmethod
     def dispatch(cls, func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator, or apply it to real logits."""
         if op.writes:
             return _write(func, op, args, kwargs)
         flipped = op.symmetric and not isinstance(args[0], LazyLogits)

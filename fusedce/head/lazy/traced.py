@@ -214,34 +214,42 @@ class TracedLogits:
 
     @property
     def shape(self) -> torch.Size:
+        """``(..., V)`` after the steps so far."""
         return torch.Size(self._shape)
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype after the steps so far."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the hidden state."""
         return self._origin.hidden.device
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self._shape)
 
     @property
     def requires_grad(self) -> bool:
+        """Whether the hidden state or a parameter of the head requires a gradient here."""
         recipe = self._origin.recipe
         tensors = (self._origin.hidden, *recipe.tensors())
         return self._grad and any(x.requires_grad for x in tensors)
 
     @property
     def mT(self) -> Any:
+        """The last two dimensions exchanged."""
         return self.transpose(-2, -1)
 
     def dim(self) -> int:
+        """Number of dimensions."""
         return len(self._shape)
 
     def size(self, dim: int | None = None) -> Any:
+        """The shape, or the size of one dimension."""
         return self.shape if dim is None else self._shape[dim]
 
     def __getattr__(self, name: str) -> Any:
