@@ -40,9 +40,7 @@ class Check:
     loss_error: float
     eval_error: float
     grad_error: float
-    native_errors: (
-        tuple[float, float, float] | None
-    )  # of the native model; None in fp32
+    native_errors: tuple[float, float, float] | None  # of the native model; None in fp32
     fused: bool
     why_not: tuple[str, ...]  # code that needed logits, or why the head was not replaced
     equal: bool
