@@ -27,7 +27,7 @@ from lib.problems import Spec, make_inputs
 from lib.results import FOLDER, caption, device_name, instruction_sets, source, versions, write
 from lib.tables import markdown, put
 
-from fusedce.peers import COMPILED, IMPLEMENTATIONS
+from fusedce.tools.peers import COMPILED, IMPLEMENTATIONS
 
 SHAPES = [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)]
 OURS = "fused_ce"

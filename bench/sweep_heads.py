@@ -26,7 +26,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fusedce import head_report, replace_loss_head, restore_loss_head, small
+from fusedce import head_report, replace_loss_head, restore_loss_head
+from fusedce.tools import tiny_models
 
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def build(model_type: str, class_name: str, attempt: dict[str, Any]) -> torch.nn.Module:
     config = CONFIG_MAPPING[model_type]()
-    return small.build(getattr(transformers, class_name), config, attempt, steps=True)
+    return tiny_models.build(getattr(transformers, class_name), config, attempt, steps=True)
 
 
 def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -59,7 +60,7 @@ def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, .
 
 def compare(model: torch.nn.Module) -> dict[str, Any]:
     """Errors of the replaced head, and whether logits were computed."""
-    inputs = small.batch(model.config)
+    inputs = tiny_models.batch(model.config)
     with torch.no_grad():  # freshly initialised heads give nearly flat logits
         model.get_output_embeddings().weight.mul_(10)
     native = run(model, inputs)
@@ -84,10 +85,10 @@ def compare(model: torch.nn.Module) -> dict[str, Any]:
 def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     first = None
-    for attempt in small.attempts(model_type):
+    for attempt in tiny_models.attempts(model_type):
         try:
             model = build(model_type, class_name, attempt)
-            run(model, small.batch(model.config))
+            run(model, tiny_models.batch(model.config))
         except Exception as e:
             first = first or f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:150]
             continue

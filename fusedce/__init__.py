@@ -22,84 +22,65 @@ if TYPE_CHECKING:
     from fusedce import testing as testing
     from fusedce import trainer as trainer
     from fusedce import trainer_rl as trainer_rl
-    from fusedce.accumulate.accumulator import LossAccumulator
-    from fusedce.auditing import audit
-    from fusedce.contract.labels import count_valid, shift_labels
-    from fusedce.contract.results import LossSum, TokenStats
-    from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
-    from fusedce.loss.cross_entropy import fused_cross_entropy
-    from fusedce.loss.fused_ce import fused_ce
-    from fusedce.loss.kl import fused_kl, fused_kl_tokens
-    from fusedce.loss.logprobs import fused_argmax, fused_logprobs
-    from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss, linear_cross_entropy
-    from fusedce.loss.reference import reference_ce, reference_kl
-    from fusedce.trainer import FusedTrainerMixin
+    from fusedce.accumulate.accumulator import LossAccumulator as LossAccumulator
+    from fusedce.auditing import audit as audit
+    from fusedce.contract.labels import count_valid as count_valid
+    from fusedce.contract.labels import shift_labels as shift_labels
+    from fusedce.contract.results import LossSum as LossSum
+    from fusedce.contract.results import TokenStats as TokenStats
+    from fusedce.head.replace import head_report as head_report
+    from fusedce.head.replace import replace_loss_head as replace_loss_head
+    from fusedce.head.replace import restore_loss_head as restore_loss_head
+    from fusedce.loss.cross_entropy import fused_cross_entropy as fused_cross_entropy
+    from fusedce.loss.fused_ce import fused_ce as fused_ce
+    from fusedce.loss.kl import fused_kl as fused_kl
+    from fusedce.loss.kl import fused_kl_tokens as fused_kl_tokens
+    from fusedce.loss.logprobs import fused_argmax as fused_argmax
+    from fusedce.loss.logprobs import fused_logprobs as fused_logprobs
+    from fusedce.loss.names_of_peers import (
+        FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss,
+    )
+    from fusedce.loss.names_of_peers import linear_cross_entropy as linear_cross_entropy
+    from fusedce.loss.reference import reference_ce as reference_ce
+    from fusedce.loss.reference import reference_kl as reference_kl
+    from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "FusedLinearCrossEntropyLoss": "fusedce.loss.names_of_peers",
-    "FusedTrainerMixin": "fusedce.trainer",
-    "LossAccumulator": "fusedce.accumulate.accumulator",
-    "LossSum": "fusedce.contract.results",
-    "TokenStats": "fusedce.contract.results",
-    "audit": "fusedce.auditing",
-    "count_valid": "fusedce.contract.labels",
-    "fused_argmax": "fusedce.loss.logprobs",
-    "fused_ce": "fusedce.loss.fused_ce",
-    "fused_cross_entropy": "fusedce.loss.cross_entropy",
-    "fused_kl": "fusedce.loss.kl",
-    "fused_kl_tokens": "fusedce.loss.kl",
-    "fused_logprobs": "fusedce.loss.logprobs",
-    "linear_cross_entropy": "fusedce.loss.names_of_peers",
-    "reference_ce": "fusedce.loss.reference",
-    "reference_kl": "fusedce.loss.reference",
-    "head_report": "fusedce.head.replace",
-    "replace_loss_head": "fusedce.head.replace",
-    "restore_loss_head": "fusedce.head.replace",
-    "shift_labels": "fusedce.contract.labels",
+    "FusedLinearCrossEntropyLoss": "loss.names_of_peers",
+    "FusedTrainerMixin": "trainer",
+    "LossAccumulator": "accumulate.accumulator",
+    "LossSum": "contract.results",
+    "TokenStats": "contract.results",
+    "audit": "auditing",
+    "count_valid": "contract.labels",
+    "fused_argmax": "loss.logprobs",
+    "fused_ce": "loss.fused_ce",
+    "fused_cross_entropy": "loss.cross_entropy",
+    "fused_kl": "loss.kl",
+    "fused_kl_tokens": "loss.kl",
+    "fused_logprobs": "loss.logprobs",
+    "head_report": "head.replace",
+    "linear_cross_entropy": "loss.names_of_peers",
+    "reference_ce": "loss.reference",
+    "reference_kl": "loss.reference",
+    "replace_loss_head": "head.replace",
+    "restore_loss_head": "head.replace",
+    "shift_labels": "contract.labels",
 }
-# `testing` needs hypothesis, and says so
+"""The module of each public name."""
 _MODULES = (
-    "accumulate",
-    "head",
-    "loss",
-    "recipes",
-    "sharded",
-    "testing",
-    "trainer",
-    "trainer_rl",
-)
-
-__all__ = [
-    "FusedLinearCrossEntropyLoss",
-    "FusedTrainerMixin",
-    "LossAccumulator",
-    "LossSum",
-    "TokenStats",
-    "audit",
-    "count_valid",
-    "fused_argmax",
-    "fused_ce",
-    "fused_cross_entropy",
-    "fused_kl",
-    "fused_kl_tokens",
-    "fused_logprobs",
-    "head_report",
-    "linear_cross_entropy",
-    "reference_ce",
-    "reference_kl",
-    "replace_loss_head",
-    "restore_loss_head",
-    "shift_labels",
-]
+    "accumulate", "head", "loss", "recipes", "sharded", "testing", "trainer", "trainer_rl",
+)  # fmt: skip
+__all__ = list(_HOME)
 
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not there
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
-            value = getattr(importlib.import_module(_HOME[name]), name)
+            value = getattr(importlib.import_module(f"fusedce.{_HOME[name]}"), name)
         elif name in _MODULES:
             value = importlib.import_module(f"fusedce.{name}")
         else:

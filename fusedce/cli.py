@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import click
 
 import fusedce
-from fusedce import render
-from fusedce.models import UserError
+from fusedce.tools import render
+from fusedce.tools.model_sizes import UserError
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
 _SHELLS = ("bash", "zsh", "fish")
@@ -94,8 +94,8 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
     Exit status: 0 the same loss and gradients, no logits; 1 they differ; 3 the same, but from real
     logits.
     """
-    from fusedce.check import check as run
-    from fusedce.plan import device_here, plan
+    from fusedce.tools.check import check as run
+    from fusedce.tools.plan import device_here, plan
 
     _say(f"building {model} and running it before and after ...")
     found = run(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
@@ -138,16 +138,16 @@ def plan(
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
     """
-    from fusedce.pictures import can_draw
-    from fusedce.plan import device_here, draw
-    from fusedce.plan import plan as make
+    from fusedce.tools.pictures import can_draw, draw_plan
+    from fusedce.tools.plan import device_here
+    from fusedce.tools.plan import plan as make
 
     if picture is not None:
         can_draw(picture)
     device = device or device_here() or "H200"
     found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
     if picture is not None:
-        draw(found, picture)
+        draw_plan(found, picture)
     if as_json:
         _print_json(found.data())
         return
@@ -175,9 +175,8 @@ def bench(
     """Measure time and memory of the loss on this machine, beside the peers installed here."""
     sizes = _shape(shape)
     device = _device(device)
-    from fusedce.benchmark import bench as run
-    from fusedce.benchmark import draw
-    from fusedce.pictures import can_draw
+    from fusedce.tools.bench import bench as run
+    from fusedce.tools.pictures import can_draw, draw_bench
 
     if picture is not None:
         can_draw(picture)
@@ -186,7 +185,7 @@ def bench(
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
     if picture is not None:
-        draw(found, picture)
+        draw_bench(found, picture)
     if as_json:
         _print_json(found.data())
         return
@@ -201,7 +200,7 @@ def bench(
 @_json
 def doctor(as_json: bool) -> None:
     """Report what runs on this machine, why, and whether it is right (for a bug report)."""
-    from fusedce.doctor import report, text
+    from fusedce.tools.doctor import report, text
 
     found = report()
     if as_json:
@@ -219,7 +218,7 @@ def doctor(as_json: bool) -> None:
 def audit(steps: int, as_json: bool) -> None:
     """Show what fusedce.audit finds in a loop that averages means, and in a right one."""
     _demo_needs("audit")
-    from fusedce.demo.audit import run
+    from fusedce.tools.demo.audit import run
 
     found = run(steps=steps)
     if as_json:
@@ -250,7 +249,7 @@ def demo(
     import torch
 
     where = torch.device(_device(device) if device is not None else _cuda_or_cpu())
-    from fusedce.demo.run import run
+    from fusedce.tools.demo.run import run
 
     status = run(
         steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,

@@ -16,9 +16,9 @@ FLOORS = (
     {"head", "testing", "recipes"},
     {"trainer", "trainer_rl", "auditing"},
     {"__init__"},
-    {"models", "pictures", "prediction", "peers", "small", "plan", "check", "benchmark", "doctor"},
-    {"demo"},
-    {"cli", "render", "__main__"},
+    {"prediction"},
+    {"tools"},
+    {"cli", "__main__"},
 )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.peers import COMPILED, FLOOR, IMPLEMENTATIONS
+from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS
 
 from .problems import Spec, make_inputs
 

@@ -1,4 +1,4 @@
-"""Every check of the arguments of the public functions, and what autocast does to them."""
+"""Checks of the public functions' arguments, and the casts of autocast."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked(problem: Problem) -> Problem:
-    """The problem as all layers below the public functions take it: checked, cast, flattened.
+    """Check, cast and flatten a problem, as all layers below the public functions take it.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it must be, and what it is.
+        TypeError, ValueError: an argument is wrong; the message names it, says what it must be, and
+            what was given.
     """
     check_tensor_types(problem)
     problem = autocast(problem)
@@ -31,7 +32,11 @@ def checked(problem: Problem) -> Problem:
 
 
 def check_options(problem: Problem) -> None:
-    """Everything but the three tensors and the bias."""
+    """Check the numbers and the weights of a problem.
+
+    Raises:
+        TypeError, ValueError: an option has a wrong type, shape, device or value.
+    """
     check_softcap(problem.softcap)
     check_ignore_index(problem.ignore_index, problem.labels)
     check_chunk_tokens(problem.chunk_tokens)
@@ -45,7 +50,7 @@ def check_options(problem: Problem) -> None:
 
 
 def flattened(problem: Problem) -> Problem:
-    """Tokens in one dimension, numbers as floats, weights in float32 or better."""
+    """Put tokens in one dimension, numbers in floats, and weights in float32 or better."""
     hidden = problem.hidden
     labels, ignore_index = problem.labels.reshape(-1), problem.ignore_index
     if ignore_index is None:  # a value that no label has
@@ -65,11 +70,12 @@ def flattened(problem: Problem) -> Problem:
 
 
 def wide(x: Tensor | None) -> Tensor | None:
-    """A mask or weights of any dtype as numbers to count with."""
+    """Cast a mask or weights of any dtype to float32, unless they are float32 or float64."""
     return x if x is None or x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def check_tensor_types(problem: Problem) -> None:
+    """Raise ``TypeError`` unless hidden, weight, labels and bias are dense tensors."""
     for name in ("hidden", "weight", "labels", "bias"):
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
@@ -79,7 +85,10 @@ def check_tensor_types(problem: Problem) -> None:
 
 
 def autocast(problem: Problem) -> Problem:
-    """Cast as autocast casts the arguments of ``F.linear``: all but float64 ones."""
+    """Cast hidden, weight and bias as autocast casts the arguments of ``F.linear``.
+
+    Tensors of float64 keep their dtype, and so do all tensors where autocast is off.
+    """
     dtype = autocast_dtype(problem.hidden.device)
     if dtype is None:
         return problem
@@ -95,7 +104,7 @@ def autocast(problem: Problem) -> Problem:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to there; ``None`` where it is not enabled."""
+    """The dtype to which autocast casts on ``device``; ``None`` where it is off."""
     if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the questions
         kind = device.type
         available = kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -108,6 +117,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def check_tensors(problem: Problem) -> None:
+    """Check hidden ``(..., H)``, weight ``(V, H)``, labels ``(...)`` and bias ``(V,)``.
+
+    Raises:
+        TypeError: a dtype is not supported or differs from hidden's, or a tensor is a DTensor.
+        ValueError: a shape does not fit the others, or a tensor is on another device.
+    """
     hidden, weight = problem.hidden, problem.weight
     labels, bias = problem.labels, problem.bias
     for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
@@ -155,7 +170,7 @@ def check_tensors(problem: Problem) -> None:
 
 
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
-    """Raise a ValueError unless ``x`` is where ``hidden`` is."""
+    """Raise ``ValueError`` unless ``x`` is on the device of ``hidden``."""
     if x.device != hidden.device:
         raise ValueError(
             f"{name} must be on the device of hidden {hidden.device}, got {x.device}: pass "
@@ -169,6 +184,7 @@ def _explained(problem: Problem) -> str:
 
 
 def check_softcap(softcap: float | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``softcap`` is positive or ``None``."""
     if softcap is None:
         return
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
@@ -181,6 +197,7 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
+    """Raise unless ``ignore_index`` is ``None`` or an int that the dtype of ``labels`` holds."""
     if ignore_index is None:
         return
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -199,6 +216,12 @@ def check_flag(name: str, value: bool) -> None:
 
 
 def check_number(name: str, value: float) -> float:
+    """``value`` as a float, checked against the range of the option ``name``.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not finite in float32, or outside of :data:`RANGES`.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -_HUGE <= value <= _HUGE:
@@ -229,9 +252,12 @@ def _check_weights(
 
 
 def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Tensor:
-    """``(N,)`` in float32 or better, 1 where no label is to predict, ``~used (N,)``.
+    """Temperatures ``(N,)`` in float32 or better, with 1 at tokens that are not ``used (N,)``.
 
-    Values are looked at on a CPU alone, outside of transforms.
+    Raises:
+        TypeError: ``temperature`` is not a floating tensor.
+        ValueError: its shape or device is wrong, or a value that is used is not positive and
+            finite. Values are read on a CPU only, outside of transforms.
     """
     _check_weights("temperature", temperature, hidden, hidden.shape[:-1], "(...)")
     if not temperature.is_floating_point():
@@ -250,6 +276,7 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
 
 
 def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
+    """Raise unless ``argmax_out`` is int64, with the shape and on the device of ``labels``."""
     if not isinstance(argmax_out, Tensor):
         raise not_a_tensor("argmax_out", argmax_out)
     if argmax_out.dtype != torch.int64:
@@ -262,6 +289,7 @@ def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
 
 
 def check_chunk_tokens(chunk_tokens: int | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless it is a positive int or ``None``."""
     if chunk_tokens is None:
         return
     if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, (int, torch.SymInt)):
@@ -271,6 +299,12 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
+    """Check a budget in bytes.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is not positive, or ``chunk_tokens`` is given as well.
+    """
     if memory_budget is None:
         return
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
@@ -287,7 +321,11 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
 
 
 def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
-    """The budget that was given; else that of the environment, where no chunk is asked for."""
+    """The given budget in bytes; else that of the environment, unless ``chunk_tokens`` is given.
+
+    Raises:
+        ValueError: the variable of the environment is not a positive whole number.
+    """
     if memory_budget is not None or chunk_tokens is not None:
         return memory_budget
     given = os.environ.get(BUDGET_VARIABLE, "").strip()

@@ -1,9 +1,9 @@
-"""The factor by which backward is expected to multiply a loss, where somebody knows it beforehand.
+"""The factor by which backward will multiply a loss, where it is known before the backward pass.
 
 A gradient is rounded to the inputs' dtype once it is made, and again when backward multiplies it.
 If the factor is known when the gradient is made, it is multiplied in before the first rounding, and
-there is no second. Who expects wrongly loses nothing but that: backward multiplies by what comes
-over what was expected.
+there is no second rounding. A wrong expectation costs a rounding and no more: backward multiplies
+by the real factor over the expected one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _expected: contextvars.ContextVar[Factor | Callable[[], Factor]] = contextvars.C
 
 @contextlib.contextmanager
 def expecting(factor: Factor | Callable[[], Factor]) -> Iterator[None]:
-    """Inside, sums of losses expect ``factor`` (``()``, or a number) from upstream.
+    """Inside the block, sums of losses expect ``factor`` as their upstream gradient.
 
-    ``None`` takes an outer expectation back. Not 0: nothing can be divided by it. A function is
-    asked once a gradient is made, for a factor that other ranks are still being asked about.
+    Args:
+        factor: ``()``, or a number other than 0; ``None`` cancels an outer expectation. A function
+            is called when a gradient is made, for a factor whose all-reduce is still running.
     """
     token = _expected.set(factor)
     try:
@@ -39,12 +40,12 @@ def expecting(factor: Factor | Callable[[], Factor]) -> Iterator[None]:
 
 
 def expected() -> Factor | Callable[[], Factor]:
-    """What the innermost :func:`expecting` says."""
+    """The factor of the innermost :func:`expecting` block; ``None`` outside of any."""
     return _expected.get()
 
 
 def with_expected_upstream(problem: Problem) -> Problem:
-    """The problem with what :func:`expecting` says, unless it knows better itself."""
+    """The problem with the expected factor, unless it holds one already or is compiled."""
     if problem.expected_upstream is not None or torch.compiler.is_compiling():
         return problem
     factor = expected()
@@ -54,7 +55,7 @@ def with_expected_upstream(problem: Problem) -> Problem:
         return problem
     dtype = acc_dtype(problem.hidden.dtype)
     device = problem.hidden.device
-    if not isinstance(factor, Tensor):  # (as_tensor would copy from the host)
+    if not isinstance(factor, Tensor):  # as_tensor would copy from the host
         return problem.but(expected_upstream=torch.full((), factor, dtype=dtype, device=device))
     factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
     return problem.but(expected_upstream=factor)

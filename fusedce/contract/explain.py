@@ -1,4 +1,4 @@
-"""Arguments in a wrong place or under a peer's name: what was probably meant, in words."""
+"""Error messages that say what was meant: by a peer's name of an argument, or by a shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedce.contract.problem import Problem
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What Liger-Kernel, cut-cross-entropy, QuACK, verl, torch and Transformers call the same.
+# Names in Liger-Kernel, cut-cross-entropy, QuACK, verl, torch and Transformers, with ours.
 _OURS = {
     "_input": "hidden",
     "accum_dtype": "nothing (weight gradients are summed in float32)",
@@ -59,7 +59,7 @@ _TWICE = (
 
 
 def explains_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose ``TypeError`` for a wrong argument says what was probably meant."""
+    """Decorate a function so that its ``TypeError`` for a wrong argument names the right one."""
     parameters = inspect.signature(function).parameters
     known = frozenset(parameters)
     ordered = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -92,7 +92,7 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def not_a_tensor(name: str, given: object) -> TypeError:
-    """The error for something else than a tensor under ``name``."""
+    """The error for an argument ``name`` that is not a tensor."""
     hint = ""
     if isinstance(given, (list, tuple)) or hasattr(given, "__array__"):
         hint = f": pass torch.as_tensor({name})"
@@ -109,7 +109,7 @@ def not_a_tensor(name: str, given: object) -> TypeError:
 
 
 def not_dense(name: str, given: Tensor) -> TypeError:
-    """The error for a sparse, quantised-layout or nested tensor under ``name``."""
+    """The error for an argument ``name`` that is a sparse or nested tensor."""
     if given.is_nested:
         return TypeError(
             f"{name} must be a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0) "
@@ -119,7 +119,7 @@ def not_dense(name: str, given: Tensor) -> TypeError:
 
 
 def misplaced(problem: Problem) -> str | None:
-    """What the shapes look like where they do not fit: an end of the error's message."""
+    """The likely mistake behind shapes that do not fit, for the end of an error message."""
     hidden, weight, labels = (tuple(x.shape) for x in problem[:3])
     if labels == weight[:-1] != hidden[:-1] and hidden[-1:] == weight[-1:] and len(hidden) == 2:
         return "hidden and weight look swapped: hidden comes first"

@@ -1,4 +1,4 @@
-"""Meshes and process groups: which ranks are meant."""
+"""Process groups and device meshes: the ranks that hold different tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ ALONE = object()  # every other rank holds the same tokens
 class Ranks:
     """The members of ``group``: a process group, a one-dimensional ``DeviceMesh``, or ``None``.
 
-    ``None`` means all ranks if ``torch.distributed`` is initialised *when asked*, else one rank:
-    the object may be made before the processes meet.
+    ``None`` means all ranks once ``torch.distributed`` is initialised, and one rank before: the
+    object may be made before the processes meet.
 
     Raises:
-        TypeError, ValueError: ``group`` is none of those.
+        TypeError: ``group`` is none of these.
+        ValueError: it is a mesh of several dimensions.
     """
 
     def __init__(self, group: Any) -> None:
@@ -45,17 +46,19 @@ class Ranks:
         return dist.group.WORLD if self._given is None else self._given
 
     def name(self) -> str:
-        """The same for objects that mean the same ranks, before and after they meet."""
+        """A name that is equal for objects of the same ranks, before and after they meet."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._given is None or self._given is world:
             return "world"
         return "alone" if self._given is ALONE else str(self._given.group_name)
 
     def size(self) -> int:
+        """Number of ranks; 1 in a single process."""
         group = self.group()
         return 1 if group is None else dist.get_world_size(group)
 
     def rank(self) -> int:
+        """This process's rank in the group; 0 in a single process."""
         group = self.group()
         return 0 if group is None else dist.get_rank(group)
 
@@ -76,7 +79,7 @@ def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
 
     Several dimensions are flattened into one; making that group is a collective of all ranks of
     the mesh, done once for the same dimensions. A dimension that the user has flattened already is
-    found by its name. None at all: every rank holds the same tokens.
+    found by its name. Without any dimension, every rank holds the same tokens (:data:`ALONE`).
 
     Raises:
         TypeError, ValueError: ``mesh`` is not a ``DeviceMesh``, or has no such dimension.
@@ -91,7 +94,7 @@ def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
         return ALONE
     if len(dims) == 1:
         try:
-            return mesh[dims[0]]  # one of its own, or one that was flattened
+            return mesh[dims[0]]  # a dimension of the mesh, or a flattened one
         except (KeyError, RuntimeError, ValueError):
             pass
     if not set(dims) <= set(names) or len(set(dims)) != len(dims):

@@ -1,4 +1,4 @@
-"""Labels: the next-token shift, the count of valid tokens, and what a bad label looks like.
+"""Labels: the next-token shift, the count of valid tokens, and the codes of bad labels.
 
 The shift and the count belong together. Counting before the shift includes the first label of
 every sequence, which no position predicts; a loss divided by that count is too small.
@@ -125,6 +125,7 @@ def count_valid(
 
 
 def check_labels(labels: object) -> None:
+    """Raise ``TypeError`` unless ``labels`` is a tensor of int64 or int32."""
     if not isinstance(labels, Tensor):
         raise not_a_tensor("labels", labels)
     if labels.dtype not in (torch.int64, torch.int32):
@@ -136,7 +137,7 @@ def check_labels(labels: object) -> None:
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether looking at the values of ``x`` costs nothing: on a CPU, and not traced or faked."""
+    """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -146,6 +147,7 @@ def can_be_read(x: Tensor) -> bool:
 
 
 def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number ``(T,)`` of each position's document."""
     T = labels.shape[-1]
     if labels.numel() != T:
         raise ValueError(
@@ -166,9 +168,9 @@ def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(positions, cu_seqlens[1:].to(labels.device, torch.int64), right=True)
 
 
-# A label out of range must not be trained on silently, and on a GPU must not kill the process
-# with a device assert either. There the loss becomes NaN, and the count carries what a host
-# needs for an error message once it looks: a negative number that packs position and value.
+# A label out of range must not be trained on silently, and on a GPU it must not kill the process
+# with a device assert either. There the loss becomes NaN, and the count becomes a negative number
+# that packs position and value, from which a host makes the error message when it reads the count.
 
 
 def bad_label_code(position: int, value: int) -> int:
@@ -188,17 +190,17 @@ def bad_label_message(
     code: int,
     V: int | None = None,
     ignore_index: int | None = None,
-    labels: Tensor | None = None,  # (N,), where looking at them costs nothing
+    labels: Tensor | None = None,  # (N,), where reading them does not synchronise
 ) -> str:
     """The error message for a negative ``n_valid`` made by :func:`bad_label_code`."""
     packed = -1 - code
     position, value = packed >> 32, (packed & 0xFFFFFFFF) + _INT32_MIN
     got = str(value if labels is None else int(labels[position]))
-    if labels is None and value in (_INT32_MIN, _INT32_MAX):  # a code holds no larger ones
+    if labels is None and value in (_INT32_MIN, _INT32_MAX):  # the code holds 32 bits
         got = f"{value} or beyond"
     below = "V" if V is None else f"V={V}"
     ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
-    if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # stands for none
+    if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # the value that replaced None
         ignored = ""
     return (
         f"labels must hold class indices in 0 <= label < {below}{ignored}: "

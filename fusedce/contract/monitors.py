@@ -1,4 +1,4 @@
-"""What is looked at beside the loss: sums over its tokens, from the same pass, without gradient."""
+"""Statistics beside the loss: detached sums over its tokens, computed in the same pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MONITORS = ("correct", "entropy", "z_loss")
 
 
 class MonitoredLossSum(LossSum):
-    """A :class:`LossSum`, two fields as ever, with sums over the same tokens beside it.
+    """A :class:`LossSum` of two fields, with an attribute that holds more sums over its tokens.
 
     Attributes:
         monitors: by name, ``()`` float64 without gradient: ``correct``, tokens whose likeliest
@@ -30,12 +30,14 @@ class MonitoredLossSum(LossSum):
 
     @classmethod
     def of(cls, out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
+        """``out`` with these sums beside it."""
         made = cls(*out)
         made.monitors, made._whole = monitors, out.is_whole
         return made
 
     @property
     def is_whole(self) -> bool:
+        """Whether this is the sum itself, never multiplied or divided by a number."""
         return self._whole
 
     def __add__(self, other: object) -> LossSum:
@@ -48,7 +50,7 @@ class MonitoredLossSum(LossSum):
         return MonitoredLossSum.of(total, both)
 
     def __mul__(self, factor: Any) -> LossSum:
-        """The same tokens, as often right and as uncertain; the z-loss is a part of the loss."""
+        """The loss times a number. The z-loss is scaled with it, the other sums are not."""
         return self._scaled(super().__mul__(factor), lambda x: x * factor)
 
     def __truediv__(self, divisor: Any) -> LossSum:
@@ -67,7 +69,7 @@ class MonitoredLossSum(LossSum):
 
 
 def check_monitor(monitor: Collection[str]) -> None:
-    """Raise for anything but names of :data:`MONITORS`."""
+    """Raise ``TypeError`` or ``ValueError`` unless it holds names of :data:`MONITORS` alone."""
     if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
         raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
     for name in monitor:
@@ -76,6 +78,7 @@ def check_monitor(monitor: Collection[str]) -> None:
 
 
 def wanted_for(monitor: Collection[str], *, argmax: bool) -> Wanted:
+    """The statistics of tokens that these sums, and ``argmax`` on request, are computed from."""
     return Wanted(
         argmax=argmax or "correct" in monitor,
         entropy="entropy" in monitor,
@@ -86,11 +89,14 @@ def wanted_for(monitor: Collection[str], *, argmax: bool) -> Wanted:
 def sums(
     problem: Problem,
     monitor: Collection[str],
-    argmax: Tensor | None,  # (N,), where wanted; so the others
+    argmax: Tensor | None,  # (N,); None where it is not wanted, like the two below
     lse: Tensor | None,
     entropy: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Of all tokens; what was left out is -1 in argmax and 0 in the others."""
+    """Sums over all tokens, by name: ``()`` float64.
+
+    Tokens without loss have -1 in ``argmax``, and 0 in ``lse`` and ``entropy``.
+    """
     found = {}
     with torch.no_grad():
         if "correct" in monitor and argmax is not None:

@@ -1,4 +1,4 @@
-"""What a token's loss is made of, and its derivatives by the statistics of its logits.
+"""The loss of a token, and its derivatives by the statistics of its logits.
 
 Every option beyond plain cross-entropy is a function of three numbers per token, each of them a
 by-product of the log-sum-exp: the negative log-probability of the label ``nll``, the log-sum-exp
@@ -7,7 +7,8 @@ label smoothing, with ``s`` the smoothing, and the z-loss (PaLM, arXiv:2204.0231
 
     loss = w * ((1 - s) * c_label * nll + s * (mean(c) * lse - zmean) + z_loss * lse**2)
 
-Kept in terms of ``nll``, which is exact at p -> 1, rather than of ``lse - z_label``, which is not.
+It is written in terms of ``nll``, which is exact at p -> 1, and not of ``lse - z_label``, which
+loses all digits there.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from fusedce.contract.rounding import acc_dtype
 
 
 class Stats(NamedTuple):
-    """Per token; 0 at positions that are ignored or have weight 0."""
+    """Statistics of each token; 0 at positions that are ignored or have weight 0."""
 
     nll: Tensor  # (N,) -log p(label), fp32 or fp64
-    lse: Tensor  # (N,), or (0,) where not asked for, as the two below
+    lse: Tensor  # (N,), or (0,) where it is not wanted, like the two below
     entropy: Tensor
     zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64
-    argmax: Tensor | None = None  # (N,) int64, where asked for; -1 at those positions
-    top: Tensor | None = None  # (N,) the largest logit, from backends that were asked for argmax
+    argmax: Tensor | None = None  # (N,) int64, where it is wanted; -1 at those positions
+    top: Tensor | None = None  # (N,) the largest logit, where argmax is wanted
 
 
 class Upstream(NamedTuple):
-    """What turns a token's logits into their gradient, (N,) each.
+    """Factors that turn a token's probabilities into the gradient of its logits, (N,) each.
 
     ``g = p * (alpha - beta * log p) + gamma * c``, but ``at_label`` at the label.
     """
@@ -60,9 +61,9 @@ class Slopes(NamedTuple):
 
 
 def folded(problem: Problem) -> Problem:
-    """The same, with class weights as token weights where they are nothing else.
+    """Turn class weights into token weights where the loss is the label's ``nll`` alone.
 
-    A token of weight 0 is then left out as a whole, with whatever its logits hold.
+    A token of weight 0 is then left out as a whole, even if its logits are not finite.
     """
     c = problem.class_weight
     if c is None or not problem.of_nll_alone():
@@ -119,7 +120,7 @@ def _mean_class(problem: Problem) -> Tensor | float:
 
 
 def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
-    """``()`` float64 each: weights of the classes of the valid tokens (or 1), and their number."""
+    """Sum of the valid tokens' class weights (1 without any), and their number: ``()`` float64."""
     valid, c = problem.valid(), problem.class_weight
     count = valid.sum().double()
     if c is None:
@@ -129,11 +130,11 @@ def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
-    """``()`` fp32 or fp64: the factor in which gradients are taken before they are rounded.
+    """The factor ``()`` in fp32 or fp64 by which gradients are multiplied before rounding.
 
-    A tensor of its own, that an operator may hand out. Backward multiplies by what comes from
-    upstream over this, nothing at all where that is 1. Where nobody has said what will come, that
-    of :meth:`LossSum.mean`.
+    It is the problem's expected upstream gradient, or else that of :meth:`LossSum.mean`, as a new
+    tensor that an operator may return. Backward multiplies by the real upstream gradient over this
+    factor, and skips the product where that is 1.
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()

@@ -1,4 +1,4 @@
-"""The one record of what is asked of a loss, from the public functions down to the kernels.
+"""The record of a loss's inputs and options, from the public functions down to the kernels.
 
 Its fields, in order, are the arguments of the ``torch.library`` operators: each of them begins
 with ``Problem(*arguments[: len(Problem._fields)])``.
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Problem(NamedTuple):
-    """Everything asked of a loss.
+    """Inputs and options of a loss.
 
-    Public functions fill it with what they were given; :func:`fusedce.contract.checks.checked`
-    turns that into a problem every other layer can rely on: flattened, cast, in range.
-    (torch.compile before 2.9 traces neither properties of a NamedTuple nor ``_replace``.)
+    Public functions fill it with their arguments; :func:`fusedce.contract.checks.checked` turns
+    these into what every other layer relies on: flattened, cast, in range. Methods stand in for
+    properties and ``_replace``, which torch.compile before 2.9 cannot trace.
     """
 
     hidden: Tensor  # (N, H) fp32, bf16, fp16 or fp64
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     backend: str | None = None
 
     def but(self, **changes: Any) -> Problem:
-        """The same with other values in some fields."""
+        """The problem with other values in some fields."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
 
     def valid(self) -> Tensor:
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
         return self.labels.ne(cast(int, self.ignore_index))
 
     def plain(self) -> bool:
-        """Whether the loss is cross-entropy and nothing else."""
+        """Whether the loss is unweighted cross-entropy without further terms."""
         return self.of_nll_alone() and self.unweighted()
 
     def of_nll_alone(self) -> bool:
@@ -54,10 +54,11 @@ class Problem(NamedTuple):
         return not (self.label_smoothing or self.z_loss)
 
     def unweighted(self) -> bool:
+        """Whether neither tokens nor classes have weights."""
         return self.token_weight is None and self.class_weight is None
 
     def rows(self, chosen: Tensor | slice) -> Problem:
-        """The problem of the tokens at ``chosen``, as far as the objective looks at tokens."""
+        """The problem with the weights of the tokens ``chosen``, for their part of the loss."""
         if self.token_weight is None:
             return self
         return self.but(token_weight=self.token_weight[chosen])
@@ -66,13 +67,13 @@ class Problem(NamedTuple):
 NUMBERS = tuple(
     name for name, hint in get_type_hints(Problem).items() if hint in (float, float | None)
 )
-"""Options that are numbers: checked, cast and compared between ranks without naming them."""
+"""Names of numeric options, which are checked, cast and compared between ranks by this list."""
 RANGES = {"label_smoothing": (0, 1)}
-"""Of those that may not be any finite number."""
+"""Allowed ranges of numeric options; others may be any finite number."""
 
 
 class Wanted(NamedTuple):
-    """What to compute beside the loss: gradients of the inputs, statistics of the tokens."""
+    """Results to compute beside the loss: gradients of the inputs, statistics of the tokens."""
 
     hidden: bool = False
     weight: bool = False
@@ -83,14 +84,16 @@ class Wanted(NamedTuple):
     argmax: bool = False
 
     def but(self, **changes: bool) -> Wanted:
+        """The record with other values in some fields."""
         return Wanted(**{**dict(zip(Wanted._fields, self, strict=True)), **changes})
 
     def gradients(self) -> tuple[bool, bool, bool]:
+        """Whether the gradients of hidden, weight and bias are wanted."""
         return self.hidden, self.weight, self.bias
 
 
 def records(flat: Sequence[Any]) -> tuple[Problem, Wanted, Sequence[Any]]:
-    """An operator's arguments as what they are, and those that follow."""
+    """The two records at the start of an operator's arguments, and the arguments after them."""
     problem, wanted = len(Problem._fields), len(Wanted._fields)
     end = problem + wanted
     return Problem(*flat[:problem]), Wanted(*flat[problem:end]), flat[end:]

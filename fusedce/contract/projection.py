@@ -1,4 +1,4 @@
-"""The output projection: weight, bias, scale and cap; the slope of its logits."""
+"""The output projection: weight, bias, scale and cap, and the slope of its logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedce.contract.rounding import acc_dtype
 class Projection(NamedTuple):
     """Logits ``z = scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(z / softcap)``.
 
-    They are made of exact products of the inputs, with sums in ``acc``.
+    Products of the inputs are exact, and are summed in ``acc``.
     """
 
     weight: Tensor  # (V, H)
@@ -24,6 +24,7 @@ class Projection(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Projection:
+        """The projection of a problem."""
         return cls(problem.weight, problem.bias, problem.logit_scale, problem.softcap)
 
     @property
@@ -32,5 +33,5 @@ class Projection(NamedTuple):
         return acc_dtype(self.weight.dtype)
 
     def slope(self, z: Tensor) -> Tensor | None:
-        """Derivative of capped logits by those before the cap; ``None`` for 1 everywhere."""
+        """Derivative of capped logits ``z`` by those before the cap; ``None`` without a cap."""
         return None if self.softcap is None else 1 - (z / self.softcap).square_()

@@ -1,4 +1,4 @@
-"""What the public functions return."""
+"""Results of the public functions: sums of losses, statistics of tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class LossSum(NamedTuple):
         With gradient accumulation or several ranks, ``denominator`` is the number of valid tokens
         of the whole optimizer step: see :class:`fusedce.LossAccumulator`.
 
-        A ``denominator`` of 0 is none.
+        A ``denominator`` of 0 counts as none.
 
         Raises:
-            TypeError: ``denominator`` is no number and no tensor.
-            ValueError: ``denominator`` is negative, not finite (both seen in Python numbers alone),
-                or a tensor with more than one element.
+            TypeError: ``denominator`` is neither a number nor a tensor.
+            ValueError: ``denominator`` is a negative or infinite Python number, or a tensor with
+                more than one element.
         """
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):
@@ -93,14 +93,14 @@ class LossSum(NamedTuple):
     def __neg__(self) -> LossSum:
         return ScaledLossSum(-self.loss_sum, self.n_valid)
 
-    # ---- what asks for a loss, which this is not yet ----------------------------------------
+    # ---- operations of a loss, which raise errors ---------------------------------------------
 
     def backward(self, *_: object, **__: object) -> None:
-        """Raises TypeError: a sum must be divided before it is differentiated."""
+        """Raise ``TypeError``: a sum must be divided before it is differentiated."""
         raise _no_loss("backward()")
 
     def item(self) -> float:
-        """Raises TypeError: a sum is no loss per token."""
+        """Raise ``TypeError``: a sum is not a loss per token."""
         raise _no_loss("item()")
 
     def __float__(self) -> float:
@@ -136,10 +136,11 @@ class LossSum(NamedTuple):
 
 
 class ScaledLossSum(LossSum):
-    """A sum that was multiplied or divided by a number: its loss is another one's share."""
+    """A sum that was multiplied or divided by a number, and so is a share of a loss."""
 
     @property
     def is_whole(self) -> bool:
+        """Always False."""
         return False
 
 
@@ -161,7 +162,7 @@ def _is_factor(x: object) -> bool:
 
 
 class TokenStats(NamedTuple):
-    """What :func:`fused_logprobs` returns, each of the shape of ``labels``.
+    """The result of :func:`fused_logprobs`, each of the shape of ``labels``.
 
     Attributes:
         logprob: log-probability of the label, nats, at most 0; fp32 (fp64 for fp64 inputs).
@@ -177,7 +178,7 @@ class TokenStats(NamedTuple):
 
 
 class TokenStatsAndMean(NamedTuple):
-    """:class:`TokenStats` with one more.
+    """:class:`TokenStats` with one more field.
 
     Attributes:
         mean_logit: mean of the finished logits over the V classes; dtype of logprob.

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-import fusedce.head.lazy.loss  # noqa: F401  # registers F.cross_entropy of lazy logits
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.expected_items import note_items
+from fusedce.head.lazy.loss import note_items  # also registers F.cross_entropy of lazy logits
 from fusedce.head.probe import can_probe, mode_of, restoring
 from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.replaced_forward import Attached, attached_to

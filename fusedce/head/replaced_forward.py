@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.autograd_node import make_logits
+from fusedce.head.lazy.grad import make_logits
 from fusedce.head.lazy.traced import TracedLogits
 from fusedce.head.optimizer_clock import CLOCK
 from fusedce.head.probe import Mode, Products, can_probe, cast_of, is_plain, mode_of, probe

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedce.peers import IMPLEMENTATIONS, missing
+from fusedce.tools.peers import IMPLEMENTATIONS, missing
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"

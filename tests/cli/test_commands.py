@@ -99,9 +99,9 @@ def test_a_suggestion_is_made_once():
 
 
 def test_the_picture_is_tried_before_the_measurement(monkeypatch):
-    from fusedce import benchmark
+    from fusedce.tools import bench
 
-    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: pytest.fail("it was measured first"))
+    monkeypatch.setattr(bench, "bench", lambda *a, **k: pytest.fail("it was measured first"))
     done = call("bench", "--picture", "/proc/none/x.png")
     assert done.exit_code == 2
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -110,12 +110,12 @@ def test_the_picture_is_tried_before_the_measurement(monkeypatch):
 
 
 def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
-    from fusedce import benchmark
+    from fusedce.tools import bench
 
-    result = benchmark.Result(
-        (8, 4, 9), "fp32", "cpu", "here", "method", [benchmark.Row("bare GEMMs", [1.0], None)]
+    result = bench.Result(
+        (8, 4, 9), "fp32", "cpu", "here", "method", [bench.Row("bare GEMMs", [1.0], None)]
     )
-    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: result)
+    monkeypatch.setattr(bench, "bench", lambda *a, **k: result)
     assert "Compiled eager: add --compile" in call("bench").output
     assert "--compile" not in call("bench", "--compile").output
 
@@ -131,12 +131,12 @@ def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
     ],
 )
 def test_what_stops_a_command_is_one_line(monkeypatch, raised, status, words):
-    from fusedce import benchmark
+    from fusedce.tools import bench
 
     def stopped(*args, **kwargs):
         raise raised
 
-    monkeypatch.setattr(benchmark, "bench", stopped)
+    monkeypatch.setattr(bench, "bench", stopped)
     done = call("bench")
     assert done.exit_code == status
     assert words in done.stderr
@@ -145,9 +145,9 @@ def test_what_stops_a_command_is_one_line(monkeypatch, raised, status, words):
 
 
 def test_an_error_of_ours_keeps_its_trace(monkeypatch):
-    from fusedce import benchmark
+    from fusedce.tools import bench
 
-    monkeypatch.setattr(benchmark, "bench", lambda *a, **k: [][1])
+    monkeypatch.setattr(bench, "bench", lambda *a, **k: [][1])
     assert isinstance(call("bench").exception, IndexError)
 
 
@@ -159,13 +159,13 @@ def test_an_error_of_ours_keeps_its_trace(monkeypatch):
     ],
 )
 def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised, words):
-    from fusedce import models
+    from fusedce.tools import model_sizes
 
     def fails(model):
         raise raised
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "_download", fails)
+    monkeypatch.setattr(model_sizes, "_download", fails)
     done = call("plan", "org/name")
     assert done.exit_code == 2
     assert words in done.stderr
@@ -173,12 +173,12 @@ def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised,
 
 
 def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
-    from fusedce import models
+    from fusedce.tools import model_sizes
 
     config = tmp_path / "config.json"
     config.write_text('{"hidden_size": 64, "vocab_size": 1000}')
     asked = []
-    monkeypatch.setattr(models, "_download", lambda model: asked.append(model) or config)
+    monkeypatch.setattr(model_sizes, "_download", lambda model: asked.append(model) or config)
     found = answer("plan", "org/name")
     assert asked == ["org/name"]
     assert (found["model"]["H"], found["model"]["V"]) == (64, 1000)
@@ -208,7 +208,7 @@ def test_the_doctor_reports():
 
 
 def test_a_wrong_result_is_found(monkeypatch):
-    from fusedce import doctor
+    from fusedce.tools import doctor
 
     def twice(*args, **kwargs):
         return 2 * fusedce.reference_ce(*args, **kwargs)
@@ -231,7 +231,7 @@ def test_a_wrong_result_is_found(monkeypatch):
     ],
 )
 def test_versions_are_ordered_as_pip_orders_them(installed, verdict, monkeypatch):
-    from fusedce import doctor
+    from fusedce.tools import doctor
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: installed)
     found = doctor._version("torch", "2.8.0", "2.15.0")
@@ -240,7 +240,7 @@ def test_versions_are_ordered_as_pip_orders_them(installed, verdict, monkeypatch
 
 
 def test_tested_versions_are_those_of_the_constraints():
-    from fusedce.doctor import TESTED
+    from fusedce.tools.doctor import TESTED
 
     root = Path(__file__).parents[2]
     pinned = {}
@@ -282,7 +282,7 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 @pytest.mark.slow
 def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     """In small: few and short sequences; what it must show stays the same."""
-    from fusedce.demo import run
+    from fusedce.tools.demo import run
 
     monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)
     found = answer("demo", "--quick", "--steps", "3", "--out", str(tmp_path))

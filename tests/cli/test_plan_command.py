@@ -34,7 +34,7 @@ def test_a_plan_reads_a_configuration(llama):
 
 def test_the_most_tokens_are_those_that_fit(llama):
     """One token more would not: checked against the memory that the plan itself names."""
-    from fusedce import plan
+    from fusedce.tools import plan
 
     found = answer("plan", str(llama), "--free", "8", "--device", "A100")
     of = plan.sizes(str(llama))
@@ -69,8 +69,8 @@ def test_a_plan_for_every_device_and_dtype(device, dtype):
 
 def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
     """On a CPU, where it can be watched."""
-    from fusedce import plan
     from fusedce.backends.torch import training
+    from fusedce.tools import plan
 
     sizes = []
 

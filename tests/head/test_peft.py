@@ -171,7 +171,7 @@ def test_frozen_head_costs_no_weight_gradient(monkeypatch):
         return ce_apart(problem, wanted)
 
     model = adapted()
-    monkeypatch.setattr("fusedce.head.lazy.fused_call.ce_apart", spy)
+    monkeypatch.setattr("fusedce.head.lazy.loss.ce_apart", spy)
     replace_loss_head(model)
     loss_and_grads(model)
     ((weight, wanted),) = given

@@ -5,8 +5,8 @@ from mutants import Mutant
 MUTANTS = [
     Mutant(
         "check: gradients are not compared",
-        "float(apart / norm),",
-        "float(0 * apart / norm),",
+        "float(difference / norm),",
+        "float(0 * difference / norm),",
         "test_check_command.py -k wrong_loss",
     ),
     Mutant(
@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     Mutant(
         "command line: torch is imported for a help text",
-        "import fusedce\nfrom fusedce import render",
-        "import torch\n\nimport fusedce\nfrom fusedce import render",
+        "import fusedce\nfrom fusedce.tools import render",
+        "import torch\n\nimport fusedce\nfrom fusedce.tools import render",
         "test_commands.py -k help_comes_at_once",
     ),
     Mutant(

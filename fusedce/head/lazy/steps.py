@@ -60,6 +60,7 @@ class Same(LogitsStep):
     rearranges, undone = True, False
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Return the same operands."""
         return p
 
 
@@ -72,6 +73,7 @@ class Cast(LogitsStep):
         self.dtype = dtype
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Note a rounding; ``None`` for float64, which asks for a loss in float64."""
         # A cast to float64 asks for a loss in float64.
         if self.dtype == torch.float64 != p.hidden.dtype:
             return None
@@ -89,6 +91,7 @@ class Reshape(LogitsStep):
         self.before, self.after = before, after
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Reshape the rows; ``None`` if the class dimension does not survive."""
         c = p.class_dim
         if c == len(self.before) - 1:
             at = len(self.after) - 1
@@ -118,6 +121,7 @@ class Permute(LogitsStep):
     __hash__ = None  # type: ignore[assignment]
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Permute the rows, and note where the classes are."""
         rows = [p.insert(d) for d in self.dims if d != p.class_dim]
         hidden = p.hidden.permute([*rows, len(rows)])
         return p._replace(hidden=hidden, class_dim=self.dims.index(p.class_dim))
@@ -139,6 +143,7 @@ class Slice(LogitsStep):
     __hash__ = None  # type: ignore[assignment]
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Slice the rows, or the classes by a step of 1."""
         if self.dim != p.class_dim:
             index = (*(slice(None) for _ in range(p.insert(self.dim))), self.index)
             return p._replace(hidden=p.hidden[index])
@@ -165,6 +170,7 @@ class Index(LogitsStep):
     __hash__ = None  # type: ignore[assignment]
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Index the rows; ``None`` if an index reaches the classes."""
         used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in self.indices)
         if p.class_dim != len(self.before) - 1 or used > p.class_dim:
             return None
@@ -189,6 +195,7 @@ class Scale(LogitsStep):
     __hash__ = None  # type: ignore[assignment]
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Multiply the scale, or the factor after a tanh."""
         if self.kind == "div" and self.number == 0:
             return None
         factor = self.number if self.kind == "mul" else 1 / self.number
@@ -204,6 +211,7 @@ class Factor(LogitsStep):
         self.factor = factor
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Multiply the further factor; ``None`` after a tanh."""
         if p.cap is not None:
             return None  # the fused loss takes a cap as a number
         return p._replace(factor=self.factor if p.factor is None else p.factor * self.factor)
@@ -213,6 +221,7 @@ class Cap(LogitsStep):
     """A tanh; two of them are never equal."""
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Set the cap to 1; ``None`` for a second tanh."""
         return None if p.cap is not None else p._replace(cap=1.0)
 
 
@@ -225,6 +234,7 @@ class Bias(LogitsStep):
         self.bias = bias  # (V,)
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Add to the bias; ``None`` after any change of the values, or with other classes."""
         if (
             p.scale != 1.0
             or p.factor is not None
@@ -247,6 +257,7 @@ class Subscript(LogitsStep):
         self.items = items
 
     def fuse(self, p: Projected) -> Projected | None:
+        """Index the rows and slice the classes."""
         *rows, classes = self.items
         if p.class_dim != p.hidden.dim() - 1 or not isinstance(classes, slice):
             return None

@@ -1,4 +1,4 @@
-"""What a user calls a model on the command line, as sizes, as a configuration, as a small model.
+"""Turn the MODEL of a command line into sizes, a configuration, a class or a model.
 
 ``MODEL`` is a folder that holds ``config.json``, such a file itself, the name of a class of
 transformers (``LlamaForCausalLM``) or of a model type (``llama``); where sizes are enough, ``H,V``.
@@ -23,11 +23,11 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 
 
 class UserError(ValueError):
-    """Something that whoever called can put right: the command line prints it without a trace."""
+    """A mistake of the user: the command line prints its message without a traceback."""
 
 
 class Sizes(NamedTuple):
-    """What a plan needs of a model."""
+    """The sizes of a model that a plan needs."""
 
     name: str
     H: int
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(model: str) -> Sizes:
-    """Sizes of ``model``; of a folder or file without importing torch.
+    """Sizes of ``model``. Those of a folder or file are read without importing torch.
 
     Raises:
         UserError: there is no such model, or its configuration names no sizes.
@@ -64,7 +64,7 @@ def sizes(model: str) -> Sizes:
 
 
 def _parameters(values: dict[str, Any], H: int, V: int, layers: int | None) -> int | None:
-    """Of a dense gated decoder such as Llama; ``None`` for others (experts, state spaces)."""
+    """Parameters of a dense gated decoder such as Llama; ``None`` with experts or state spaces."""
     inner, heads = values.get("intermediate_size"), values.get("num_attention_heads")
     if not layers or not inner or not heads or any("expert" in k and v for k, v in values.items()):
         return None

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from fusedce.demo.cost import Cost
+from fusedce.tools.demo.cost import Cost
 
 FULL, NAIVE, WINDOW = "A full batch", "B naive mean", "C LossAccumulator"
 COLORS = {FULL: "#222222", NAIVE: "#d55e00", WINDOW: "#0072b2"}  # safe for the colour-blind

@@ -1,8 +1,8 @@
-"""The losses that are compared: each takes ``(hidden, weight, labels, **options)`` and returns the
-mean loss, ready for ``backward``.
+"""The losses of ours and of other libraries that are compared, with one signature.
 
-Peers are imported when asked for, and looked for before a process is started for them: one that is
-not installed is a row that says so.
+Each takes ``hidden (N, H)``, ``weight (V, H)``, ``labels (N,)`` and options, and returns the mean
+loss over valid tokens, ready for ``backward``. A peer is imported at its first call;
+:func:`missing` looks for it beforehand, and the table says which are not installed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from torch import Tensor
 
 
 def fused_ce(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """:func:`fusedce.fused_ce`."""
     import fusedce
 
     return fusedce.fused_ce(hidden, weight, labels, **options).mean()
 
 
 def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Torch's own loss on float32 logits, as models of transformers compute it."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
 def compiled_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """:func:`eager` through ``torch.compile``."""
     return _compiled()(hidden, weight, labels)
 
 
@@ -39,18 +42,20 @@ def _compiled() -> Callable[..., Tensor]:
 def torch_chunked(
     hidden: Tensor, weight: Tensor, labels: Tensor, batch_chunk_size: int | None = None
 ) -> Tensor:
+    """``F.linear_cross_entropy``, of torch 2.12 and later."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=batch_chunk_size)
     return F.linear_cross_entropy(hidden, weight, labels, options=options)
 
 
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Liger-Kernel's fused loss in Triton."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
 
 
 def liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Its own path for Hopper, which has to be asked for by name."""
+    """Liger-Kernel's loss for Hopper, which its public class does not choose by itself."""
     from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
 
     return sm90.LigerFusedLinearCrossEntropySM90Function.apply(hidden, weight, labels)
@@ -59,12 +64,14 @@ def liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def cut_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, filter_eps: float | str | None = "high"
 ) -> Tensor:
+    """Cut-cross-entropy; ``filter_eps=None`` computes all gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
     return linear_cross_entropy(hidden, weight, labels, filter_eps=filter_eps)
 
 
 def quack(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """QuACK's chunked loss."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(hidden, weight, labels, reduction="mean")
@@ -85,7 +92,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "QuACK": quack,
 }
 ON_CPU = tuple(IMPLEMENTATIONS)[:5]
-# Modules without which a peer cannot run: what is looked for before a process is spent.
+# Modules that a peer needs.
 _NEEDS = {
     "Liger-Kernel": ("liger_kernel",),
     "Liger-Kernel, CuTe": ("liger_kernel", "cutlass"),
@@ -99,7 +106,10 @@ NOT_INSTALLED = "is not installed"
 
 
 def missing(name: str) -> str | None:
-    """Why an implementation cannot run here, as far as one sees without importing it."""
+    """Why an implementation cannot run here; ``None`` if its modules are installed.
+
+    Nothing is imported.
+    """
     for module in _NEEDS.get(name, ()):
         if importlib.util.find_spec(module) is None:
             return f"{module} {NOT_INSTALLED}"

@@ -1,8 +1,8 @@
-"""What the loss of a model needs: memory and time of eager, compiled and ours, without running it.
+"""`fusedce plan`: predicted memory and time of a model's loss, by eager, compiled and fused code.
 
-Memory is that beyond the model, the hidden states and their gradients: ours is what the backend's
-own plan says, that of the others follows from how many logits they hold. Times of GPUs, in bf16 and
-fp16, are those of :mod:`fusedce.prediction`. No torch is needed unless a class has to be looked up.
+Memory is counted beyond the model, the hidden states and their gradients. Ours is that of the
+backend's own plan; that of the others follows from the logits they hold. Times, for GPUs in bf16
+and fp16, come from :mod:`fusedce.prediction`. Only the look-up of a class needs torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedce import pictures
-from fusedce.backends.plan import ONE_CHUNK, TILES, WAYS, Way, least_bytes, way_of
-from fusedce.models import Sizes, UserError, sizes
+from fusedce.backends.plan import ONE_CHUNK, TILES, Way, least_bytes, way_of
 from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, call, fused_ce, predict
+from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
@@ -31,10 +29,11 @@ class Method:
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
     milliseconds: float | None  # predicted; None where no figures of the device are known
-    most_tokens: int | None  # that fit beside the rest; None where that is not known
+    most_tokens: int | None  # the largest batch that fits; None where the memory is not known
 
     @property
     def bytes(self) -> int:
+        """All of the memory."""
         return sum(self.memory.values())
 
 
@@ -46,26 +45,29 @@ class Point(NamedTuple):
     tokens: int  # of a chunk, or of a block of a tile
     classes: int  # of a tile
     bytes: int  # held beside inputs and gradients
-    products: int  # of N * V * H multiplications
+    products: int  # matrix products of N * V * H multiplications each
     milliseconds: float | None  # predicted; None where no figures of the device are known
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
+    """The prediction of :func:`plan`."""
+
     model: Sizes
     tokens: int  # of a micro-batch on one device
     dtype: str
     gpus: int
     device: str
-    logits_bytes: int  # of one copy, in `dtype`
-    chunk_tokens: int  # of ours
-    states_bytes: int | None  # of weights, gradients and optimizer on each device
-    free_bytes: int | None  # what the loss and the activations may have
-    floor_milliseconds: float | None  # of the three bare products
+    logits_bytes: int  # of one copy of the logits, in `dtype`
+    chunk_tokens: int  # of a chunk of fused_ce
+    states_bytes: int | None  # weights, gradients and Adam's moments on each device
+    free_bytes: int | None  # left for the loss and the activations
+    floor_milliseconds: float | None  # the three bare products, predicted
     methods: tuple[Method, ...]
-    frontier: tuple[Point, ...]  # of ours
+    frontier: tuple[Point, ...]  # memory against time of fused_ce
 
     def data(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         found = asdict(self)
         found["model"] = self.model._asdict()
         found["frontier"] = [point._asdict() for point in self.frontier]
@@ -77,11 +79,11 @@ class Plan:
 def plan(
     model: str, *, tokens: int = 8192, dtype: str = "bf16", gpus: int = 1, device: str = "H200",
     free: float | None = None,
-) -> Plan:  # fmt: skip
+) -> ModelPlan:  # fmt: skip
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
 
     Args:
-        model: see :mod:`fusedce.models`; ``H,V`` will do.
+        model: see :mod:`fusedce.tools.model_sizes`; ``H,V`` will do.
         tokens: of a micro-batch on one device.
         dtype: of hidden states and head: "fp32", "bf16" or "fp16".
         gpus: over which weights, gradients and optimizer states are sharded (FSDP, ZeRO-3).
@@ -118,16 +120,16 @@ def plan(
     floor = None
     if known is not None and b == 2:
         floor = 1e3 * bare_gemms(tokens, of.H, of.V, known).seconds
-    return Plan(
+    return ModelPlan(
         of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
         states, room, floor, methods, frontier(tokens, of.H, of.V, b, known),
     )  # fmt: skip
 
 
 def device_here() -> str | None:
-    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; None without such a one.
+    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; ``None`` without one.
 
-    It is asked of nvidia-smi, which needs no torch.
+    nvidia-smi tells it, so that torch is not imported.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -139,14 +141,14 @@ def device_here() -> str | None:
 
 
 def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
-    """Tokens of a chunk of our training pass, with ``b`` bytes an element."""
+    """Tokens of a chunk of our training pass, for elements of ``b`` bytes."""
     return ours(N, H, V, b, device).tokens
 
 
 def ours(
     N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
 ) -> Way:
-    """The way that our training pass takes."""
+    """The way that our training pass takes (:func:`fusedce.backends.plan.way_of`)."""
     asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
     return way_of(asked, memory_budget=memory_budget)
 
@@ -163,7 +165,7 @@ def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> 
 
 
 def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Point, ...]:
-    """Memory against time of our three ways: the least budget, and each twice the one before.
+    """Memory and time for rising budgets: the least one, then each twice the one before.
 
     The last is the first in which all logits are one chunk.
     """
@@ -182,41 +184,6 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
             found.append(point)
         budget *= 2
     return tuple(found)
-
-
-def draw(found: Plan, path: Path) -> None:
-    """Memory against predicted time of our ways, beside eager and compiled eager.
-
-    Raises:
-        UserError: no times are predicted for this device and dtype; matplotlib is missing; ``path``
-            cannot be written.
-    """
-    if found.floor_milliseconds is None:
-        raise UserError("--picture needs predicted times: a GPU and bf16 or fp16")
-    figure = pictures.figure(8, 4.5)
-    axes = figure.subplots()
-    for name, colour in zip(WAYS, ("#0072b2", "#56b4e9", "#009e73"), strict=True):
-        points = [p for p in found.frontier if p.way == name]
-        axes.plot(
-            [p.bytes / GiB for p in points], [p.milliseconds for p in points], "o-", color=colour,
-            label=f"fused_ce, {name}",
-        )  # fmt: skip
-    for method, marker in zip(found.methods, "sD", strict=False):
-        axes.plot(method.bytes / GiB, method.milliseconds, marker, color="#9a9a9a")
-        axes.annotate(method.name, (method.bytes / GiB, method.milliseconds), (6, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.axhline(found.floor_milliseconds, color="#cccccc", zorder=0)
-    axes.set_xscale("log")
-    axes.set_ylim(0)
-    axes.set_xlabel("memory beside inputs and gradients, GiB")
-    axes.set_title("ms, predicted; the line: three bare products", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    of = found.model
-    pictures.save(
-        figure, path,
-        f"{of.name}: {found.tokens} tokens, H={of.H}, V={of.V}, {found.dtype}, {found.device}",
-    )  # fmt: skip
 
 
 def _milliseconds(name: str, N: int, of: Sizes, b: int, device: Device | None) -> float | None:

@@ -1,4 +1,4 @@
-"""`fusedce bench`: one shape on this machine, beside whatever else is installed here.
+"""`fusedce bench`: time and memory of the loss of one shape, beside the peers installed here.
 
 Times are interleaved and memory comes from fresh processes, as :mod:`fusedce.measure` says. The
 scripts in ``bench/`` of the repository measure more, and more carefully.
@@ -11,16 +11,14 @@ import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce import pictures
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
-from fusedce.models import UserError
-from fusedce.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, missing
+from fusedce.tools.model_sizes import UserError
+from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, missing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
@@ -32,24 +30,28 @@ class Row:
 
     name: str
     seconds: list[float] | None  # sorted
-    extra_bytes: int | None  # at the peak, beyond inputs and before the call
+    extra_bytes: int | None  # peak above the level before the call
     skipped: str | None = None  # why it did not run
 
     @property
     def median(self) -> float | None:
+        """Median of the seconds; ``None`` if it did not run."""
         return statistics.median(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Result:
+    """The measurements of :func:`bench`."""
+
     shape: tuple[int, int, int]  # N, H, V
     dtype: str
     device: str
-    where: str  # what the numbers hold for, in words
+    where: str  # machine, versions and repeats, for a caption
     memory_method: str
     rows: list[Row]  # the first is that of the bare products
 
     def data(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         return asdict(self)
 
     def table(self) -> list[dict[str, str]]:
@@ -99,7 +101,7 @@ def bench(
         try:
             calls[name] = prepare(name, **target)  # type: ignore[arg-type]
             calls[name]()
-        except Exception as problem:  # a peer's failure is a row, not the end
+        except Exception as problem:  # a peer that fails is a row of the table
             if name == "fused_ce":
                 raise
             calls.pop(name, None)
@@ -113,7 +115,7 @@ def bench(
             continue
         progress(f"memory of {name}, in a process of its own")
         extra = peak_extra_bytes(
-            "fusedce.benchmark:prepare", {"name": name, **target}, device=device
+            "fusedce.tools.bench:prepare", {"name": name, **target}, device=device
         )
         rows.append(Row(name, seconds[name], extra))
     threads = f"{torch.get_num_threads()} threads"
@@ -160,32 +162,3 @@ def _floor(hidden: Tensor, weight: Tensor) -> Callable[[], object]:
 
 def _gpu(device: str) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
-
-
-def draw(result: Result, path: Path) -> None:
-    """Draw bars of memory and of time, ours in blue.
-
-    Raises:
-        UserError: matplotlib is missing, or ``path`` cannot be written.
-    """
-    ran = [r for r in result.rows if r.median is not None]
-    figure = pictures.figure(10, 1.6 + 0.4 * len(ran))
-    left, right = figure.subplots(1, 2)
-    with_memory = [r for r in ran if r.extra_bytes is not None]
-    panels = (
-        (left, with_memory, [(r.extra_bytes or 0) / 2**20 for r in with_memory],
-         "Peak memory beyond the inputs, MiB", "{:.0f}"),
-        (right, ran, [1e3 * r.median for r in ran if r.median], "Time, ms", "{:.1f}"),
-    )  # fmt: skip
-    for axes, rows, values, title, form in panels:
-        colours = ["#0072b2" if r.name == "fused_ce" else "#9a9a9a" for r in rows]
-        bars = axes.barh(range(len(rows)), values, color=colours)
-        axes.bar_label(bars, [form.format(v) for v in values], padding=3)
-        axes.set_yticks(range(len(rows)), [r.name for r in rows])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.2 * max(values))
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    N, H, V = result.shape
-    caption = f"Forward + backward, N={N}, H={H}, V={V}, {result.dtype}. {result.where}"
-    pictures.save(figure, path, caption)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce import fused_ce, shift_labels
-from fusedce.demo.data import Batch, hidden_states, pad
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.tools.demo.data import Batch, hidden_states, pad
 
 
 class Cost(NamedTuple):
@@ -48,7 +48,7 @@ def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -
         torch.save(tuple(x.cpu() for x in inputs), path)
         extra = {
             name: peak_extra_bytes(
-                "fusedce.demo.cost:prepare_loss",
+                "fusedce.tools.demo.cost:prepare_loss",
                 {"name": name, "path": path, "device": str(device)},
                 device=str(device),
             )

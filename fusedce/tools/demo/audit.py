@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import fusedce
-from fusedce.demo.data import LEARNING_RATE, build_model, draw_batches, sections, train_tokenizer
+from fusedce.tools.demo.data import (
+    LEARNING_RATE,
+    build_model,
+    draw_batches,
+    sections,
+    train_tokenizer,
+)
 
 MICRO_BATCHES = 8
 # A loss to differentiate, from a model, a sequence, and all sequences of the step.

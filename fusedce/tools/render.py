@@ -1,4 +1,4 @@
-"""The findings of the commands as plain text, for a terminal or a bug report."""
+"""Plain text of the findings of the commands, for a terminal or a bug report."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
-    from fusedce.benchmark import Result
-    from fusedce.check import Check
-    from fusedce.plan import Plan
+    from fusedce.tools.bench import Result
+    from fusedce.tools.check import Check
+    from fusedce.tools.plan import ModelPlan
 
 
 def check_text(found: Check, saved: dict[str, int], device: str) -> str:
@@ -42,7 +42,7 @@ def check_text(found: Check, saved: dict[str, int], device: str) -> str:
     )
 
 
-def plan_text(found: Plan) -> str:
+def plan_text(found: ModelPlan) -> str:
     """The prediction of `plan`."""
     of = found.model
     pairs = [
@@ -77,7 +77,7 @@ def plan_text(found: Plan) -> str:
     return "\n".join([*lines, "Predicted from bytes and FLOPs, not measured."])
 
 
-def _frontier(found: Plan) -> str:
+def _frontier(found: ModelPlan) -> str:
     """A table of memory budgets: the least one, then each twice the one before."""
     rows = []
     for point in found.frontier:

@@ -1,4 +1,4 @@
-"""Does a model keep its loss and gradients when its head is replaced, and is it fused?
+"""`fusedce check`: whether a model keeps its loss and gradients with a replaced head.
 
 A model is run natively and with :func:`fusedce.replace_loss_head`, in training and in evaluation.
 In float32 both must agree to rounding. In bf16 and fp16, which round, the error of each is taken
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.head.replace import head_report, replace_loss_head
-from fusedce.models import UserError, class_of, config_of, load
-from fusedce.small import attempts, batch, build
+from fusedce.tools.model_sizes import UserError, class_of, config_of, load
+from fusedce.tools.tiny_models import attempts, batch, build
 
 LOSS_ERROR, GRAD_ERROR = 1e-6, 1e-5  # relative, in float32
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +28,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Check:
-    """What was found. Errors are relative; of gradients, the norm of all differences together."""
+    """Findings of :func:`check`. Errors are relative; the gradients' is one norm over all."""
 
     model: str
     model_class: str
@@ -40,12 +40,13 @@ class Check:
     loss_error: float
     eval_error: float
     grad_error: float
-    native_errors: tuple[float, float, float] | None  # the same of the native model; None in fp32
+    native_errors: tuple[float, float, float] | None  # of the native model; None in fp32
     fused: bool
-    why_not: tuple[str, ...]  # who made logits, or why the head was not replaced
+    why_not: tuple[str, ...]  # code that needed logits, or why the head was not replaced
     equal: bool
 
     def data(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         return asdict(self)
 
 
@@ -56,7 +57,7 @@ def check(
     """Run ``model`` before and after its head is replaced.
 
     Args:
-        model: folder, configuration, class or model type; see :mod:`fusedce.models`.
+        model: folder, configuration, class or model type; see :mod:`fusedce.tools.model_sizes`.
         dtype: "fp32", "bf16" or "fp16", of all parameters.
         peft: with a LoRA adapter on every linear layer, the head included.
         compiled: through ``torch.compile``.
@@ -85,10 +86,10 @@ def _small(model: str) -> nn.Module:
             # A class has its own default values; scales and caps show a wrong loss.
             module = build(model_class, config, attempt, steps=named)
             _run(module, batch(module.config))  # type: ignore[arg-type]
-        except Exception as problem:  # of code that was never meant to be this small
+        except Exception as problem:  # model code may fail at such small sizes
             first = first or f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
             continue
-        with torch.no_grad():  # freshly initialised heads give nearly flat logits
+        with torch.no_grad():  # a new head gives nearly flat logits
             head = module.get_output_embeddings()  # type: ignore[operator]
             if isinstance(getattr(head, "weight", None), Tensor):
                 head.weight.mul_(10)
@@ -162,7 +163,7 @@ Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def _run(module: nn.Module, inputs: dict[str, Tensor], compiled: bool = False) -> Outcome:
-    """Loss in training, loss in evaluation, gradients; the same random numbers each time."""
+    """Loss in training, loss in evaluation, and gradients, from the same seed each time."""
     if compiled:
         torch.compiler.reset()
     call = torch.compile(module) if compiled else module
@@ -184,17 +185,17 @@ def _errors(ours: Outcome, truth: Outcome) -> tuple[float, float, float]:
     if ours[2].keys() != truth[2].keys():
         return float("nan"), float("nan"), float("nan")  # other parameters have gradients
     norm = torch.cat([g.flatten() for g in truth[2].values()]).norm()
-    apart = torch.cat([(ours[2][n] - g).flatten() for n, g in truth[2].items()]).norm()
+    difference = torch.cat([(ours[2][n] - g).flatten() for n, g in truth[2].items()]).norm()
     return (
         float(abs(ours[0] - truth[0]) / abs(truth[0])),
         float(abs(ours[1] - truth[1]) / abs(truth[1])),
-        float(apart / norm),
+        float(difference / norm),
     )
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what transformers says about small configurations."""
+    """Silence the warnings of transformers about small configurations."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -29,8 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_labels
-from fusedce.demo.cost import LOSSES, measure_cost
-from fusedce.demo.data import (
+from fusedce.tools.demo.cost import LOSSES, measure_cost
+from fusedce.tools.demo.data import (
     HIDDEN,
     LAYERS,
     LEARNING_RATE,
@@ -45,7 +45,7 @@ from fusedce.demo.data import (
     sections,
     train_tokenizer,
 )
-from fusedce.demo.publish import FULL, NAIVE, WINDOW, DemoReport, Run, StepLoss
+from fusedce.tools.demo.publish import FULL, NAIVE, WINDOW, DemoReport, Run, StepLoss
 
 QUICK_SEQUENCES = 16  # per optimizer step
 REPEATS, QUICK_REPEATS = 5, 2

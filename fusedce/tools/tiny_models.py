@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, built small: with its own code and random weights.
+"""Build any causal language model of transformers small, with random weights and its own code.
 
-Sizes are made small by the names that configurations give them. What differs between architectures
-(groups of heads, kinds of layers) is found by trying, in the order of :data:`ATTEMPTS`.
+Sizes are made small by the names that configurations give them. Architectures differ in groups of
+heads and kinds of layers: the combinations of :data:`ATTEMPTS` are tried in their order.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SMALL = {
     "num_hash_buckets": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V,
     "layer_types": None, "mlp_layer_types": None,
 }  # fmt: skip
-# Where an architecture has a scale or a cap, one that a wrong loss could not hide.
+# Scales and caps of the logits, set to values that make a wrong loss visible.
 STEPS = {
     "final_logit_softcapping": 3.0, "logit_scale": 0.37, "logits_scaling": 1.7,
     "lm_head_multiplier": 0.6, "logits_soft_cap": 3.0, "output_logit_softcap": 3.0,
     "mup_width_multiplier": 1.3, "output_multiplier": 0.6,
 }  # fmt: skip
-# What differs between the attempts to build a class.
+# Changes that are tried one after the other; `...` keeps the configuration's own value.
 ATTEMPTS: list[dict[str, Any]] = [
     {},
     {"is_decoder": True},
@@ -62,7 +62,7 @@ ATTEMPTS: list[dict[str, Any]] = [
     {"layer_types": ...},
     {"part": "text_config"},
 ]
-# Classes that need something of their own.
+# Changes for single model types.
 RECIPES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
@@ -87,10 +87,10 @@ MOST_PARAMETERS = 2e7
 def small_config(
     config: PretrainedConfig, attempt: dict[str, Any], *, steps: bool
 ) -> PretrainedConfig:
-    """``config`` with everything that has a name of size made small.
+    """``config`` with the sizes of :data:`SMALL` and the changes of one attempt.
 
-    ``steps`` sets :data:`STEPS` as well where the architecture knows them; without it, only those
-    that ``config`` has set keep their own value.
+    ``steps`` also sets the :data:`STEPS` that the architecture knows; without it, those that
+    ``config`` has set keep their value.
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -124,7 +124,11 @@ def small_config(
 def build(
     model_class: type[nn.Module], config: PretrainedConfig, attempt: dict[str, Any], *, steps: bool
 ) -> nn.Module:
-    """The model of one attempt, float32, from seed 0; ``ValueError`` if it is not small."""
+    """The model of one attempt, in float32, from seed 0.
+
+    Raises:
+        ValueError: it has more than :data:`MOST_PARAMETERS` parameters.
+    """
     small = small_config(config, attempt, steps=steps)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(small).parameters())
@@ -135,7 +139,7 @@ def build(
 
 
 def batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """``input_ids`` and ``labels`` ``(B, T)``, some labels ignored; the same each time."""
+    """``input_ids`` and ``labels`` ``(B, T)`` from a fixed seed, with five labels ignored."""
     rng = torch.Generator().manual_seed(1)
     vocabulary = config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(3, vocabulary - 1), min(V, vocabulary), (B, T), generator=rng)
@@ -145,5 +149,5 @@ def batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def attempts(model_type: str) -> list[dict[str, Any]]:
-    """What to try for a model type, its own recipe first."""
+    """The changes to try for a model type, its own recipe first."""
     return [*([RECIPES[model_type]] if model_type in RECIPES else []), *ATTEMPTS]
