@@ -250,7 +250,7 @@ def test_what_is_logged_is_compared():
         report.log(9.0)  # after the step: still that step's
     (step,) = report.steps
     assert step.logged == 9.0
-    assert "the loss that is logged is not that of the tokens (9.0000 for" in report.verdict()
+    assert "the loss that is logged is not that of the tokens (9.0000 where" in report.verdict()
 
 
 def test_the_descended_loss_is_the_mean_of_means():

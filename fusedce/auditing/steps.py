@@ -205,8 +205,8 @@ def verdict(steps: Sequence[Step]) -> str:
     if off:
         step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
         found.append(
-            f"the loss that is logged is not that of the tokens ({step.logged:.4f} for "
-            f"{step.loss:.4f})"
+            f"the loss that is logged is not that of the tokens ({step.logged:.4f} where "
+            f"{step.loss:.4f} is right)"
         )
     return "; ".join(found) or (
         "every token weighs the same, and the gradient is that of the mean over all tokens"

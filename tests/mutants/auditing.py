@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "audit: factors on .grad unseen",
-        "            self._now.afterwards = self._multiplied_by()\n",
+        "            self._now.afterwards = self._factor_on_gradients()\n",
         "",
         "test_audit.py -k right",
     ),
