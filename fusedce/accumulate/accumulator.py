@@ -297,7 +297,7 @@ class LossAccumulator:
         """Raise an error where a loop would spoil a window's gradients.
 
         These are errors from then on: an optimizer step inside an open window, or inside the
-        backward of a streaming one; ``zero_grad`` between its micro-batches; a gradient that
+        backward of a streaming one; ``zero_grad`` inside a window, before the step; a gradient that
         ``finish`` was not given; gradients that DDP has not reduced (``module`` must be DDP, or
         hold it).
 

@@ -124,7 +124,7 @@ class Lifecycle:
             with self.exchange.tell_peers_on_error(CLOSE):
                 if self.has_loss:
                     window.check_complete()
-                self.guard.check_gradients_kept()
+                self._check_gradients_kept(window)
                 self.guard.check_reduced()
                 self._check_synchronised()
             sums = stacked(window.sums, names_of(window.weights))
@@ -170,8 +170,8 @@ class Lifecycle:
             self.check_entered()
             if window is not None:
                 window.check_complete()
+                self._check_gradients_kept(window)
             expects = not self.has_loss or (window is not None and window.n_done > 0)
-            self.guard.check_gradients_kept()
             trained = trained_of(parameters, expects)
             self.guard.check_all_given(trained)
             self.guard.check_own(trained)
@@ -259,9 +259,12 @@ class Lifecycle:
             factor = (grad.double() / upstream[0]).reshape(1).view(torch.int64)[0]
             wrong = ~self.guard.is_expected(grad, upstream)
             self.window.faults.note(_faults.multiplied, wrong, factor)
-        self.guard.check_gradients_kept(between=True)
-        if self.window is not None and self.window.declared is not None:
-            self.guard.mark_shared(lambda: leaves_of(roots))
+            self._check_gradients_kept(self.window)
+            if self.window.declared is not None:
+                self.guard.mark_shared(lambda: leaves_of(roots))
+
+    def _check_gradients_kept(self, window: Window) -> None:
+        self.guard.check_gradients_kept(window.faults, window.n_tokens)
 
     def _unfinished(self) -> str | None:
         """Why no optimizer may step now; ``None`` if one may."""

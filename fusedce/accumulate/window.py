@@ -19,7 +19,7 @@ from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.accumulate.totals import Sums, add, key, stacked, sums_of
 from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
 
@@ -164,7 +164,9 @@ class Window:
             self._count(losses)
         self._begun = [begun for begun in self._begun if begun[0] != backward]
         if self.on_end is not None:
-            self.on_end()
+            # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one
+            # runs after theirs.
+            Variable._execution_engine.queue_callback(self.on_end)
 
     def _count(self, losses: Losses) -> None:
         counts = torch.stack([n for _, n in losses.values()])
@@ -179,6 +181,10 @@ class Window:
         self.n_done += 1
         for name, out in losses.items():
             self.sums = add(self.sums, sums_of(name, out))
+
+    def n_tokens(self) -> Tensor:
+        """Valid tokens of the micro-batches that were differentiated, ``()`` float64."""
+        return stacked(self.sums, [key(loss, "n_valid") for loss in self.weights]).sum()
 
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
