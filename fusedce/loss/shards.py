@@ -34,6 +34,11 @@ def is_sharded(weight: object, process_group: object) -> bool:
     return process_group is not None or is_dtensor(weight)
 
 
+def is_vocabulary_shard(x: Any) -> bool:
+    """Whether ``x`` is a ``DTensor`` of which each rank of a mesh holds some rows."""
+    return is_dtensor(x) and x.device_mesh.ndim == 1 and x.placements[0].is_shard(0)
+
+
 def met(
     problem: Problem,
     process_group: Any,

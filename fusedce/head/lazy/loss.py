@@ -137,12 +137,19 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> LossPlan 
     if found is None:
         return None
     (p, fused_call), bias = found, None
+    if call.recipe.has_sharded_vocabulary() and not _is_sharded_loss(p):
+        return None
     if p.bias is not None:
         wants = wanted and any(s.bias.requires_grad for s in steps if isinstance(s, Bias))
         bias = p.bias.detach().requires_grad_(wants)
         p = p._replace(bias=bias)
     dtype = None if autocast_dtype(call.device) is not None else x.like.dtype
     return LossPlan(call, fused_call, p, hidden, tensors, bias, steps, dtype)
+
+
+def _is_sharded_loss(p: Projected) -> bool:
+    """Whether the loss of a sharded vocabulary takes these operands: the first classes, as is."""
+    return p.bias is None and p.factor is None and (p.classes.start or 0) == 0
 
 
 class FusedLoss(torch.autograd.Function):
