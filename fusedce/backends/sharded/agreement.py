@@ -131,9 +131,8 @@ def _sketch(problem: Problem) -> Tensor:
     distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
     """
     hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    valid = _valid(problem).unflatten(0, (len(hidden), -1 if len(hidden) else 1)).any(1)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    wide = wide.masked_fill(~valid[:, None], 0)
+    wide = wide.masked_fill(~_valid(problem)[:, None], 0)
     eight = torch.arange(8, device=wide.device)
     rows = torch.arange(len(wide), device=wide.device)[:, None]
     columns = torch.arange(wide.shape[1], device=wide.device)
@@ -143,10 +142,12 @@ def _sketch(problem: Problem) -> Tensor:
 
 
 def _valid(problem: Problem) -> Tensor:
-    labels = problem.labels.reshape(-1)
+    """``(N,)`` bool: tokens with a label to predict, or with several classes one of them."""
+    N = problem.hidden.shape[:-1].numel()
+    labels = problem.labels.reshape(N, -1 if N else 1)
     if problem.ignore_index is None:
-        return torch.ones_like(labels, dtype=torch.bool)
-    return labels != problem.ignore_index
+        return torch.ones_like(labels[:, 0], dtype=torch.bool)
+    return (labels != problem.ignore_index).any(1)
 
 
 def _signs(i: Tensor) -> Tensor:
@@ -172,6 +173,7 @@ def agree(
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
     valid = _valid(problem)
+    N = len(valid)
     weights, temperatures = (
         None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
         for x in (problem.token_weight, problem.temperature)
@@ -185,7 +187,7 @@ def agree(
     nothing = labels.new_zeros(())
     numbers = [
         nothing + len(problem.weight),
-        nothing + len(labels),
+        nothing + N,
         counted.sum(),
         valid.sum(),
         nothing + device_budget(memory_of(labels.device)),
@@ -198,7 +200,7 @@ def agree(
     told = _meet(row(settings, mine), layout.groups)
     if (differ := differing(told)) is not None:
         name, said = differ
-        if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
+        if name in ("softcap", "logit_scale") and function.startswith(STATISTICS):
             name = f"{name} / temperature"
         raise ValueError(
             f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
