@@ -3,11 +3,12 @@
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
 tiles, adds up the exponentials of all logits but the label's, and stores one partial (reference,
 sum of exponentials) per row; the first split also computes the label's logit, a dot product per
-row. Exponentials are relative to the maximum of the split's first tile: no other tile looks for
-one. A row that this does not fit, because a later logit is 21 nats above or the first tile is
-empty, has its program walk again, and follows its maximum then (online softmax, Milakov and
-Gimelshein, arXiv:1805.02867); the other rows' sums come out the same. With a soft-cap there is
-one walk, in which all rows follow: beside tanh, a maximum costs nothing.
+row. Exponentials are relative to the maximum of the split's first tile, rounded to a power of two:
+no other tile looks for a maximum. Where a later logit is 10 nats above it, or the first tile is
+empty, the program walks over its tiles again, and the reference of that row follows its maximum
+(online softmax, Milakov and Gimelshein, arXiv:1805.02867); the other rows' sums come out the same.
+With a soft-cap there is one walk, in which the references of all rows follow: beside tanh, a
+maximum costs nothing.
 
 Each program then takes a ticket; the program that draws the last ticket of a row block merges the
 partials, and the one that draws the last ticket of all row blocks adds up the losses. Nobody waits
@@ -33,12 +34,17 @@ from .tile import (
     token_loss,
 )
 
-# Sum of a split's exponentials from which a row is walked over again. An exponent of up to 30 bits
-# is rounded by 2^-20, the sum by 6.6e-7; one of 100 bits by four times as much.
-RANGE: tl.constexpr = tl.constexpr(2.0**30)
-# Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
+# References stand HEADROOM bits above the first tile's maximum, and a row is walked over again where
+# a split's sum of exponentials reaches RANGE: so the exponents that matter lie within 8 bits of 0,
+# where rounding them changes an exponential by at most 1.7e-7. (Within 16 and 32 bits it is two and
+# four times as much.) Later tiles may exceed the first one by 15 bits, 10 nats. References are
+# whole numbers, so that differences of them are exact.
+RANGE: tl.constexpr = tl.constexpr(2.0**8)
+HEADROOM: tl.constexpr = tl.constexpr(7.0)
+# The reference of a row whose tiles so far are empty: every later logit is out of its range.
+# (-inf - -inf would be NaN.)
 NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
-# References stay finite beside a logit of +inf, whose exponential is then +inf and not NaN.
+# References stay finite beside a logit of +inf, so that its exponential is +inf and not NaN.
 HIGHEST: tl.constexpr = tl.constexpr(2.0**127)
 
 
@@ -103,7 +109,7 @@ def forward_kernel(
             )  # fmt: skip
             z = others_of_tile(z, label, start_v, V, BLOCK_V)
             if (start_v == begin) | (walk == 1):
-                highest = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
+                highest = tl.maximum(m, tl.ceil(tl.max(z, axis=1) * LOG2E) + HEADROOM)
                 if softcap is None:  # which keeps them finite, too
                     highest = tl.minimum(highest, HIGHEST)
                 highest = tl.where(follow | (start_v == begin), highest, m)
