@@ -65,7 +65,9 @@ class LossAccumulator:
 
     * streaming: one per window, in ``finish``;
     * declared counts: one when the window opens, which gives the denominator and is awaited at its
-      first ``scale``, and one when it ends, which carries losses and errors;
+      first ``scale``, and one when it ends, which carries losses and errors. One alone cannot do
+      both: the first backward needs the counts of all ranks, and before the optimizer steps each
+      rank must learn whether another one has failed in its last backward;
     * ``metrics``: one if batches were ``add``-ed, none after training windows.
 
     There are none in a single process and none per micro-batch. A rank that waits for one that
