@@ -110,6 +110,7 @@ class Faults:
             self._keep(other._first)
 
     def _keep(self, fault: Tensor) -> None:
+        """Keep ``fault (ROW,)`` int64 unless an earlier error is kept."""
         old = self._first
         if old is not None:
             old = moved(old, fault.device)

@@ -136,6 +136,7 @@ class Guard:
         return bool(self._ddp())
 
     def _ddp(self) -> list[DistributedDataParallel]:
+        """The DDP modules, of several ranks, inside the guarded modules."""
         found = (x for module in self._modules for x in module.modules())
         several = (x for x in found if isinstance(x, DistributedDataParallel))
         return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
@@ -146,6 +147,7 @@ class Guard:
         yield from (p for module in self._modules for p in module.parameters())
 
     def _stepped(self, optimizer: Optimizer, why: str) -> None:
+        """Raise for a step inside an open window, or warn once if the optimizer is not guarded."""
         text = (
             f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
             f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "

@@ -169,6 +169,7 @@ class Window:
             Variable._execution_engine.queue_callback(self.on_end)
 
     def _count(self, losses: Losses) -> None:
+        """Add a micro-batch that was differentiated, and compare its counts with those declared."""
         counts = torch.stack([n for _, n in losses.values()])
         if self.declared is not None:
             if self.n_done < len(self.declared):
@@ -195,9 +196,7 @@ class Window:
         return self.declared is not None and self.n_done + len(self._begun) == len(self.declared)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """Keep ``auxiliary`` for the next loss."""
-        if self.declared is None:
-            raise no_auxiliary()
+        """Keep ``auxiliary ()`` for the next loss."""
         self._auxiliary.append(auxiliary.reshape(()))
 
     def _take_auxiliary(self) -> Tensor | None:
@@ -249,15 +248,6 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
-
-
-def no_auxiliary() -> RuntimeError:
-    """The error of an auxiliary loss outside a window with declared counts."""
-    return RuntimeError(
-        "add_auxiliary was called outside of a window with declared counts, and needs one: use "
-        "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
-        "all gradients by one factor in finish(), which would rescale the auxiliary loss."
-    )
 
 
 class WindowBlock:

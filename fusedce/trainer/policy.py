@@ -78,6 +78,12 @@ class _Fused:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
+        """The five statistics that TRL may ask for, each ``(n,)``, or ``None`` if it has not.
+
+        They are log-probability (always computed), entropy, log of the sum of squared
+        probabilities, mean logit, and whether the label is the likeliest class.
+        """
+
         def compute(temperature: float, mean_logit: bool = False) -> Any:
             return fused_logprobs(
                 hidden,

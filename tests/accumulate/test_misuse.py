@@ -37,6 +37,28 @@ def test_a_factor_after_scale_is_named(streaming, factor):
         windowed(acc, streaming, loop, [weight])
 
 
+@WAYS
+def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming):
+    accelerate = pytest.importorskip("accelerate")
+    engine = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+
+    def run(acc):
+        weight = new_weight()
+
+        def loop():
+            for hidden, labels in batches(SIZES):
+                engine.backward(acc.scale(fused_ce(hidden, weight, labels)))
+
+        windowed(acc, streaming, loop, [weight])
+        return weight.grad
+
+    with pytest.raises(RuntimeError, match=r"multiplied by 0.25 after scale\(\)"):
+        run(LossAccumulator())
+    _, exact, _ = weight_and_grad(batches(SIZES))
+    for acc in (LossAccumulator(backward_divisor=4), LossAccumulator.from_accelerator(engine)):
+        assert distance(run(acc), exact) < 1e-6
+
+
 @pytest.mark.parametrize(("factor", "named"), [(0.25, True), (1 / 3, True), (8.0, False)])
 def test_a_factor_on_a_device_is_named_when_metrics_are_read(monkeypatch, factor, named):
     """A loss scale may be any 2**k; the test double is a CPU tensor that must not be read."""
