@@ -9,14 +9,18 @@ from pathlib import Path
 import model
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support import ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce import prediction
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.loss.shards import met
 from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +157,50 @@ def test_a_vocabulary_over_ranks_costs_its_rows_and_the_exchanges(monkeypatch):
     all_reduce = 2 * 7 / 8 * 4 * 8192 * H / (model._REACHED * model.NVLINK["H200"])
     expected = all_reduce + model._LATENCY - slow.terms["d_weight product"]
     assert slow.terms["d_hidden over ranks, not covered"] == pytest.approx(expected)
+
+
+class Launches(TorchDispatchMode):
+    """Operators that launch or copy something on a device."""
+
+    names = (
+        "ne",
+        "_to_copy",
+        "sum",
+        "arange",
+        "mul",
+        "add",
+        "any",
+        "cat",
+        "stack",
+        "where",
+        "zeros",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ in self.names
+        return function(*args, **(kwargs or {}))
+
+
+def launches_of_agreement(rank):
+    problem = Problem(
+        torch.randn(12, 8, dtype=torch.bfloat16),
+        torch.randn(10, 8, dtype=torch.bfloat16),
+        torch.randint(10, (12,)),
+        backend="torch",
+    )
+    with Launches() as launches:
+        met(problem, dist.group.WORLD)
+    return launches.count
+
+
+def test_the_ranks_meet_after_as_many_launches_as_the_model_counts():
+    """Two copies to a device, the all-gather and the copy of its table are none on a CPU."""
+    (count,) = ranks.of(ranks.run({"agreement": launches_of_agreement}, 1), "agreement")
+    assert count + 4 == model._AGREEMENT
 
 
 def test_prediction_stands_beside_measurement(tmp_path):
