@@ -79,11 +79,10 @@ def met(
             problem = problem.but(labels=classes)
             layout = layout._replace(problem=problem)
         flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
-        used = flat.valid()
         if classes is not None:
             flat = flat.but(labels=flat.labels.view(-1, classes.shape[-1]))
-            used = flat.valid().any(1)
         if problem.temperature is not None:
+            used = flat.valid() if classes is None else flat.valid().any(1)
             t = checked_temperature(problem.temperature, problem.hidden, used)
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)

@@ -68,10 +68,10 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
     }
 
 
-def _checksum(x: Tensor) -> Tensor:
+def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
     """``()`` int64 of ``x (n,)`` int64 or float64: depends on values and order, wraps around."""
     x = x.view(torch.int64).reshape(-1)
-    return (x * (2 * torch.arange(len(x), device=x.device) + 3)).sum()
+    return torch.sum(x * torch.arange(3, 2 * len(x) + 3, 2, device=x.device), 0, out=out)
 
 
 @contextlib.contextmanager
@@ -147,7 +147,8 @@ def _valid(problem: Problem) -> Tensor:
     labels = problem.labels.reshape(N, -1 if N else 1)
     if problem.ignore_index is None:
         return torch.ones_like(labels[:, 0], dtype=torch.bool)
-    return (labels != problem.ignore_index).any(1)
+    valid = labels != problem.ignore_index
+    return valid[:, 0] if labels.shape[1] == 1 else valid.any(1)
 
 
 def _signs(i: Tensor) -> Tensor:
@@ -184,19 +185,20 @@ def agree(
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
-    nothing = labels.new_zeros(())
-    numbers = [
-        nothing + len(problem.weight),
-        nothing + N,
-        counted.sum(),
-        valid.sum(),
-        nothing + device_budget(memory_of(labels.device)),
-        *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
-    ]
-    sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64)
+    mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
+    mine[_BUDGET] = device_budget(memory_of(labels.device))
+    mine = mine.to(labels.device, non_blocking=True)
+    torch.sum(valid, 0, out=mine[_VALID])
+    torch.sum(counted, 0, out=mine[_COUNTED])
+    checked = {_LABELS: labels, _WEIGHTS: weights, _TEMPERATURES: temperatures}
+    for at, x in checked.items():
+        if x is not None:
+            _checksum(x, out=mine[at])
+    if len(layout.groups) > 1:
+        mine[_SKETCH:] = _sketch(problem).view(torch.int64)
     asked = {"function": function, "reduction": reduction, "monitor": monitor}
     settings = _settings(layout, vocab_size, **asked)
-    mine = torch.cat([torch.stack(numbers), sketch.view(torch.int64)])
     told = _meet(row(settings, mine), layout.groups)
     if (differ := differing(told)) is not None:
         name, said = differ
