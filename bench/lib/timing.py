@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusedce.measure import median_seconds
+from fusedce.measure import device_peak, median_seconds
 
 _BURST_SECONDS = 2.0  # slow calls are made fewer times
 
@@ -38,20 +38,13 @@ def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, 
 
 def peak_of_call(call: Callable[[], object], device: str) -> int:
     """Peak of the device's allocator during one call, in bytes above the level before it."""
-    module = torch.get_device_module(device)
     call()
     free(device)
-    module.reset_peak_memory_stats()
-    before = module.memory_allocated()
-    result = call()
-    module.synchronize()
-    peak = module.max_memory_allocated() - before
-    del result
-    return int(peak)
+    return device_peak(call, torch.device(device))
 
 
 def free(device: str) -> None:
-    """Give back what the allocator keeps: the other processes want it."""
+    """Return the memory that the allocator keeps, which other processes need."""
     if torch.device(device).type != "cpu":
         module = torch.get_device_module(device)
         module.synchronize()
