@@ -13,6 +13,15 @@ from torch import nn
 from fusedce import head_report, replace_loss_head
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """Hide the objects of other tests from the garbage collector, which walks over all of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def test_kept_detached_logits_hold_no_graph():
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     hidden = torch.tanh(model[0](x))
