@@ -35,7 +35,7 @@ LEARNING_RATE = 1e-3
 
 
 class Setup(NamedTuple):
-    """What a device is given to do."""
+    """The amount of work for a device."""
 
     long: int  # tokens: the larger maximum length
     short: int  # the smaller one

@@ -27,6 +27,7 @@ from lib.problems import Spec, make_inputs
 from lib.results import FOLDER, caption, device_name, instruction_sets, source, versions, write
 from lib.tables import markdown, put
 
+from fusedce.measure import seconds_by_round
 from fusedce.tools.peers import COMPILED, IMPLEMENTATIONS
 
 SHAPES = [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)]
@@ -71,16 +72,7 @@ def calls(spec: Spec, *, compiled: bool) -> dict[str, Callable[[], object]]:
 def seconds(spec: Spec, rounds: int, *, compiled: bool) -> dict[str, list[float]]:
     """Processor seconds of each call, by turns; one more round warms up."""
     torch.compiler.reset()
-    timed = calls(spec, compiled=compiled)
-    for call in timed.values():
-        call()
-    found: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(rounds):
-        for name, call in timed.items():
-            begin = time.process_time()
-            call()
-            found[name].append(time.process_time() - begin)
-    return found
+    return seconds_by_round(calls(spec, compiled=compiled), rounds, clock=time.process_time)
 
 
 def tables(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a device reaches: large products, copies, launches. The figures of the model.
+"""Throughput of large products, copies and launches on a device, for the model's figures.
 
     python bench/device.py --device cuda     # bench/results/device-cuda.json
 

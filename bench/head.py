@@ -1,4 +1,4 @@
-"""What replacing the head of a causal LM changes in a whole step: time and peak memory.
+"""Time and peak memory of a whole step of a causal LM, with and without a replaced head.
 
     python bench/head.py               # a table, and bench/results/head-cpu.json
     python bench/head.py --device cuda
@@ -74,7 +74,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def overhead(repeats: int) -> None:
-    """What a step of a replaced head costs beside ``fused_ce`` called by hand, in microseconds.
+    """Microseconds that a step of a replaced head takes beyond ``fused_ce`` called by hand.
 
     So small a head that nearly all is Python. Time of this thread alone, the two taking turns; the
     minimum of each part, for what else runs on the machine only adds.

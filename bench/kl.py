@@ -22,6 +22,7 @@ from lib.tables import markdown
 from torch import Tensor
 
 import fusedce
+from fusedce.measure import seconds_by_round
 
 KINDS = ("forward", "reverse", "jsd")
 PROBABILITIES = "class probabilities"
@@ -82,13 +83,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     N, H, V = map(int, args.shape.split(","))
     made = calls(N, H, V, getattr(torch, args.dtype), args.chunk)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for i in range(args.rounds + 1):
-        for name, (_, call) in made.items():
-            begin = time.process_time()
-            call()
-            if i:  # the first round warms up
-                times[name].append(time.process_time() - begin)
+    timed = {name: call for name, (_, call) in made.items()}
+    times = seconds_by_round(timed, args.rounds, clock=time.process_time)
     rows = []
     for name, (count, _) in made.items():
         floor = times[FLOORS[count]]

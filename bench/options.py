@@ -1,4 +1,4 @@
-"""What each option of the loss costs over the plain call, and fused_logprobs against eager.
+"""Time of each option of the loss over the plain call, and of fused_logprobs over eager.
 
     python bench/options.py                          # CPU, fp32 and bf16: a few minutes
     python bench/options.py --device cuda --N 8192 --H 4096 --V 128256 --dtype bfloat16

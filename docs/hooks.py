@@ -1,4 +1,4 @@
-"""What the site computes when it is built: predictions, messages, links, and roles of docstrings.
+"""Text that the site computes when it is built: predictions, messages, links, docstring roles.
 
 Nothing here imports torch; the site's environment has none.
 """

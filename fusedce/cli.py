@@ -41,7 +41,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(fusedce.__version__, message="fusedce %(version)s")
 def main() -> None:
-    """The loss of a language model without its logits, with one global denominator."""
+    """Commands of fusedce: the loss of a language model without its logits."""
 
 
 def _command(function: Command) -> Callable[[Command], click.Command]:
@@ -86,13 +86,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on 
 )
 @_json
 def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_json: bool) -> None:
-    """Check that MODEL keeps its loss and gradients with a replaced head, and is fused.
+    """Check that MODEL keeps its loss and gradients with a replaced head, without logits.
 
     MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
     type (llama) of transformers. It is built small, with random weights, unless --full is given.
 
-    Exit status: 0 the same loss and gradients, no logits; 1 they differ; 3 the same, but from real
-    logits.
+    Exit status: 0 loss and gradients are the same, without logits; 1 they differ; 3 they are the
+    same, but logits were computed.
     """
     from fusedce.tools.check import check as run
     from fusedce.tools.plan import device_here, plan
@@ -199,7 +199,7 @@ def bench(
 @_command
 @_json
 def doctor(as_json: bool) -> None:
-    """Report what runs on this machine, why, and whether it is right (for a bug report)."""
+    """Report the backends of this machine, why they run, and a self-check, for a bug report."""
     from fusedce.tools.doctor import report, text
 
     found = report()
@@ -208,7 +208,7 @@ def doctor(as_json: bool) -> None:
     else:
         click.echo(text(found))
     if not found["right"]:
-        _say("fused_ce gives wrong results here: see FAILED above")
+        _say("fused_ce gives wrong results on this machine: see FAILED above")
         sys.exit(1)
 
 
@@ -216,7 +216,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
 @_json
 def audit(steps: int, as_json: bool) -> None:
-    """Show what fusedce.audit finds in a loop that averages means, and in a right one."""
+    """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
     _demo_needs("audit")
     from fusedce.tools.demo.audit import run
 
@@ -242,7 +242,7 @@ def demo(
 ) -> None:
     """Train a small model three ways and compare (2 minutes; --quick: half a minute)."""
     _demo_needs("demo")
-    try:  # before the training, not after
+    try:  # an error comes before the training
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"cannot write to --out {out}: {problem}") from None

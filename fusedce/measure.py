@@ -1,8 +1,8 @@
-"""Time and memory of a few competing functions, fairly: for the demo and for `bench/`.
+"""Time and memory of competing functions, for the commands and for `bench/`.
 
-Times come from interleaved calls, so that a machine that drifts (clocks, neighbours) favours none.
-Memory comes from a fresh process per measurement, so that what one function left behind (heap,
-thread buffers, an earlier peak) is not counted for, or hidden from, the next.
+Times come from interleaved calls, so that a drifting machine (clocks, neighbours) favours none.
+Memory comes from a fresh process per measurement, so that leftovers of one function (heap, thread
+buffers, an earlier peak) neither count for the next one nor hide its peak.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MMAP_THRESHOLD = 64 * 1024
 _RESULT = "peak_extra_bytes="
-# The child gets the parent's sys.path and nothing else: `-c` alone would put the working directory
-# in front, and a folder there could hide an installed package.
+# The child gets the parent's sys.path: `-c` alone would put the working directory in front, where a
+# folder could hide an installed package.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from fusedce.measure import _child; _child(*sys.argv[2:])"
@@ -34,8 +34,8 @@ _CHILD = (
 def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Wall time of each callable, in seconds: ``repeats`` values each, sorted (median: the middle).
 
-    Round-robin: every round calls each function once, and each round starts with the next one.
-    A first round warms up and is not kept. Accelerators in use are synchronised around each call.
+    Every round calls each function once and starts with another one than the round before. A first
+    round warms up and does not count. Accelerators in use are synchronised around each call.
 
     Raises:
         ValueError: ``repeats`` is not positive.
@@ -45,6 +45,21 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
         >>> len(times["a"])
         3
     """
+    return {name: sorted(times) for name, times in seconds_by_round(fns, repeats).items()}
+
+
+def seconds_by_round(
+    fns: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """As :func:`median_seconds`, with the values in the order of the rounds.
+
+    Args:
+        fns: the callables by name; repeats: rounds that count.
+        clock: in seconds; ``time.process_time`` leaves out the neighbours on a shared machine.
+    """
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     names = list(fns)
@@ -53,14 +68,14 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
         start = i % max(len(names), 1)
         for name in names[start:] + names[:start]:
             _synchronize()
-            begin = time.perf_counter()
+            begin = clock()
             result = fns[name]()
             _synchronize()
-            elapsed = time.perf_counter() - begin
+            elapsed = clock() - begin
             del result  # freed outside the timed call, and before the next one
             if i:
                 seconds[name].append(elapsed)
-    return {name: sorted(values) for name, values in seconds.items()}
+    return seconds
 
 
 def peak_extra_bytes(
@@ -70,9 +85,9 @@ def peak_extra_bytes(
 
     ``target`` names a function that builds its inputs, warms up on something small that takes the
     same code paths, and returns the zero-argument callable to measure. What the callable returns
-    stays alive until the peak is read. On the CPU anonymous memory is counted, as tensors are; the
+    stays alive until the peak is read. On the CPU anonymous memory is counted, which tensors use;
     pages of libraries and files that the call touches for the first time are not.
-    :func:`memory_method` says in words how the number is obtained.
+    :func:`memory_method` describes the method for a caption.
 
     Args:
         target: ``"module:function"``, importable with this process's ``sys.path``.
@@ -133,7 +148,7 @@ def _child(module: str, function: str, kwargs: str, device: str) -> None:
     if torch.device(device).type == "cpu":
         extra = _host_peak(call)
     else:
-        extra = _device_peak(call, torch.device(device))
+        extra = device_peak(call, torch.device(device))
     print(f"{_RESULT}{extra}", flush=True)
 
 
@@ -148,20 +163,21 @@ def _host_peak(call: Callable[[], object]) -> int:
         return _lifetime_peak() - before
     before = _resident("VmRSS") - _resident("RssFile")
     result = call()
-    # Pages of files come and stay: what the peak held of them is what is there now, unless some
-    # came after it, which a warm-up prevents.
+    # Pages of files stay once they are loaded: those at the peak are those of now, unless some were
+    # loaded after it, which a warm-up prevents.
     peak = _resident("VmHWM") - _resident("RssFile")
     del result
-    return max(peak - before, 0)  # below it is what came of files after the peak
+    return max(peak - before, 0)  # negative if files were loaded after the peak
 
 
-def _device_peak(call: Callable[[], object], device: torch.device) -> int:
+def device_peak(call: Callable[[], object], device: torch.device) -> int:
+    """Peak of an accelerator's allocator during one call, in bytes above the level before it."""
     memory = torch.get_device_module(device)
-    _synchronize()
+    memory.synchronize(device)
     memory.reset_peak_memory_stats(device)
     before = memory.memory_allocated(device)
     result = call()
-    _synchronize()
+    memory.synchronize(device)
     peak = memory.max_memory_allocated(device)
     del result
     return int(peak - before)

@@ -1,4 +1,4 @@
-"""What every test stands on: the interpreter, seeds, hypothesis, GPUs."""
+"""Set-up of every test: the interpreter, seeds, hypothesis, GPUs."""
 
 import getpass
 import os
@@ -24,7 +24,7 @@ COMPILED = Path(__file__).parent / "compiled"
 
 
 def pytest_configure(config):
-    """Without a GPU the Triton kernels are interpreted; that must be decided before triton loads.
+    """Interpret the Triton kernels where there is no GPU, before triton is imported.
 
     Where `tests/compiled` alone is asked for, they are compiled, and what comes out is interpreted.
     """

@@ -55,7 +55,7 @@ def kill(mutant: Mutant) -> str:
 
 
 def _pytest(folder: str, arguments: list[str]) -> None:
-    """In a process of its own: the package is that of ``folder``, and the output goes there."""
+    """Run a test in a new process with the package in ``folder``, which receives the output."""
     os.chdir(folder)
     os.environ["PYTHONPATH"] = folder
     sys.path.insert(0, folder)

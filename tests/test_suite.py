@@ -1,4 +1,4 @@
-"""What the suite promises of itself: the same on every machine and day, in any order."""
+"""The suite gives the same results on every machine and day, in any order."""
 
 import ast
 import os

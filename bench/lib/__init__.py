@@ -1,1 +1,1 @@
-"""What the scripts of `bench/` share: problems, implementations, one engine, tables, pictures."""
+"""Shared parts of the scripts of `bench/`: problems, one engine, tables, pictures."""

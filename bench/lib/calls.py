@@ -1,4 +1,4 @@
-"""What the engine's processes run: a problem and an implementation as a call without arguments."""
+"""Calls without arguments for the engine's processes, from a problem and an implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS
+from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, bare_gemms
 
 from .problems import Spec, make_inputs
 
@@ -20,7 +20,7 @@ def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
     _forget(name)
     hidden, weight, labels = make_inputs(spec)
     if name == FLOOR:
-        return _bare_gemms(hidden, weight, labels, spec.mode)
+        return bare_gemms(hidden, weight, labels, spec.mode)
     loss = IMPLEMENTATIONS[name]
     options = _options(spec)
     if spec.mode == "forward":
@@ -41,7 +41,7 @@ def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
                 x.grad = None
 
         call = step
-    # What the first call of a process loads (libraries, thread pools) is nobody's extra memory.
+    # Libraries and thread pools that the first call of a process loads are not counted as memory.
     if name != COMPILED:  # which would compile twice
         small = [x.detach()[:16].clone().requires_grad_(x.requires_grad) for x in (hidden, weight)]
         loss(*small, labels[:16].clamp(max=15))
@@ -49,27 +49,13 @@ def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
 
 
 def _forget(name: str) -> None:
-    """As in a new process: with a second shape torch.compile would take to dynamic ones."""
+    """Reset torch.compile, which would compile for dynamic shapes at the second shape."""
     if name == COMPILED:
         torch.compiler.reset()
 
 
 def _options(spec: Spec) -> dict[str, Any]:
     return {"chunk_tokens": spec.chunk_tokens} if spec.chunk_tokens else {}
-
-
-def _bare_gemms(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> Callable[[], object]:
-    """The products nobody can do without, full size, on the valid rows: 2 N V H FLOPs each."""
-    h = hidden[labels != -100].clone()
-
-    def gemms() -> None:
-        logits = torch.mm(h, weight.t())
-        if mode != "forward":
-            torch.mm(logits, weight)
-        if mode == "train":
-            torch.mm(logits.t(), h)
-
-    return gemms
 
 
 def errors(name: str, spec: Sequence[Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How all pictures look.
+"""The style of all pictures.
 
 Ours is blue and the others are grey or orange, which no common colour blindness confuses; names
 stand at the bars and lines, not in the colours alone. The background is opaque white, so that a

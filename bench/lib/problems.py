@@ -1,4 +1,4 @@
-"""What is measured: problems, their inputs, and the suites that are made of them."""
+"""Problems to measure, their inputs, and the suites made of them."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def make_inputs(spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def flops(spec: Spec) -> float:
-    """Of the bare products."""
+    """FLOPs of the bare products."""
     valid = spec.N - round(spec.ignored * spec.N)
     return {"forward": 2, "frozen": 4, "train": 6}[spec.mode] * valid * spec.H * spec.V
 
 
 def gradient_bytes(spec: Spec) -> int:
-    """What ``backward`` must leave behind."""
+    """Bytes of the gradients that ``backward`` leaves."""
     elements = {"forward": 0, "frozen": spec.N, "train": spec.N + spec.V}[spec.mode] * spec.H
     return elements * getattr(torch, spec.dtype).itemsize
 

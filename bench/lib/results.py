@@ -28,7 +28,7 @@ _PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "chunk_t
 
 
 def problem(row: Row) -> tuple[Any, ...]:
-    """What the rows of one comparison share."""
+    """The fields that the rows of one comparison share."""
     return tuple(row.get(k) for k in _PROBLEM)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusedce.measure import median_seconds
+from fusedce.measure import device_peak, median_seconds
 
 _BURST_SECONDS = 0.5  # slow calls are made fewer times
 # Fields of `nvidia-smi` that say why a burst was slow, and the names they have in a row.
@@ -88,20 +88,13 @@ def device_state(asked: subprocess.Popen[str] | None) -> dict[str, str]:
 
 def peak_of_call(call: Callable[[], object], device: str) -> int:
     """Peak of the device's allocator during one call, in bytes above the level before it."""
-    module = torch.get_device_module(device)
     call()
     free(device)
-    module.reset_peak_memory_stats()
-    before = module.memory_allocated()
-    result = call()
-    module.synchronize()
-    peak = module.max_memory_allocated() - before
-    del result
-    return int(peak)
+    return device_peak(call, torch.device(device))
 
 
 def free(device: str) -> None:
-    """Give back what the allocator keeps: the other processes want it."""
+    """Return the memory that the allocator keeps, which other processes need."""
     if torch.device(device).type != "cpu":
         module = torch.get_device_module(device)
         module.synchronize()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 from fusedce.tools.model_sizes import UserError
-from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, missing
+from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU, bare_gemms, missing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
@@ -137,7 +137,7 @@ def prepare(
     labels[torch.randperm(N, generator=rng)[: N // 4]] = -100
     labels = labels.to(device)
     if name == FLOOR:
-        return _floor(hidden.detach()[labels != -100], weight.detach())
+        return bare_gemms(hidden, weight, labels)
 
     def step(hidden: Tensor = hidden, labels: Tensor = labels) -> None:
         IMPLEMENTATIONS[name](hidden, weight, labels).backward()
@@ -146,18 +146,6 @@ def prepare(
     if name != COMPILED:  # which would compile twice
         step(hidden.detach()[:16].clone().requires_grad_(), labels[:16])
     return step
-
-
-def _floor(hidden: Tensor, weight: Tensor) -> Callable[[], object]:
-    """The three products on the valid rows, which no method can do without."""
-    logits = hidden @ weight.T
-
-    def products() -> None:
-        torch.mm(hidden, weight.T, out=logits)
-        torch.mm(logits, weight)
-        torch.mm(logits.T, hidden)
-
-    return products
 
 
 def _gpu(device: str) -> str:

@@ -157,7 +157,7 @@ def test_metrics_do_not_depend_on_the_split():
 
 @RUNS
 def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
-    """With a test double: CPU tensors that tell who looks at them, as on a GPU he would wait."""
+    """Nothing reads a tensor's value: the test double reports reads, which on a GPU would wait."""
     looks = []
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
         original = getattr(torch.Tensor, name)

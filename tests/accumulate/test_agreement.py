@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is raised on all of them, in the same words, soon."""
+"""An error of one rank is raised on all ranks soon, with the same message."""
 
 import functools
 import sys
@@ -219,7 +219,7 @@ def estimates(rank):
 
 
 def on_a_device(rank):
-    """With a test double: CPU tensors that may not be looked at, as on a GPU."""
+    """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
     readable, _faults.readable = _faults.readable, lambda device: False
     try:
         acc = LossAccumulator()

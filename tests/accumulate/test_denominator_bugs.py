@@ -1,4 +1,4 @@
-"""How others got the denominator wrong: the naive loop is visibly wrong here, ours right.
+"""Known bugs of the denominator: the naive loop is visibly wrong, and ours is right.
 
 Each test names the reports it stands for.
 """

@@ -24,7 +24,7 @@ def example(name):
 
 
 class Writer:
-    """What a tracker is asked to write down."""
+    """The values that a tracker receives."""
 
     def __init__(self):
         self.scalars = {}

@@ -221,7 +221,7 @@ def test_gradients_asked_for_by_hand_count():
 
 
 def test_gradients_of_inputs_alone_are_no_training():
-    """As a pipeline does to learn shapes."""
+    """A pipeline runs such a backward to learn shapes."""
     weight, acc = torch.nn.Parameter(new_weight().detach()), LossAccumulator()
     hidden, labels = batches([3])[0]
     hidden.requires_grad_()

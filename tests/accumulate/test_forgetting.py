@@ -1,4 +1,4 @@
-"""What a loop can forget: to enter, to finish, to shift, to pass all parameters."""
+"""Steps that a training loop forgets: entering, finishing, shifting, passing all parameters."""
 
 import threading
 import warnings

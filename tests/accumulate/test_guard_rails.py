@@ -141,7 +141,7 @@ def test_bad_label_code_raises():
 
 
 def test_errors_on_a_device_wait_until_something_is_read(monkeypatch):
-    """With a test double: CPU tensors that may not be looked at early, as on a GPU."""
+    """The test double forbids early reads of CPU tensors, which on a GPU would wait."""
     from fusedce.accumulate import faults as _faults
     from fusedce.contract.labels import bad_label_code
 

@@ -136,7 +136,7 @@ def collectives(rank):
 
 
 def monitored(rank):
-    """What losses carry beside them, in windows of each kind and in evaluation."""
+    """Monitored sums are added up in windows of each kind and in evaluation."""
     acc, weight, parts = LossAccumulator(), new_weight(), []
 
     def loss(seed, n, monitor):
@@ -280,7 +280,7 @@ def test_meshes():
 
 
 def overlap(rank):
-    """What the first rank can do while the other one is late: everything before its losses."""
+    """The first rank does everything before its losses while the other one is late."""
     store = dist.distributed_c10d._get_default_store()
     acc, weight = LossAccumulator(), new_weight()
     run_window(acc, weight, batches([1]))

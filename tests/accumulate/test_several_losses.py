@@ -121,7 +121,7 @@ def test_two_accumulators_over_the_same_gradients_are_refused(declared):
 
 
 def test_two_models_with_accumulators_of_their_own_are_right():
-    """As a generator and its discriminator."""
+    """Two models are trained in turns, like a generator and its discriminator."""
     weights, accs = [new_weight(), new_weight()], [LossAccumulator(), LossAccumulator()]
     for sizes in ((3, 9), (1, 4)):
         for weight, acc, n in zip(weights, accs, sizes, strict=True):

@@ -75,7 +75,7 @@ def evaluated(rank):
 
 
 def resumed(state, rank):
-    """What three more windows give after loading: parameters are left out, estimates count."""
+    """The results of three more windows after loading, without parameters, with estimates."""
     acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
     acc.load_state_dict(state)
     for i in range(3):

@@ -49,7 +49,7 @@ def start_joined(acc, model, rank):
 
 
 def ran_out_and_helped(rank):
-    """What the refusal advises: the rank that has run out goes on with ignored labels."""
+    """The error's advice works: a rank without data goes on with ignored labels."""
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()
     for window in range(2):

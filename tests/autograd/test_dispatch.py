@@ -1,4 +1,4 @@
-"""Which way a loss goes, and who is asked for it how often."""
+"""The way that each loss takes, and the number of calls of its backend."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
 
 @pytest.mark.parametrize(("gib", "budget"), [(None, 1), (24, 1), (32, 1), (39.4, 2), (80, 2)])
 def test_a_large_device_has_larger_chunks(gib, budget):
-    """From 40 GB on: a card that is sold as 40 GB reports 39.4 GiB."""
+    """The larger budget starts at 40 GB; a card sold as 40 GB reports 39.4 GiB."""
     memory = None if gib is None else int(gib * 2**30)
     assert plan.device_budget(memory) == budget * 2**30
     gemma = LLAMA._replace(n=2**15, V=256000, H=2304, budget=plan.device_budget(memory))

@@ -20,7 +20,7 @@ COMMANDS = ["audit", "bench", "check", "completion", "demo", "doctor", "plan"]
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_comes_at_once(arguments):
-    """In seconds of the processor, which do not depend on who else is running."""
+    """The help takes little processor time, which does not depend on other programs."""
     code = (
         "import sys; from fusedce.cli import main; main(sys.argv[1:], standalone_mode=False); "
         "assert 'torch' not in sys.modules"
@@ -281,7 +281,7 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 
 @pytest.mark.slow
 def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
-    """In small: few and short sequences; what it must show stays the same."""
+    """A demo of few and short sequences shows the same as the full one."""
     from fusedce.tools.demo import run
 
     monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)

@@ -1,4 +1,4 @@
-"""What an installation brings: names at first use, extras that are named, a clean tree."""
+"""An installation: names at first use, errors that name missing extras, a clean tree."""
 
 import json
 import re
@@ -102,7 +102,7 @@ def test_versions_agree():
 
 @pytest.mark.slow
 def test_building_leaves_nothing_behind(tmp_path):
-    """From a copy of the tracked files: the wheel has the kernels, the tree is as before."""
+    """A wheel built from the tracked files has the kernels, and leaves no file in the tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )

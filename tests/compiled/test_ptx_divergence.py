@@ -81,7 +81,7 @@ def test_values_are_those_of_the_reference(on, arch, dtype, kind):
     ids=["bf16", "fp16", "fp32"],
 )
 def test_every_option_at_once(on, arch, dtype):
-    """In blocks as the architecture has them, a vocabulary of two of them; chunks of 4 tokens."""
+    """The vocabulary has two of the architecture's blocks; a chunk has 4 tokens."""
     gpu = on(arch)
     tensors = pair(dtype, V=1300)
     more = {name: (torch.randn(1300) * 0.1).to(dtype) for name in ("bias", "teacher_bias")}

@@ -176,7 +176,7 @@ def test_one_pipeline_over_all_tiles(on):
 @ARCHS
 @pytest.mark.parametrize(("dtype", "H"), [(BF16, 72), (FP32, 33)], ids=["bf16", "fp32 unaligned"])
 def test_a_row_has_the_same_bits_wherever_it_stands(on, arch, dtype, H):
-    """In another order and alone."""
+    """A token's loss is the same in another order and alone."""
     gpu = on(arch)
     in_blocks(gpu, dtype, MAX_SPLITS=2)
     hidden, weight, labels, _ = case(140, H, 130 if dtype == FP32 else 600, dtype).tensors()

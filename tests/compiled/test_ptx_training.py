@@ -119,7 +119,7 @@ def test_a_vocabulary_of_less_than_16_classes(on, dtype, V):
 
 
 def test_rows_that_are_not_aligned_have_blocks_of_their_own_in_one_gemm(on):
-    """Without them the kernel spills: 464 bytes at 128x256, where nothing is copied ahead."""
+    """Without these blocks the kernel spills 464 bytes at 128x256, as nothing is copied ahead."""
     gpu = on("sm_90")
     by_gemm(gpu)
     check(train, case(40, 65, 333))

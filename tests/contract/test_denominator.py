@@ -182,7 +182,7 @@ def test_an_expectation_ends_with_its_block(monkeypatch):
     hidden, weight, labels = inputs()
 
     def grad():
-        """With a factor that was not expected, two roundings: other bits."""
+        """An unexpected factor costs a second rounding, which changes bits."""
         with monkeypatch.context() as patch:
             patch.setattr(buffers, "SMALL_HEAD", 0)
             return torch.autograd.grad(fusedce.fused_ce(hidden, weight, labels).loss_sum, weight)[0]

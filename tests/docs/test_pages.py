@@ -99,7 +99,7 @@ def test_other_words_and_other_numbers_are_seen():
 
 @pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md"])
 def test_tables_are_those_of_the_committed_measurements(page, tmp_path, monkeypatch):
-    """What `bench/report.py` would write is what stands there."""
+    """The page holds the tables that `bench/report.py` would write."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     import report
 

@@ -80,7 +80,7 @@ def test_a_vocabulary_in_parts_has_the_whole_loss():
 
 
 def test_dpo_prefers_what_was_chosen():
-    """From log 2, where policy and reference are one, by micro-batches as by one batch."""
+    """The loss starts at log 2, where policy and reference agree, for any micro-batches."""
     dpo = example("dpo")
     history = dpo.train(steps=3)
     assert history[0] == pytest.approx(math.log(2), rel=1e-6)

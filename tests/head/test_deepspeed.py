@@ -25,7 +25,7 @@ def train(stage, replaced):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(stage):
-    """With stage 3 the weight is gathered for the loss; no stage makes logits."""
+    """Stage 3 gathers the weight for the loss, and no stage makes logits."""
     native, replaced = train(stage, False), train(stage, True)
     assert replaced["losses"] == pytest.approx(native["losses"], rel=1e-5)
     for expected, got in zip(native["gradients"], replaced["gradients"], strict=True):

@@ -1,4 +1,4 @@
-"""What enters below Python's overrides: functions, module hooks, checkpoints, transforms."""
+"""Lazy logits below Python's overrides: functions, module hooks, checkpoints, transforms."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Squares(torch.autograd.Function):
 
 
 class OwnCrossEntropy(torch.autograd.Function):
-    """As libraries write them: the gradient is made in forward."""
+    """Libraries write such functions, which make the gradient in forward."""
 
     @staticmethod
     def forward(ctx, z, y):

@@ -1,4 +1,4 @@
-"""Which module is the head; copies of it; heads that come later; what is refused in words."""
+"""Choice of the head module, its copies, heads that come later, and errors of refused heads."""
 
 import copy
 

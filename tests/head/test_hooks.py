@@ -139,7 +139,7 @@ def test_the_gradient_with_respect_to_logits_under_every_option(options):
 
 
 def test_a_gradient_handed_on_by_hand():
-    """As pipelines do: the backward of the logits is called with what a leaf has got."""
+    """Pipelines call the backward of the logits with the gradient of a leaf."""
 
     def program(m, x, y):
         z = m(x)
@@ -164,7 +164,7 @@ def test_gradients_of_many_uses_add_up():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_hook_before_and_after_a_write_in_place(bias):
-    """With a bias torch's logits are a view of a matrix, whose hooks a write replaces."""
+    """A head with a bias gives a view of a matrix, whose hooks a write replaces."""
 
     def program(m, x, y):
         z = m(x)

@@ -203,6 +203,7 @@ def test_fused_in_one_graph(name, request):
     torch.testing.assert_close(fused, native, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_real_logits_in_one_graph():
     model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
     for name in ("late bias", "two caps", "log_softmax", "probabilities"):
@@ -217,7 +218,7 @@ def test_real_logits_in_one_graph():
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
 def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
     model = sweep.build(model_type, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], {})
-    inputs = sweep.small.batch(model.config)
+    inputs = sweep.tiny_models.batch(model.config)
     native = sweep.run(model, inputs)
     replace_loss_head(model)
     request.getfixturevalue("no_logits")

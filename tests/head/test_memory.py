@@ -1,4 +1,4 @@
-"""What lazy logits keep alive, and how often logits are made."""
+"""The memory that lazy logits keep alive, and the number of times that logits are made."""
 
 import gc
 import weakref
@@ -11,6 +11,15 @@ from support.heads import MODES, H, V, ce, loss_and_grads, plain_model, tokens
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """Hide the objects of other tests from the garbage collector, which walks over all of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def test_kept_detached_logits_hold_no_graph():
@@ -90,7 +99,7 @@ def kept_by_detached_logits(model):
 
 
 def test_kept_detached_logits_hold_less_than_real_ones():
-    """With a deep backbone its graph is most of the memory."""
+    """The graph of a deep backbone is most of the memory."""
     gc.collect()
     gc.disable()
     try:
@@ -127,7 +136,7 @@ def test_copies_make_logits_of_what_they_are_copies_of():
 
 
 def test_hooks_that_change_nothing_make_no_logits(no_logits):
-    """As FSDP1, Fabric and others put on whatever a model returns."""
+    """FSDP1, Fabric and others register such a hook on every output of a model."""
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     seen = []
     z = model(x)

@@ -93,7 +93,7 @@ def test_lora_dropout_on_the_head_is_drawn_once(no_logits):
 
 
 def test_an_adapter_switched_off_for_the_reference_policy():
-    """As DPO and GRPO do; its logits are looked at when the adapter is on again."""
+    """DPO and GRPO read the logits of the reference after the adapter is on again."""
     model = adapted(target_modules=["lm_head", "q_proj"])
     ids = batch()["input_ids"]
     with torch.no_grad(), model.disable_adapter():

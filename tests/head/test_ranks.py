@@ -227,6 +227,7 @@ def test_mixin_on_two_ranks_equals_one(trainer_results):
     assert one["stats"][-1][2] == 2 * 8 * 12  # steps, rows, tokens of each
 
 
+@pytest.mark.slow
 def test_stock_evaluation_on_two_ranks_does_not(trainer_results):
     one, two = (trainer_results[n]["stock"] for n in (1, 2))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # mended upstream

@@ -1,4 +1,4 @@
-"""What a replaced head says of itself."""
+"""The report of a replaced head."""
 
 from pathlib import Path
 

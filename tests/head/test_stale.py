@@ -194,7 +194,7 @@ def test_a_gradient_that_cannot_be_made_any_more_stops_no_step():
 
 
 def test_a_head_that_is_a_part_of_a_larger_memory_may_be_changed_by_any_step():
-    """As where an engine holds all parameters in one buffer, and an optimizer copies of it."""
+    """An engine holds all parameters in one buffer, and the optimizer has copies of it."""
     model = plain_model()
     buffer = torch.zeros(2 * model[1].weight.numel())
     part = buffer[: model[1].weight.numel()].view_as(model[1].weight)

@@ -122,7 +122,7 @@ def test_gradients_by_function_transforms():
 
 
 def test_without_grad_means_without_grad():
-    """As in reinforcement learning: the old policy's logits, used where the new one is trained."""
+    """Reinforcement learning uses the old policy's logits while the new one is trained."""
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     with torch.no_grad():
         old = model(x)

@@ -55,7 +55,7 @@ def test_the_forward_kernel_writes_lse_where_it_is_wanted_and_a_label_is_valid()
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [-7, 300, 2**31 - 1])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
-    """What a GPU does: no read out of bounds, no assert, a NaN and the evidence."""
+    """A bad label on a GPU gives NaN and its code, without an assert or a read out of bounds."""
     from fusedce.backends import triton as launch
     from fusedce.backends.triton import forward, training
 

@@ -298,7 +298,7 @@ def test_a_budget_of_fake_tensors():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("budget", "way"), [(6, plan.TILES), (24, plan.CHUNKS)])
 def test_the_peak_of_a_process_is_within_the_budget(dtype, budget, way):
-    """In MiB; all logits would be 64 in float32."""
+    """The peak is below that of all logits, which would be 64 MiB in float32."""
     kind = getattr(torch, dtype)
     call = plan.Call(N, N, V, H, kind.itemsize, 4, on_cpu=True, triton=False)
     assert plan.way_of(call, memory_budget=budget << 20).name == way
@@ -335,7 +335,7 @@ def test_too_small_for_several_classes_says_the_whole():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_classes_have_the_same_gradients_under_a_budget(dtype):
-    """In tiles of some hundred classes, some of which many tokens share."""
+    """Tiles have some hundred classes, and many tokens share some of them."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight, _, _ = Case((400,), 200, 3000, dtype).tensors()
     labels = torch.randint(3000, (400, 7), generator=rng)

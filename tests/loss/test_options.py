@@ -62,7 +62,7 @@ VALUES = {
 @pytest.mark.parametrize("pair", list(combinations(EVERY, 2)), ids="+".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_pair_matches_the_reference(backend, pair):
-    """With peaked and flat logits, gradients and none, in one chunk and in several."""
+    """Cases have peaked and flat logits, gradients or none, and one chunk or several."""
     case = Case(
         (16,), 20, 300, ignored=0.2,
         with_bias="bias" in pair,
@@ -178,7 +178,7 @@ def test_a_label_at_plus_inf_is_not_a_loss_of_0(backend, options):
 @pytest.mark.parametrize("with_terms", [False, True])
 @pytest.mark.parametrize("grad", [True, False])
 def test_argmax_comes_at_no_second_pass(backend, with_terms, grad):
-    """In training and in evaluation, in several chunks, tiles and blocks; -1 where nothing is."""
+    """The argmax is right in training and evaluation, by chunks, tiles and blocks."""
     hidden, weight, labels, bias = Case(
         (3, 20), 16, 600, torch.bfloat16, ignored=0.3, with_bias=True
     ).tensors()

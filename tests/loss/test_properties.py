@@ -75,7 +75,7 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
 
 
 def test_the_check_can_fail():
-    """What the property tests rest on: a wrong loss, count or gradient is seen."""
+    """The property tests fail for a wrong loss, a wrong count and a wrong gradient."""
 
     def zero_gradient(hidden, weight, labels, **options):
         out = fusedce.fused_ce(hidden, weight, labels, **options)

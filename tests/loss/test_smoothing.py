@@ -48,7 +48,7 @@ def test_one_class_has_no_gradient(backend, smoothing, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_classes_of_their_own_weight(backend):
-    """As torch smooths with class weights, one of them 0 under a logit of -inf."""
+    """Smoothing follows torch with class weights, one of them 0 under a logit of -inf."""
     import torch.nn.functional as F
 
     from fusedce import fused_cross_entropy

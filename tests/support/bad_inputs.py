@@ -1,4 +1,4 @@
-"""What every public loss refuses: one changed argument each, and the error in words."""
+"""Bad arguments of every public loss, one change each, and the errors that they raise."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of the measuring engine let its processes build and call."""
+"""Functions that processes of the measuring engine build and call in its tests."""
 
 import os
 import time

@@ -29,17 +29,17 @@ class FakeDevice:
         self.clock += self.call_seconds
         self._high = max(self._high, self.held + self.peak)
 
-    def synchronize(self):
+    def synchronize(self, *_):
         self.synchronized_after.append(self.calls)
 
     def empty_cache(self):
         pass
 
-    def reset_peak_memory_stats(self):
+    def reset_peak_memory_stats(self, *_):
         self._high = self.held
 
-    def memory_allocated(self):
+    def memory_allocated(self, *_):
         return self.held
 
-    def max_memory_allocated(self):
+    def max_memory_allocated(self, *_):
         return self._high

@@ -1,4 +1,4 @@
-"""What the measuring process of `fusedce.measure.peak_extra_bytes` builds and runs."""
+"""Functions that `fusedce.measure.peak_extra_bytes` measures in its tests."""
 
 import mmap
 

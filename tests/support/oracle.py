@@ -1,4 +1,4 @@
-"""What the losses must equal, with all logits: in the inputs' dtype it is what torch makes."""
+"""Losses from all logits: the truth in float64, or torch's result in the inputs' dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ def token_stats(
     hidden, weight, labels, *, bias=None, ignore_index=-100, softcap=None, logit_scale=1.0,
     temperature=1.0,
 ):  # fmt: skip
-    """What RL libraries do, in the dtype they do it: fp32 logits from the inputs' product."""
+    """Log-probabilities as RL libraries compute them, from fp32 logits of the inputs' product."""
     z = finished_logits(hidden, weight, bias, softcap, logit_scale)
     log_p = (z / temperature).log_softmax(-1)
     valid = labels != ignore_index

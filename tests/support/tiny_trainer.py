@@ -67,7 +67,7 @@ def mixtral():
 
 
 def word_tokenizer(n):
-    """Of the words w0, w1, ..., whose numbers follow those of three special tokens."""
+    """A tokenizer of the words w0, w1, ..., numbered after three special tokens."""
     names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(n))]
     raw = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<pad>")

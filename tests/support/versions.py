@@ -1,4 +1,4 @@
-"""What a version of torch does otherwise, for a reason outside of this project."""
+"""Marks for tests that fail with a version of torch or TRL, for reasons outside of this project."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ COMPILED_COUNTS = pytest.mark.skipif(
 
 
 def trl_1_16():
-    """For what is compared with the trainers of TRL 1.16, whose predecessors do otherwise."""
+    """Skip a comparison with TRL's trainers before 1.16, which compute it in another way."""
     utils = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utils, "add_fused_lm_head"):
         pytest.skip("TRL before 1.16 computes this in another way")

@@ -102,7 +102,7 @@ def class_weights(V):
 
 
 def answers(function, x, **options):
-    """What a function returns, its outputs with a graph under an upstream of each token's own."""
+    """A function's results, and gradients of its outputs under one upstream factor per token."""
     leaves = {k: x[k] for k in ("hidden", "weight", "bias") if k in x}
     found = function(**x, **options)
     found = (found,) if isinstance(found, torch.Tensor) else tuple(found)

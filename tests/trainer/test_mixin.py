@@ -1,4 +1,4 @@
-"""What FusedTrainerMixin mends: each with the stock behaviour wrong and ours right."""
+"""FusedTrainerMixin corrects the stock trainer: each test shows its error and our result."""
 
 import functools
 import math

@@ -107,7 +107,7 @@ def distillation(base, tmp_path, tokenizer, **kwargs):
 
 
 def run(make, base, tmp_path, tokenizer, **kwargs):
-    """What was logged, but for times, and the parameters after training."""
+    """The logged values without times, and the parameters after training."""
     torch.manual_seed(0)
     trainer = make(base, tmp_path, tokenizer, **kwargs)
     torch.manual_seed(1)

@@ -89,7 +89,7 @@ def test_sft(kwargs, tokenizer, tmp_path, no_logits):
 
 
 def statistics(trainer):
-    """What TRL's trainer logs beside the loss, in training and evaluation."""
+    """The values that TRL's trainer logs beside the loss, in training and evaluation."""
     names = ("mean_token_accuracy", "entropy", "num_tokens")
     return [
         log[k]

@@ -1,1 +1,1 @@
-"""One model trained three ways, compared."""
+"""`fusedce demo`: one model trained three ways, and the comparison."""

@@ -1,6 +1,6 @@
-"""`fusedce audit`: the audit of two training loops over the demo's data, a wrong and a right one.
+"""`fusedce audit`: the audit of a wrong and a right training loop over the demo's data.
 
-Both are ordinary loops with the model's own loss; they use no other function of this package.
+Both are ordinary loops with the model's own loss; they call no other function of this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusedce.tools.demo.data import (
 )
 
 MICRO_BATCHES = 8
-# A loss to differentiate, from a model, a sequence, and all sequences of the step.
+# Computes the loss to differentiate from a model, a sequence, and all sequences of the step.
 Divide = Callable[[Any, Tensor, list[Tensor]], Tensor]
 
 
@@ -44,7 +44,7 @@ LOOPS: dict[str, Divide] = {
 
 
 def run(*, steps: int) -> dict[str, dict[str, Any]]:
-    """Audit both loops: by name ``"text"`` as the audit prints it, ``"verdict"``, ``"steps"``."""
+    """Audit both loops; by name their ``"text"`` as printed, ``"verdict"`` and ``"steps"``."""
     texts = sections()
     tokenize = train_tokenizer(texts)
     sequences = [torch.tensor(tokenize(text)) for text in texts]
@@ -61,7 +61,7 @@ def run(*, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def train(model: nn.Module, batches: list[list[Tensor]], divide: Divide) -> Any:
-    """Train under an audit, and return it."""
+    """Train inside an audit, and return its report."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     with fusedce.audit(model) as report:
         for step in batches:

@@ -193,7 +193,7 @@ def test_memory_is_per_row():
 
 
 def test_memory_stays_in_its_plan():
-    """What the launch allocates at N=8192, V=256000, from its own formula, on every device."""
+    """The launch's own formula bounds its memory at N=8192, V=256000, on every device."""
     from fusedce.backends.triton import archs as configs
 
     N, V = 8192, 256000

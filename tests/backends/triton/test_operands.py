@@ -1,4 +1,4 @@
-"""How inputs are read and multiplied."""
+"""Layouts of the inputs, and how they are read and multiplied."""
 
 from types import SimpleNamespace
 

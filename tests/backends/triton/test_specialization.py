@@ -15,7 +15,7 @@ from fusedce.testing import Case
 
 
 def key_of(name, value, special):
-    """What Triton compiles anew for: types, and of what it specialises on, a few properties."""
+    """The key for which Triton compiles again: types, and a few properties of values."""
     if isinstance(value, torch.Tensor):
         return name, value.dtype, special and value.data_ptr() % 16 == 0
     if isinstance(value, int) and not isinstance(value, bool):
@@ -134,7 +134,7 @@ def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
 @pytest.mark.parametrize("V", [320, 333, 1111])
 def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chunk_tokens):
-    """For all but the first are launched without asking which one fits."""
+    """All launches but the first skip the choice of a compiled kernel."""
     tiny = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**12, 2**12))
     monkeypatch.setattr(archs, "architecture", lambda device: tiny)
     hidden, weight, labels, _ = Case((196,), 32, V, torch.bfloat16).tensors()

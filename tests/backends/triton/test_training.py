@@ -27,7 +27,7 @@ def inputs(dtype, size, right, n=100):
 
 
 def gradients(problem):
-    """Those of the sum in its expected factor, and the exact ones."""
+    """Gradients of the sum times its expected factor, and exact gradients."""
     wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
     found = backend.loss_and_grads(problem, wanted, None)
     x = [problem.hidden, problem.weight] + ([] if problem.bias is None else [problem.bias])
