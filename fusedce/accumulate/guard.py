@@ -29,8 +29,7 @@ class Guard:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
-        self._handle: Any = None
-        self._incomplete: Callable[[], Callable[[], str | None] | None] = lambda: None
+        self._handle: weakref.finalize[Any, Any] | None = None  # of the hook before steps
         self._warned = False
         # These describe the open window.
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
@@ -58,11 +57,10 @@ class Guard:
     # ---- steps ------------------------------------------------------------------------------
 
     def watch(self, incomplete: Callable[[], str | None]) -> None:
-        """Report optimizer steps while ``incomplete()`` gives a reason, until stopped."""
+        """Report optimizer steps while the method ``incomplete`` gives a reason, until stopped."""
         if self._handle is not None:
             return
-        asked = weakref.WeakMethod(incomplete)
-        me = weakref.ref(self)
+        asked, me = weakref.WeakMethod(incomplete), weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             ask, guard = asked(), me()
@@ -73,9 +71,8 @@ class Guard:
             elif optimizer in guard._optimizers:
                 guard._kept = None  # the step uses the gradients, so zero_grad may follow it
 
-        self._incomplete = asked
-        self._handle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._handle.remove)
+        hook = register_optimizer_step_pre_hook(before_step)
+        self._handle = weakref.finalize(self, hook.remove)  # a call removes the hook, too
 
     def on_open(self) -> None:
         """Start the checks of a new window."""
@@ -85,7 +82,7 @@ class Guard:
     def stop_watching(self) -> None:
         """End the checks of the window."""
         if self._handle is not None:
-            self._handle.remove()
+            self._handle()
             self._handle = None
         self._shared = {}
         self.streams(False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
 
-_NAME = "_ChunkedLogProbFunction"  # in trl.trainer.utils
+_LOGPROB_FUNCTION = "_ChunkedLogProbFunction"  # in trl.trainer.utils
 _CALLER = "add_fused_lm_head"  # in the same module: makes a model's forward call it
 _DISTILLATION = "trl.trainer.distillation_trainer"
 _DIVERGENCE = "_chunked_divergence_loss"  # in that module
@@ -51,7 +51,7 @@ class FusedPolicyMixin:
         super().__init__(*args, **kwargs)
         import trl.trainer.utils as trl_utils
 
-        missing = [name for name in (_NAME, _CALLER) if not hasattr(trl_utils, name)]
+        missing = [name for name in (_LOGPROB_FUNCTION, _CALLER) if not hasattr(trl_utils, name)]
         if missing:
             raise RuntimeError(
                 f"FusedPolicyMixin needs a TRL whose trainer.utils has {' and '.join(missing)} "
@@ -120,7 +120,7 @@ def _fuse(model: nn.Module, trl_utils: Any) -> None:
     def call(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
-        with _replaced(trl_utils, _NAME, _Fused):
+        with _replaced(trl_utils, _LOGPROB_FUNCTION, _Fused):
             return forward(*args, fused_lm_head=True, **kwargs)
 
     base.forward = call

@@ -1,5 +1,6 @@
 """Steps that a training loop forgets: entering, finishing, shifting, passing all parameters."""
 
+import gc
 import threading
 import warnings
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from torch.utils.hooks import RemovableHandle
 
 from fusedce import LossAccumulator, count_valid, fused_ce
 
@@ -70,6 +72,19 @@ def test_a_guarded_optimizer_does_not_step_inside_a_window():
         acc.guard("adam")
     with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
         acc.guard(optimizer, weight)
+
+
+def test_windows_leave_no_hooks_behind():
+    def hooks():
+        gc.collect()
+        return sum(type(x) is RemovableHandle for x in gc.get_objects())
+
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([3]))
+    before = hooks()
+    for run in (run_window, run_streaming) * 3:
+        run(acc, weight, batches([3]))
+    assert hooks() == before
 
 
 def test_finish_knows_the_parameters_that_are_guarded():

@@ -136,6 +136,12 @@ MUTANTS = [
         "test_forgetting.py -k guarded_optimizer",
     ),
     Mutant(
+        "guard: each window leaves its hook behind",
+        "            self._handle()\n",
+        "",
+        "test_forgetting.py -k hooks",
+    ),
+    Mutant(
         "guard: parameters missing",
         "            if p.grad is not None and id(p) not in known",
         "            if False",
