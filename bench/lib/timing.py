@@ -12,8 +12,20 @@ from fusedce.measure import median_seconds
 _BURST_SECONDS = 2.0  # slow calls are made fewer times
 
 
-def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, list[float]]:
-    """``seconds`` of each of ``calls`` calls, and ``wall_seconds``; one more warms up."""
+def time_call(
+    call: Callable[[], object], device: str, calls: int, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """``seconds`` of each of ``calls`` calls, and ``wall_seconds``; one more warms up.
+
+    On a CPU ``warm_up=False`` leaves that one out: for calls that are already warm.
+    """
+    if torch.device(device).type == "cpu" and not warm_up:
+        seconds = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds}
     if torch.device(device).type == "cpu":
         return {"seconds": median_seconds({"": call}, calls)[""]}
     module = torch.get_device_module(device)
