@@ -1,6 +1,6 @@
 """Memory against time: what the loss holds, and takes, under one memory budget after another.
 
-    python bench/frontier.py                         # CPU, fp32 and bf16: some minutes
+    python bench/frontier.py                         # CPU, fp32 and bf16: under 8 quiet minutes
     python bench/frontier.py --only fused_ce --budgets 16 64 256
     python bench/frontier.py --readme docs/benchmarks.md
     python bench/frontier.py --errors --readme docs/accuracy.md     # of each way, against fp64
@@ -13,11 +13,13 @@ that take turns, over the three bare products of the same run. "none" is no budg
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ from torch import Tensor
 
 import fusedce
 from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.plan import tiles_of, way_of
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, least_bytes, tiles_of, way_of
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
 
@@ -40,9 +42,13 @@ MiB = 2**20
 
 
 def prepare(name: str, budget: int | None, N: int, H: int, V: int, dtype: str, device: str) -> Any:
-    """A call that does the whole job once and drops the gradients; warmed up on a small input."""
+    """A call that does the whole job once and drops the gradients; it is warm.
+
+    A small input warms up all but the compiled call, which would compile twice, and the products.
+    """
     hidden, weight, labels = make_inputs(Spec(N, H, V, dtype=dtype, device=device))
     if name == FLOOR:
+        _gemms(hidden[:300], weight)
         return lambda: _gemms(hidden, weight)
     loss = _loss(name, None if budget is None else budget * MiB)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
@@ -52,7 +58,9 @@ def prepare(name: str, budget: int | None, N: int, H: int, V: int, dtype: str, d
         for x in inputs[:2]:
             x.grad = None
 
-    if name != COMPILED:  # (which would compile twice)
+    if name == COMPILED:
+        step(*leaves, labels)
+    else:
         small = [x.detach()[:300].clone().requires_grad_() for x in leaves]
         step(*small, labels[:300].clamp(max=299))
     return lambda: step(*leaves, labels)
@@ -150,35 +158,66 @@ def tables(data: dict[str, Any]) -> str:
     return "\n".join([*out, caption(data)])
 
 
-def errors(N: int, H: int, V: int) -> str:
-    """Markdown: relative errors of every way against fp64, beside eager's; gradients by norm."""
+class Errors(NamedTuple):
+    """A problem whose errors are measured, and where."""
+
+    N: int
+    H: int
+    V: int
+    dtypes: tuple[str, ...]
+    backend: str
+
+
+# The interpreter cuts what it rounds to bfloat16, where hardware rounds to nearest: float16 there.
+ERRORS = (
+    Errors(512, 256, 8192, ("float32", "bfloat16"), "torch"),
+    Errors(32, 32, 500, ("float32", "float16"), "triton"),
+)
+
+
+def errors(of: Errors) -> list[dict[str, Any]]:
+    """Relative errors of every way against fp64, beside eager's; gradients by norm."""
     lines = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in of.dtypes:
         for data in ("random", "lm"):
-            hidden, weight, labels = make_inputs(Spec(N, H, V, dtype=dtype, data=data))
+            hidden, weight, labels = make_inputs(Spec(*of[:3], dtype=dtype, data=data))
             wide = [x.double().requires_grad_() for x in (hidden, weight)]
             exact = _gradients(_of_logits, wide, labels)
             once = [e.to(hidden.dtype).double() for e in exact]
-            rows = {f"fused_ce, {way}": budget for way, budget in _budgets(N, H, V, dtype).items()}
-            for name, budget in (rows | {"eager": None}).items():
-                loss = _loss("fused_ce", budget * MiB) if budget else IMPLEMENTATIONS["eager"]
+            for way, options in [*_options_of_ways(of, dtype).items(), ("eager", None)]:
+                loss = IMPLEMENTATIONS["eager"]
+                if options is not None:
+                    loss = functools.partial(
+                        IMPLEMENTATIONS["fused_ce"], backend=of.backend, **options
+                    )
                 leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-                found = _gradients(loss, leaves, labels)
-                values = [float((x.double() - e).norm() / e.norm())
-                          for x, e in zip(found, exact, strict=True)]  # fmt: skip
-                lines.append({
-                    "dtype": dtype, "logits": data, "": name,
-                    "budget, MiB": budget or "", "error of loss": f"{values[0]:.1e}",
-                    "error of d_hidden": f"{values[1]:.1e}",
-                    "error of d_weight": f"{values[2]:.1e}",
-                })  # fmt: skip
-            rounded = [float((x - e).norm() / e.norm()) for x, e in zip(once, exact, strict=True)]
-            lines.append({
-                "dtype": dtype, "logits": data, "": "the exact ones, rounded", "budget, MiB": "",
-                "error of loss": "", "error of d_hidden": f"{rounded[1]:.1e}",
-                "error of d_weight": f"{rounded[2]:.1e}",
-            })  # fmt: skip
-    return f"N={N}, H={H}, V={V}:\n\n{markdown(lines)}"
+                found = [x.double() for x in _gradients(loss, leaves, labels)]
+                name = way if options is None else f"fused_ce, {way}"
+                lines.append(_error_line(dtype, data, name, found, exact, options))
+            lines.append(_error_line(dtype, data, "the exact ones, rounded", once, exact))
+            lines[-1]["error of loss"] = ""
+    return lines
+
+
+def _error_line(
+    dtype: str,
+    data: str,
+    name: str,
+    found: list[Tensor],
+    exact: list[Tensor],
+    options: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    line: dict[str, Any] = {"dtype": dtype, "logits": data, "": name}
+    line["options"] = ", ".join(f"{k}={v}" for k, v in (options or {}).items())
+    for of, x, e in zip(("loss", "d_hidden", "d_weight"), found, exact, strict=True):
+        line[f"error of {of}"] = f"{float((x - e).norm() / e.norm()):.1e}"
+    return line
+
+
+def errors_table(of: Errors) -> str:
+    """Markdown: what `errors` finds."""
+    where = " backend, interpreted" if of.backend == "triton" else " backend"
+    return f"N={of.N}, H={of.H}, V={of.V}, {of.backend}{where}:\n\n{markdown(errors(of))}\n"
 
 
 def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -190,11 +229,21 @@ def _gradients(loss: Callable[..., Tensor], leaves: list[Tensor], labels: Tensor
     return [found.detach(), *torch.autograd.grad(found, leaves)]
 
 
-def _budgets(N: int, H: int, V: int, dtype: str) -> dict[str, int]:
-    """A budget in MiB for each way, the largest that is enough."""
-    return {
-        str(planned("fused_ce", mib, N, H, V, dtype)["way"]): mib for mib in (6, 8, 12, 16, 24, 512)
+def _options_of_ways(of: Errors, dtype: str) -> dict[str, dict[str, int]]:
+    """What to ask for to get each way: tokens of a chunk, or the least budget, in bytes."""
+    N, H, V, _, backend = of
+    hidden, weight = (torch.empty(n, H, dtype=getattr(torch, dtype)) for n in (N, V))
+    given = Problem(hidden, weight, torch.empty(N), memory_budget=0)
+    wanted, triton = Wanted(hidden=True, weight=True), backend == "triton"
+    call = call_of(given, wanted, N, waiting(given), logit=None if triton else 4, triton=triton)
+    least = least_bytes(call)
+    found = {
+        ONE_CHUNK: {"chunk_tokens": N},
+        CHUNKS: {"chunk_tokens": N // 4 // 8 * 8},
+        TILES: {"memory_budget": least},
     }
+    assert all(way_of(call, **options).name == way for way, options in found.items())
+    return found
 
 
 def main() -> int:
@@ -203,7 +252,7 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 64, 256])
     parser.add_argument("--only", nargs="+", help="names of methods")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="timed rounds (default 1)")
     parser.add_argument("--calls", type=int, default=1, help="calls of a round (default 1)")
     parser.add_argument("--out", type=Path, default=FOLDER / "frontier-cpu.json")
     parser.add_argument("--errors", action="store_true", help="of each way, and stop")
@@ -211,7 +260,10 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     args = parser.parse_args()
     if args.errors:
-        found = f"{errors(512, 256, 8192)}\n"
+        if os.environ.get("TRITON_INTERPRET") != "1":  # which is read when fusedce is imported
+            again = [sys.executable, *sys.argv]
+            os.execve(sys.executable, again, os.environ | {"TRITON_INTERPRET": "1"})
+        found = "\n".join(map(errors_table, ERRORS))
         print(found)
         if args.readme:
             put(args.readme, "ways cpu", found)
@@ -221,7 +273,7 @@ def main() -> int:
         return 0
     results = Results(args.out, "cpu")
     N, H, V = map(int, args.shape.split(","))
-    with Engine("cpu", rounds=args.rounds, calls=args.calls, timeout=600) as engine:
+    with Engine("cpu", rounds=args.rounds, calls=args.calls, timeout=600, warm_up=False) as engine:
         results.data["memory"] = engine.memory_method()
         for dtype in args.dtype:
             sizes = {"N": N, "H": H, "V": V, "dtype": dtype}

@@ -25,7 +25,6 @@ from fusedce.measure import memory_method, peak_extra_bytes
 
 from .pool import Pool
 
-
 # What a row holds once its call was measured.
 MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
 
@@ -49,11 +48,13 @@ class Engine:
         rounds: int | None = None,
         calls: int | None = None,
         timeout: float = 120,
+        warm_up: bool = True,  # one more call before those of a round; a CPU can do without
     ) -> None:
         self.device = device
         self.on_cpu = torch.device(device).type == "cpu"
         self.rounds = rounds or (2 if self.on_cpu else 5)
         self.calls = calls or (2 if self.on_cpu else 10)  # of a round
+        self.warm_up = warm_up
         self._pool = Pool(timeout)
 
     def __enter__(self) -> Engine:
@@ -117,7 +118,8 @@ class Engine:
         return answer
 
     def _round(self, row: dict[str, Any], call: Call, name: str) -> None:
-        answer = self._order(row, call.process, "time", name, self.device, self.calls)
+        order = ("time", name, self.device, self.calls, self.warm_up)
+        answer = self._order(row, call.process, *order)
         if answer is not None:
             for kind, values in answer.items():
                 row.setdefault(kind, []).extend(values)

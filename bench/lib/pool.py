@@ -42,8 +42,10 @@ def _prepare(calls: dict[str, Any], name: str, target: str, kwargs: dict[str, An
     calls[name] = _named(target)(**kwargs)
 
 
-def _time(calls: dict[str, Any], name: str, device: str, number: int) -> dict[str, list[float]]:
-    found = timing.time_call(calls[name], device, number)
+def _time(
+    calls: dict[str, Any], name: str, device: str, number: int, warm_up: bool
+) -> dict[str, list[float]]:
+    found = timing.time_call(calls[name], device, number, warm_up)
     timing.free(device)
     return found
 

@@ -22,13 +22,23 @@ _STATE = {
 }
 
 
-def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, Any]:
-    """Time a burst of at most ``calls`` calls, after two that warm up.
+def time_call(
+    call: Callable[[], object], device: str, calls: int, warm_up: bool = True
+) -> dict[str, Any]:
+    """Time a burst of at most ``calls`` calls, after two that warm up (one on a CPU).
 
     Returns ``seconds`` of each call. On an accelerator also ``wall_seconds``, the burst's by the
     number of its calls, and ``states``: what :func:`device_state` said while it ran. The first
-    call may compile; the second one decides how many calls a burst has.
+    call may compile; the second one decides how many calls a burst has. On a CPU
+    ``warm_up=False`` leaves that one out: for calls that are already warm.
     """
+    if torch.device(device).type == "cpu" and not warm_up:
+        seconds = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds}
     if torch.device(device).type == "cpu":
         return {"seconds": median_seconds({"": call}, calls)[""]}
     module = torch.get_device_module(device)

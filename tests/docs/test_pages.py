@@ -129,6 +129,28 @@ def test_tables_are_those_of_the_committed_measurements(page, tmp_path, monkeypa
     assert written == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1], ids=["torch", "triton"])
+def test_errors_of_the_three_ways_are_those_on_the_page(which, monkeypatch):
+    """Within a factor of 2, or 2e-7: products of another CPU add up in another order."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import frontier
+
+    page = (DOCS / "accuracy.md").read_text()
+    section = page.partition("<!-- ways cpu -->")[2].partition("<!-- end -->")[0]
+    table = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)[which]
+    header, _, *stated = ([x.strip() for x in row.split("|")[1:-1]] for row in table.splitlines())
+    found = frontier.errors(frontier.ERRORS[which])
+    assert len(stated) == len(found) > 10
+    for row, line in zip(stated, found, strict=True):
+        says = dict(zip(header, row, strict=True))
+        assert [says[k] for k in ("dtype", "logits", "", "options")] == list(line.values())[:4]
+        for name in header[4:]:
+            a, b = (float(x[name] or 0) for x in (says, line))
+            assert a <= 2 * b + 2e-7
+            assert b <= 2 * a + 2e-7
+
+
 def test_the_table_of_real_weights_is_that_of_the_committed_measurement(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     import finetune_smollm

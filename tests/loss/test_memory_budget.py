@@ -321,6 +321,19 @@ def test_the_peak_with_several_classes_is_within_the_budget(dtype, K):
     assert peak - size * (N + V) * H <= budget
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_token_by_token_on_a_sharded_vocabulary_is_within_the_budget(dtype):
+    """The largest tiles, without a budget, hold more than 10 MiB of the 64 that all logits are."""
+    size, budget = getattr(torch, dtype).itemsize, 10 << 20
+    peaks = [
+        peak_extra_bytes("support.memory:sharded_tokens", {"dtype": dtype, "memory_budget": given})
+        - size * (N + V) * H
+        for given in (budget, None)
+    ]
+    assert peaks[0] <= budget < peaks[1]
+
+
 def test_too_small_for_several_classes_says_the_whole():
     hidden, weight, _, _ = Case((300,), 24, 3000).tensors()
     labels = torch.zeros(300, 5, dtype=torch.int64)

@@ -3,8 +3,10 @@
 import mmap
 
 import torch
+import torch.distributed as dist
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
+from fusedce.sharded import sharded_logprobs
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
@@ -67,6 +69,28 @@ def several_classes(dtype: str, memory_budget: int, K: int):
 
     def run(hidden, weight, classes):
         stats = fused_logprobs(hidden, weight, classes, memory_budget=memory_budget)
+        (stats.logprob.sum() + stats.entropy.sum()).backward()
+
+    run(*inputs(130, 2048))
+    given = inputs(N, V)
+    return lambda: run(*given)
+
+
+def sharded_tokens(dtype: str, memory_budget: int | None):
+    """A step of the log-probabilities of each token, all rows of the head on the one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def inputs(n, v):
+        rng = torch.Generator().manual_seed(0)
+        kind = getattr(torch, dtype)
+        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
+        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
+        return hidden, weight, torch.randint(0, v, (n,), generator=rng)
+
+    def run(hidden, weight, labels):
+        stats = sharded_logprobs(
+            hidden, weight, labels, process_group=dist.group.WORLD, memory_budget=memory_budget
+        )
         (stats.logprob.sum() + stats.entropy.sum()).backward()
 
     run(*inputs(130, 2048))
