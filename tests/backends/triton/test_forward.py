@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import interpreter
 
 import fusedce
 from fusedce.contract.problem import Problem
