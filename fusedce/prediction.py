@@ -101,8 +101,8 @@ class Plan(NamedTuple):
     # The rate of our own main loops over the vendor's (assumed). A tile of 128 x 256 reads 11.7
     # bytes a kFLOP from L2, 9.5 TB/s at an H200's rate; the vendor's shares tiles in a cluster.
     own_gemm: float = 0.84
-    exp_instructions: float = 18.0  # a logit, of one GEMM's epilogue (counted in compiled code)
-    forward_instructions: float = 10.0  # a logit, of the forward kernel's (counted likewise)
+    exp_instructions: float = 18.0  # a logit, of one GEMM's epilogue (assumed from compiled code)
+    forward_instructions: float = 10.0  # a logit, of the forward kernel's (likewise)
     tile_bytes: float = 6.0  # a logit that crosses the memory's bus around exp_tile (assumed)
 
 
