@@ -3,6 +3,7 @@
     python bench/compiler_report.py                       # all architectures, with options too
     python bench/compiler_report.py --arch sm_90 --json   # one of them, for a program to read
     python bench/compiler_report.py --faults              # status 1 for a spill or serialised wgmma
+    python bench/compiler_report.py --summary a.json b.json    # spills by architecture and Triton
     python bench/compiler_report.py --out after.json --against before.json   # status 1 if worse
     python bench/compiler_report.py --kernel forward --arch sm_90 --config 256,128,64,8,3
 
@@ -32,13 +33,6 @@ from lib import compiled, tables, variants
 # Numbers that count against a kernel, and those that count for it.
 LESS_IS_BETTER = ("spill_bytes", "registers", "instructions", "barriers", "shared")
 MORE_IS_BETTER = ("async",)
-# Bytes spilled with Triton 3.7.1 by kernels that run by default: (kernel, architecture).
-KNOWN_SPILLS: dict[tuple[str, str], int] = {
-    # Without TMA, which these blocks always have: what is not aligned has blocks of its own.
-    ("forward bf16 bias+scale+cap", "sm_90"): 32,
-    ("forward fp16 bias+scale+cap", "sm_90"): 32,
-    ("token_grad fp32", "sm_120"): 8,
-}
 
 
 def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -101,18 +95,38 @@ def _widths(found: dict[str, int]) -> str:
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     """List spilled registers and serialised wgmma of kernels that run by default.
 
-    Spills of :data:`KNOWN_SPILLS` are let pass up to their number of bytes. Candidates of tuning
-    may spill: measuring tells.
+    Candidates of tuning may spill: measuring tells.
     """
     found = []
     for row in rows:
         name = f"{row['kernel']} {row['arch']}"
         if row.get("warnings"):
             found.append(f"{name}: ptxas warns of {' '.join(row['warnings'])}")
-        known = KNOWN_SPILLS.get((row["kernel"], row["arch"]), 0)
-        if row["spill_bytes"] > known and not row.get("candidate"):
-            found.append(f"{name}: {row['spill_bytes']} bytes of spills, known are {known}")
+        if row["spill_bytes"] and not row.get("candidate"):
+            found.append(f"{name}: {row['spill_bytes']} bytes of spills")
     return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each architecture and version of Triton: how many kernels, and what they spill."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["arch"], row["triton"]), []).append(row)
+    cells = []
+    for (arch, version), mine in sorted(groups.items()):
+        default = [r for r in mine if not r["candidate"]]
+        others = [r for r in mine if r["candidate"] and r["spill_bytes"]]
+        cells.append({
+            "arch": arch,
+            "triton": version,
+            "kernels that run by default": len(default),
+            "bytes they spill": sum(r["spill_bytes"] for r in default),
+            "warnings C75xx": sum(len(r["warnings"]) for r in mine),
+            "candidates that spill": ", ".join(
+                f"{r['kernel']} {r['spill_bytes']} B" for r in others
+            ),
+        })  # fmt: skip
+    return tables.markdown(cells)
 
 
 def compare(
@@ -157,9 +171,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--out", type=Path, help="JSON to write, row by row")
     parser.add_argument("--rows", type=Path, help="rows written before, instead of compiling")
+    parser.add_argument(
+        "--summary", type=Path, nargs="+", help="rows of several versions of Triton, in one table"
+    )
     parser.add_argument("--against", type=Path, help="rows of before: status 1 where one is worse")
     parser.add_argument("--faults", action="store_true", help="status 1 for what may not be")
     args = parser.parse_args()
+    if args.summary:
+        print(summary([row for file in args.summary for row in json.loads(file.read_text())]))
+        return 0
     rows = json.loads(args.rows.read_text()) if args.rows else compile_all(args)
     wrong = faults(rows) if args.faults else []
     print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)

@@ -4,12 +4,14 @@
 #
 #     bench/gpu.sh list            # the steps, what each does, its limit in seconds
 #     bench/gpu.sh STEP ...        # some of them
+#     bench/gpu.sh least           # those of a rented half hour: their limits sum to 28 minutes
 #     bench/gpu.sh                 # all, in order; goes on after a failure, status 1 if there was one
 #     bench/gpu.sh --dry [STEP]    # on any machine: tiny problems, peers stubbed
 #
-# Results go to $OUT (default bench/results), after every problem; a step that is run again measures
-# what is missing. Its own clock stops it before the limit does, which interrupts and kills late;
-# LIMIT=SECONDS sets another one.
+# Results go to $OUT (default bench/results) after every burst of calls; a step that is run again
+# measures what is missing. On a machine that starts empty, EARLIER=FOLDER copies the JSON of an
+# earlier run to $OUT first, where $OUT has none of that name. A step's own clock stops it before
+# the limit does, which interrupts and kills late; LIMIT=SECONDS sets another one.
 # Needs of python3 (or $PYTHON): torch, triton, tabulate; for the steps of those names pytest with
 # pytest-timeout, pytest-xdist and hypothesis, transformers and tokenizers, matplotlib.
 #
@@ -27,6 +29,9 @@ OUT=${OUT:-bench/results}
 SITE=${SITE:-${TMPDIR:-/tmp}/fusedce-peers}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
+if [[ -n ${EARLIER:-} ]]; then
+    cp --no-clobber "$EARLIER"/*.json "$OUT"/ || exit 2
+fi
 # Not the root itself: there the folder kernels/ would hide the Hugging Face package of that name.
 lib=$(mktemp -d)
 trap 'rm -rf "$lib"' EXIT
@@ -41,12 +46,13 @@ else
 fi
 
 STEPS=(
-    "peers         120 unpack the wheels of \$WHEELS, say which peers are there"
+    "peers         60  unpack the wheels of \$WHEELS, say which peers are there"
     "correct       120 tests of the device"
-    "robust        240 100 runs bitwise, CUDA graph, second stream, memory against the plan"
-    "device        120 what products, copies and launches reach"
+    "robust        200 100 runs bitwise, CUDA graph, second stream, memory against the plan"
+    "device        60  what products, copies and launches reach"
+    "variants      300 one GEMM against products and kernels, the forward kernel's blocks"
     "time          470 forward + backward and peak memory: every implementation, every shape"
-    "forward       470 forward alone"
+    "forward       400 forward alone"
     "details       470 ignored labels, errors against fp64, no weight gradient"
     "growth        470 time against the memory of a chunk, and as N and V grow"
     "options       470 what each option costs"
@@ -54,8 +60,9 @@ STEPS=(
     "accumulation  470 SmolLM-135M's configuration in splits, a regime or two each time it is run"
     "memcheck      470 compute-sanitizer, bad accesses"
     "racecheck     470 compute-sanitizer, races"
-    "report        120 tables, pictures, prediction beside measurement"
+    "report        60  tables, pictures, prediction beside measurement"
 )
+LEAST=(peers correct robust device variants time forward report)
 
 limit() {  # SECONDS COMMAND ...: interrupted first, so that Python leaves what it has in order
     local seconds=$1
@@ -66,7 +73,7 @@ limit() {  # SECONDS COMMAND ...: interrupted first, so that Python leaves what 
 loss() {  # SUITE ...
     local some=()
     # A dry run sees every adapter through once, and every suite's first problem.
-    [[ $dry ]] && some=(--dry --quick --rounds 1 --calls 1)
+    [[ $dry ]] && some=(--dry --quick --rounds "${ROUNDS:-1}" --calls 1)
     [[ $dry && $1 != time ]] && some+=(--only fused_ce)
     limit "$seconds" "$PYTHON" bench/loss.py --device "$device" --suite "$@" --resume \
         --seconds $((seconds > 90 ? seconds - 60 : 30)) --timeout 120 \
@@ -113,6 +120,12 @@ step_device() {
     [[ $dry ]] && some+=(--dry)
     limit "$seconds" "$PYTHON" bench/device.py "${some[@]}" --out "$OUT/device-$tag.json"
 }
+step_variants() {
+    local some=(--device "$device")
+    [[ $dry ]] && some=(--dry --rounds 1 --shapes 1)
+    limit "$seconds" "$PYTHON" bench/variants.py "${some[@]}" \
+        --seconds $((seconds > 90 ? seconds - 60 : 30)) --out "$OUT/variants-$tag.json"
+}
 step_time() { loss time; }
 step_forward() { loss forward; }
 step_details() { loss masked accuracy frozen; }
@@ -155,6 +168,7 @@ known=()
 for step in "${STEPS[@]}"; do known+=("${step%% *}"); done
 chosen=("$@")
 (($#)) || chosen=("${known[@]}")
+[[ ${1:-} == least ]] && chosen=("${LEAST[@]}" "${@:2}")
 for name in "${chosen[@]}"; do
     if [[ " ${known[*]} " != *" $name "* ]]; then
         echo "no step '$name': one of ${known[*]}" >&2

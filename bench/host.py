@@ -1,9 +1,10 @@
 """Python's share of a call: launches and microseconds on a stub device.
 
     python bench/host.py
+    python bench/host.py --json     # how often each kernel and product is launched, nothing timed
 
-Kernels are bound and keyed as for an H100 and then not launched, products are
-16 x 16, 16 labels are sorted, and the allocator keeps what is freed, as a GPU's does: what is left
+Kernels are bound and keyed as for an H100 and then not launched, products are 16 x 16, 16 labels
+are sorted, and the allocator keeps what is freed, as a GPU's does: what is left
 is the host's work, which a GPU waits for where the tiles are small. "operators" adds what stands
 around it in a user's call: checks, dispatch, torch.library and autograd. Processor time of this
 thread, the least of many calls: other processes can only add to it.
@@ -11,8 +12,10 @@ thread, the least of many calls: other processes can only add to it.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
+import json
 import os
 import time
 from collections import Counter
@@ -33,7 +36,7 @@ from fusedce.backends import choose
 from fusedce.backends.triton import archs, products
 from fusedce.contract.problem import Problem, Wanted
 
-SHAPES = ((2048, 896, 151936), (8192, 4096, 128256))
+SHAPES = ((2048, 896, 151936), (8192, 4096, 128256), (32768, 4096, 128256))
 launched: Counter[str] = Counter()
 _backend = make_backend(GPUTarget("cuda", 90, 32))
 _binders: dict[Any, Any] = {}
@@ -95,6 +98,9 @@ def operators(problem: Problem) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="launches by name, instead of times")
+    args = parser.parse_args()
     keep_freed_memory()
     choose.why_not_triton = lambda *_: None
     small = torch.zeros(16, 16, dtype=torch.bfloat16)
@@ -102,6 +108,7 @@ def main() -> None:
     labels, sort, mm = torch.zeros(16, dtype=torch.int64), torch.Tensor.sort, torch.mm
 
     def product(*args: Any, **kwargs: Any) -> None:
+        launched["product"] += 1
         mm(small, small, out=out)
 
     jit.JITFunction.run = run
@@ -109,7 +116,7 @@ def main() -> None:
     products.widens = functools.cache(lambda *_: True)  # as on a GPU
     torch.Tensor.sort = lambda _, stable: sort(labels, stable=stable)  # type: ignore[method-assign]
     archs.architecture = lambda device: archs.BY_NAME["sm_90"]
-    rows = []
+    rows, counts = [], []
     for N, H, V in SHAPES:
         hidden = torch.empty(N, H, dtype=torch.bfloat16)
         weight = torch.empty(V, H, dtype=torch.bfloat16)
@@ -128,6 +135,9 @@ def main() -> None:
             call()  # the first one compiles
             launched.clear()
             call()
+            counts.append({"shape": [N, H, V], "pass": name, "launches": dict(launched)})
+            if args.json:
+                continue
             count, tiles = sum(launched.values()), launched["exp_tile_kernel"]
             rows.append({
                 "N, H, V": f"{N}, {H}, {V}",
@@ -136,7 +146,7 @@ def main() -> None:
                 "tiles": tiles,
                 "host us": f"{least(call):.0f}",
             })  # fmt: skip
-    print(tables.markdown(rows))
+    print(json.dumps(counts) if args.json else tables.markdown(rows))
 
 
 if __name__ == "__main__":

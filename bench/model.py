@@ -6,7 +6,8 @@
     python -m bench.model --ranks 2 4 8         # training with a vocabulary sharded over NVLink
 
 The model is :mod:`fusedce.prediction`. Results of GPUs under `bench/results` are found by
-themselves.
+themselves. The range in brackets comes from the least certain assumption of each method: the rate
+of our own main loops, what of a tile stays in L2, or a pass's share of the copy's bandwidth.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def overview(device: Device, *, training: bool) -> list[Row]:
         }
         for method in [*METHODS, *PLANS][1:]:
             found = predict(method, *shape, device, training=training)
-            row[f"{method} / bare"] = f"{found.seconds / floor.seconds:.2f}"
+            ratios = (x / floor.seconds for x in (found.seconds, found.low, found.high))
+            row[f"{method} / bare"] = "{:.2f} ({:.2f} to {:.2f})".format(*ratios)
             row[f"{method}, MiB"] = f"{found.bytes / MiB:.0f}"
         rows.append(row)
     return rows
@@ -144,6 +146,7 @@ def beside(data: Mapping[str, Any], device: Device) -> list[Row]:
             "N, H, V": ", ".join(map(str, shape)),
             "": row["name"],
             "predicted ms": f"{1e3 * found.seconds:.2f}",
+            "range": f"{1e3 * found.low:.2f} to {1e3 * found.high:.2f}",
             "measured ms": f"{1e3 * median:.2f}" if median else "",
             "measured / predicted": f"{median / found.seconds:.2f}" if median else "",
             "predicted MiB": f"{found.bytes / MiB:.0f}",

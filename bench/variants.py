@@ -157,6 +157,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, help="timed rounds (default 5; 2 on a CPU)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of them")
     parser.add_argument("--dry", action="store_true", help="tiny problems, interpreted on a CPU")
     parser.add_argument("--out", type=Path, help="default: results/variants-DEVICE.json")
     args = parser.parse_args()
@@ -167,7 +168,7 @@ def main() -> int:
     results = Results(args.out or FOLDER / f"variants-{device}.json", device)
     left = 0
     with Engine(device, rounds=args.rounds, calls=1 if args.dry else None) as engine:
-        for number, shape in enumerate(SHAPES):
+        for number, shape in enumerate(SHAPES[: args.shapes]):
             spec = Spec(*shape, device=device)
             spec = tiny(spec) if args.dry else spec
             keys = [problem({"suite": s, **spec._asdict()}) for s in ("training", "forward blocks")]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusedce.backends.plan import (
     EXP_BLOCK_V,
     EXP_GEMM_H,
+    FORWARD_NARROW_H,
+    MAX_SPLITS,
     TILES,
     Call,
     Way,
@@ -41,6 +43,8 @@ class Device(NamedTuple):
     clock: float  # Hz
     source: str
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
+    forward_block: tuple[int, int] = (128, 128)  # rows and classes of a forward program's tiles
+    narrow: bool = False  # two forward programs share a processor up to FORWARD_NARROW_H
 
 
 # What was measured on the H200 over what its datasheet says (989 TFLOP/s dense, 4.8 TB/s), taken
@@ -49,24 +53,30 @@ _REACHED_FLOPS, _REACHED_BANDWIDTH = 788 / 989, 4.3 / 4.8
 
 
 def _datasheet(
-    name: str, tflops: float, tbytes: float, gib: int, l2: int, processors: int, ghz: float
-) -> Device:
+    name: str, tflops: float, tbytes: float, gib: int, l2: int, processors: int, ghz: float,
+    **ours: Any,
+) -> Device:  # fmt: skip
     return Device(
         name, tflops * 1e12 * _REACHED_FLOPS, tbytes * 1e12 * _REACHED_BANDWIDTH, gib * GiB,
         l2 * MiB, processors, ghz * 1e9,
         f"datasheet ({tflops:g} TFLOP/s dense, {tbytes:g} TB/s) times what the H200 reaches of its",
+        **ours,
     )  # fmt: skip
+
+
+_HOPPER: Any = {"gemm_block": 256, "forward_block": (128, 256), "narrow": True}
 
 
 DEVICES = {
     d.name: d
     for d in (
         _datasheet("A100", 312, 2.039, 80, 40, 108, 1.41),
-        _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98)._replace(gemm_block=256),
+        _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98, **_HOPPER),
         Device("H200", 788e12, 4.3e12, 139 * GiB, 60 * MiB, 132, 1.98e9,
-               "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy", 256),
-        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965)._replace(gemm_block=256),
-        _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1),
+               "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy",
+               **_HOPPER),
+        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965, gemm_block=256),
+        _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1, forward_block=(64, 64)),
         _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52),
     )
 }  # fmt: skip
@@ -88,17 +98,24 @@ class Plan(NamedTuple):
     add_in_place: bool = True  # the chunks' weight gradients are added in the product's epilogue
     known_denominator: bool = True  # the gradients are made with their final factor
     single_entries: bool = True  # of labels and of the likeliest others: apart, in float32
-    gemm: float = 1.0  # of our own product with an epilogue, of the vendor's (assumed)
-    exp_instructions: float = 0.0  # of that epilogue, a logit (assumed from compiled code)
-    forward_gemm: float = 0.93  # of the forward kernel's product, of the vendor's (assumed)
-    forward_instructions: float = 17.0  # of its epilogue, a logit (assumed from compiled code)
+    # The rate of our own main loops over the vendor's (assumed). A tile of 128 x 256 reads 11.7
+    # bytes a kFLOP from L2, 9.5 TB/s at an H200's rate; the vendor's shares tiles in a cluster.
+    own_gemm: float = 0.84
+    exp_instructions: float = 18.0  # a logit, of one GEMM's epilogue (assumed from compiled code)
+    forward_instructions: float = 10.0  # a logit, of the forward kernel's (likewise)
+    tile_bytes: float = 6.0  # a logit that crosses the memory's bus around exp_tile (assumed)
 
 
 # bf16 without label smoothing, a denominator that is known beforehand, torch from 2.11 on.
 NOW = Plan()
-ONE_GEMM = NOW._replace(
-    one_gemm=True, gemm=0.91, exp_instructions=18.0, forward_gemm=0.97, forward_instructions=7.0
-)
+ONE_GEMM = NOW._replace(one_gemm=True)
+# The least certain assumption of each way, and the range in which its number may lie. A tile's
+# float32 products stay in L2 until they are read (2 bytes a logit are left), or go to memory.
+UNCERTAIN = {"own_gemm": (0.94, 0.80), "tile_bytes": (2.0, 10.0)}
+_BANDWIDTH = (
+    1.05,
+    0.9,
+)  # of a pass over the logits, over that of a copy: the least certain of peers
 PLANS = {
     "fused_ce": NOW,
     "fused_ce, one GEMM": ONE_GEMM,
@@ -117,6 +134,8 @@ class Prediction(NamedTuple):
 
     terms: Mapping[str, float]  # seconds
     memory: Mapping[str, int]  # bytes beyond inputs and gradients, at the peak
+    low: float = 0.0  # seconds, where the least certain assumption holds its best number
+    high: float = 0.0  # seconds, with its worst one
 
     @property
     def seconds(self) -> float:
@@ -213,18 +232,56 @@ def fused_ce(
 ) -> Prediction:
     """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
     if not training:
-        return _forward(N, H, V, device, plan)
+        return _with_range(lambda plan: _forward(N, H, V, device, plan), plan, "own_gemm")
     asked = call(N, H, V, 2, memory_budget, device=device)
-    if asked.gemm_block and plan == NOW:
-        plan = NOW._replace(
-            one_gemm=True, gemm=ONE_GEMM.gemm, exp_instructions=ONE_GEMM.exp_instructions
-        )
+    if asked.gemm_block:
+        plan = plan._replace(one_gemm=True)
     way = way_of(asked, memory_budget=memory_budget)
-    terms = (_by_tiles if way.name == TILES else _by_chunks)(N, H, V, device, plan, way)
     held = dict(way.held)
     if plan.one_gemm and not asked.gemm_block:
         held.pop("tile of products", None)
-    return Prediction(terms, held)
+    by = _by_tiles if way.name == TILES else _by_chunks
+    uncertain = "own_gemm" if plan.one_gemm or way.name == TILES else "tile_bytes"
+    return _with_range(
+        lambda plan: Prediction(by(N, H, V, device, plan, way), held), plan, uncertain
+    )
+
+
+def _with_range(of: Callable[[Plan], Prediction], plan: Plan, uncertain: str) -> Prediction:
+    """The prediction, and its seconds at both ends of what the field ``uncertain`` may be."""
+    ends: list[dict[str, Any]] = [{uncertain: x} for x in UNCERTAIN[uncertain]]
+    low, high = (of(plan._replace(**end)).seconds for end in ends)
+    return of(plan)._replace(low=low, high=high)
+
+
+def launches(way: Way, N: int, H: int, V: int, gemm_block: int = 0) -> dict[str, int]:
+    """How often a training pass by chunks launches each of our kernels, and a product.
+
+    The names are those of the kernels; a test compares the counts with what the code launches.
+    """
+    C = min(way.tokens, N)
+    sizes = [C] * (N // C) + ([N % C] if N % C else [])
+    step = rows_of_hidden(H)
+    count = {
+        "compact_kernel": 1,
+        "label_logit_kernel": len(sizes),
+        "softmax_rows_kernel": len(sizes),
+        "hidden_grad_kernel": sum(-(-n // min(step, C)) for n in sizes),
+        "label_grad_kernel": len(sizes),
+    }
+    products = count["hidden_grad_kernel"] + len(sizes)
+    if gemm_block:
+        count["exp_gemm_kernel"] = len(sizes)
+    else:
+        rows, T = tile_shape(C, V, H, exp_block(V))
+        count["exp_tile_kernel"] = sum(-(-n // rows) for n in sizes) * -(-V // T)
+        products += count["exp_tile_kernel"]
+    return count | {"product": products}
+
+
+def forward_block(device: Device, H: int) -> tuple[int, int]:
+    """Rows and classes of the tiles of the forward kernel's programs."""
+    return (128, 128) if device.narrow and H <= FORWARD_NARROW_H else device.forward_block
 
 
 def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
@@ -232,37 +289,32 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
     chunks = -(-N // C)
     terms = {}
     if plan.one_gemm:
-        terms["logits product"] = product(device, N, V, H) / plan.gemm
+        terms["logits product"] = product(device, N, V, H) / plan.own_gemm
         terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
-        launches = 1
     else:
         rows, T = tile_shape(C, V, H, exp_block(V))
         terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
-        # Its float32 results leave the cache before they are read.
-        terms["exponentials"] = _move(device, 6 * N * V)
-        launches = 2 * -(-V // T) * -(-C // rows)
+        terms["exponentials"] = _move(device, plan.tile_bytes * N * V)
     # The labels' logits; and of each row the statistics read, the hidden state read and scaled.
     terms["rows"] = _move(device, 4 * N * H + N * (8 * -(-V // EXP_BLOCK_V) + 4 * H))
-    launches += 2
+    count = sum(launches(way, N, H, V, int(plan.one_gemm)).values())
     terms["d_hidden product"] = product(device, N, H, V)
     terms["d_hidden"] = _move(device, 14 * N * H)
-    launches += 2 * -(-C // rows_of_hidden(H))
     terms["d_weight product"] = product(device, V, H, N)
-    launches += 1
     if chunks > 1:
         each = 8 if plan.add_in_place else 16
         terms["d_weight of chunks"] = _move(device, each * chunks * V * H)
         terms["d_weight to bf16"] = _move(device, 6 * V * H)
-        launches += 0 if plan.add_in_place else 2 * -(-V // _PART)
+        count += 0 if plan.add_in_place else 2 * chunks * -(-V // _PART)
     if plan.normalise:
         terms["normalisation"] = _move(device, 4 * N * V)
     if plan.single_entries:  # those of the labels, and at most as many others
         each = 6 if chunks == 1 else 10
         terms["single entries of d_weight"] = _move(device, 2 * N * (each * H + 40))
-        launches += 1 + _SORT
+        count += chunks * _SORT
     if not plan.known_denominator:
         terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
-    terms["launches"] = _CALL + chunks * launches * _LAUNCH
+    terms["launches"] = _CALL + count * _LAUNCH
     return terms
 
 
@@ -302,7 +354,7 @@ def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> d
     tiles, blocks = -(-V // T), -(-N // R)
     count = N * V / (R * T)  # of whole blocks and tiles
     terms = {
-        "statistics product": product(device, N, V, H) / plan.forward_gemm,
+        "statistics product": product(device, N, V, H) / plan.own_gemm,
         "statistics epilogue": _instructions(device, plan.forward_instructions * N * V),
         "logits product": product(device, R, T, H) * count,
         "gradient of the logits": _move(device, 6 * N * V),
@@ -321,12 +373,20 @@ def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> d
 
 
 def _forward(N: int, H: int, V: int, device: Device, plan: Plan) -> Prediction:
-    terms = {
-        "logits product": product(device, N, V, H) / plan.forward_gemm,
-        "epilogue": _instructions(device, plan.forward_instructions * N * V),
-        "launches": _CALL * 0.8 + 2 * _LAUNCH,
-    }
-    splits = min(-(-V // _BLOCK_V), 128)
+    """One launch, whose programs run in whole waves; two on a processor hide their epilogues."""
+    block_n, block_v = forward_block(device, H)
+    tiles = -(-V // block_v)
+    each = -(-tiles // MAX_SPLITS)
+    splits = -(-tiles // each)
+    resident = 2 if device.narrow and H <= FORWARD_NARROW_H else 1
+    at_once = device.processors * resident
+    waves = -(-(-(-N // block_n) * splits) // at_once)
+    logits = waves * at_once * each * block_n * block_v  # of whole waves
+    compute = max(2.0 * H * logits / device.flops / plan.own_gemm, product(device, N, V, H))
+    epilogue = _instructions(device, plan.forward_instructions * logits)
+    terms = {"logits product": compute, "launches": _CALL * 0.8 + 2 * _LAUNCH}
+    if resident == 1 or epilogue > compute:
+        terms["epilogue"] = epilogue if resident == 1 else epilogue - compute
     return Prediction(terms, {"partials": 4 * (2 * splits + 1) * N, "rows": 8 * N})
 
 
@@ -364,4 +424,11 @@ def predict(
     if method not in METHODS:
         raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")
     options = {"memory_budget": memory_budget} if method == "fused_kl" else {}
-    return METHODS[method](N, H, V, device, training=training, **options)
+
+    def found(device: Device) -> Prediction:
+        return METHODS[method](N, H, V, device, training=training, **options)
+
+    low, high = (
+        found(device._replace(bandwidth=device.bandwidth * share)).seconds for share in _BANDWIDTH
+    )
+    return found(device)._replace(low=low, high=high)

@@ -36,6 +36,7 @@ TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
+FORWARD_NARROW_H = 1024  # hidden size up to which two forward programs share a multiprocessor
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 _PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
 

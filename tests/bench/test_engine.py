@@ -1,5 +1,7 @@
 """The measuring engine: processes, failures, and what it does with a device's events."""
 
+import os
+
 import pytest
 import torch
 from lib import engine, timing
@@ -34,6 +36,19 @@ def test_calls_are_timed_in_processes_and_what_goes_wrong_is_a_row():
 
 
 @pytest.mark.slow
+def test_rounds_that_were_measured_before_are_not_measured_again():
+    call = Call("support.calls:sleeper", {"seconds": 0.01}, "sound", leaves=7)
+    grown = []
+    with Engine("cpu", rounds=3, calls=1, timeout=300) as made:
+        held = {"x": {"seconds": [9.0], "rounds": [9.0], "name": "x"}}
+        row = made.measure({"x": call}, held=held, on_row=lambda *a: grown.append(a))["x"]
+        assert len(row["rounds"]) == len(row["seconds"]) == 3
+        assert row["rounds"][0] == row["seconds"][-1] == 9.0
+        assert len(grown) == 2  # a burst each
+        assert made.measure({"x": call}, held={"x": row}) == {"x": row}
+
+
+@pytest.mark.slow
 def test_memory_on_a_cpu_comes_from_a_fresh_process():
     target = Call("fusedce.measure:example_target", {"mib": 24}, "memory")
     with Engine("cpu") as made:
@@ -53,10 +68,10 @@ def device(monkeypatch):
 
 def test_on_a_device_calls_follow_each_other_between_events(device):
     found = timing.time_call(device.call, "cuda", 10)
-    # Two seconds of burst at most: eight calls of a quarter of one, none waited for on its own.
-    assert found == {"seconds": [0.25] * 8, "wall_seconds": [0.25]}
-    assert device.calls == 9
-    assert device.synchronized_after == [1, 9]
+    # Half a second of burst or three calls, none waited for on its own.
+    assert found == {"seconds": [0.25] * 3, "wall_seconds": [0.25]}
+    assert device.calls == 5
+    assert device.synchronized_after == [1, 2, 5]
 
 
 def test_few_calls_are_made_of_a_slow_one_and_no_more_than_asked_of_a_fast_one(device):
@@ -64,6 +79,30 @@ def test_few_calls_are_made_of_a_slow_one_and_no_more_than_asked_of_a_fast_one(d
     assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 3
     device.call_seconds = 0.01
     assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 10
+
+
+def test_compilation_in_the_first_call_does_not_shorten_the_burst(device):
+    device.call_seconds = 60.0
+
+    def call():
+        device.call()
+        device.call_seconds = 0.01
+
+    assert len(timing.time_call(call, "cuda", 10)["seconds"]) == 10
+
+
+def test_clock_power_and_throttling_stand_beside_each_burst(device, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for said, state in (
+        ("1980, 650.12, 61, 0x0000000000000004",
+         {"sm_mhz": "1980", "watts": "650.12", "celsius": "61",
+          "throttled_by": "0x0000000000000004"}),
+        ("No devices were found", None),
+    ):  # fmt: skip
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+        assert timing.time_call(device.call, "cuda", 10).get("states") == (state and [state])
 
 
 def test_peak_of_a_device_is_its_allocators_above_the_level_before(device):

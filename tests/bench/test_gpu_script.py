@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,63 @@ def test_the_limit_interrupts_and_what_was_written_stays(tmp_path):
     assert len((tmp_path / "called").read_text().splitlines()) == 2
 
 
+def test_a_rented_half_hour_is_enough_for_the_least(tmp_path):
+    (names,) = re.findall(r"^LEAST=\((.*)\)$", SCRIPT.read_text(), re.M)
+    limits = {name: int(limit) for name, limit, *_ in steps(tmp_path)}
+    assert sum(limits[name] for name in names.split()) <= 28 * 60
+    assert {"correct", "variants", "time", "report"} <= set(names.split())
+
+
+def test_results_of_an_earlier_machine_are_copied_in_and_replace_nothing(tmp_path):
+    earlier, out = tmp_path / "earlier", tmp_path / "out"
+    earlier.mkdir()
+    out.mkdir()
+    (earlier / "loss-cpu.json").write_text("earlier")
+    (earlier / "device-cpu.json").write_text("earlier")
+    (out / "device-cpu.json").write_text("here")
+    quiet = tmp_path / "python"
+    quiet.write_text("#!/bin/sh\n")
+    quiet.chmod(0o755)
+    run("--dry", "device", out=out, EARLIER=str(earlier), PYTHON=str(quiet))
+    assert (out / "loss-cpu.json").read_text() == "earlier"
+    assert (out / "device-cpu.json").read_text() == "here"
+
+
+def rows_of(file):
+    """What each row of the file holds, by problem and name; nothing while there is no file."""
+    found = json.loads(file.read_text())["rows"] if file.exists() else []
+    return {(r["suite"], r["mode"], r["ignored"], r["name"]): r for r in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_step_that_is_killed_loses_no_row(tmp_path):
+    """Killed as soon as the second of three rounds has begun, then run again."""
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "ROUNDS": "3"}
+    command = ["bash", str(SCRIPT), "--dry", "forward"]
+    file = tmp_path / "loss-cpu.json"
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as step:  # fmt: skip
+        while not any(len(r.get("rounds", ())) > 1 for r in rows_of(file).values()):
+            assert step.poll() is None, "it ended before it could be killed"
+            time.sleep(0.05)
+        os.killpg(step.pid, signal.SIGKILL)
+    before = rows_of(file)
+    assert all(r["unfinished"] for r in before.values())
+    done = run("--dry", "forward", out=tmp_path, ROUNDS="3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = rows_of(file)
+    assert set(before) <= set(after)
+    for key, row in after.items():
+        assert "unfinished" not in row
+        assert len(row["rounds"]) == 3
+        kept = before.get(key, {}).get("seconds", [])
+        assert set(kept) <= set(row["seconds"])  # none was measured anew
+    assert any(r.get("rounds") for r in before.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a minute and a half of work, on a machine that may have other work
 def test_a_dry_run_of_everything(tmp_path):
@@ -84,6 +143,7 @@ def test_a_dry_run_of_everything(tmp_path):
         "repeat": "holds", "graph": "left out", "stream": "left out", "memory": "left out",
     }  # fmt: skip
     assert "0 errors" in (tmp_path / "racecheck-cpu.txt").read_text()
+    assert "One GEMM up to H = " in done.stdout
     assert "SKIPPED" in (tmp_path / "pytest-cpu.txt").read_text()
     assert (tmp_path / "overview-cpu.png").exists()
     assert "Predicted, not measured" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,12 +116,43 @@ def test_one_gemm_is_predicted_where_training_takes_it():
             assert device.gemm_block in (0, arch.two_bytes.gemm.BLOCK_V)
 
 
-def test_launches_are_those_of_every_tile():
-    """Llama 3 8B: 63 tiles of 2048 classes, each for two halves of the chunk's rows."""
-    rows, T = backend_plan.tile_shape(8192, 128256, 4096, 2048)
-    assert (rows, T) == (4096, 2048)
-    terms = fused_ce(8192, 4096, 128256, H200).terms
-    assert terms["launches"] > 2 * 63 * 2 * prediction._LAUNCH
+@pytest.mark.slow
+def test_launches_are_those_that_the_code_makes():
+    """The launchers on a stub device of unknown memory, against the prediction's counts."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "host.py"), "--json"],
+        capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = [x for x in json.loads(done.stdout) if x["pass"] == "training"]
+    assert {"exp_gemm_kernel", "exp_tile_kernel"} <= set().union(*(x["launches"] for x in made))
+    small = H200._replace(memory=2**30)
+    for found in made:
+        asked = prediction.call(*found["shape"], device=small)
+        way = backend_plan.way_of(asked)
+        assert prediction.launches(way, *found["shape"], asked.gemm_block) == found["launches"]
+
+
+def test_blocks_of_the_forward_kernel_are_those_of_the_architectures():
+    rows = {"A100": "sm_80", "H100": "sm_90", "H200": "sm_90", "B200": "sm_100",
+            "MI300X": "gfx942", "RTX 4090": "sm_89"}  # fmt: skip
+    assert set(rows) == set(DEVICES)
+    for name, arch in rows.items():
+        walks = archs.BY_NAME[arch].two_bytes
+        assert DEVICES[name].gemm_block == (walks.gemm.BLOCK_V if walks.gemm_up_to else 0)
+        for H in (896, 1024, 1032, 4096):
+            blocks = archs.forward_blocks(walks, H, options=False)
+            assert prediction.forward_block(DEVICES[name], H) == blocks[:2], (name, H)
+
+
+def test_the_range_encloses_the_prediction():
+    for method, device, training in EVERYTHING:
+        for shape in SHAPES:
+            found = predict(method, *shape, DEVICES[device], training=training)
+            assert found.low <= found.seconds <= found.high
+            assert found.low < found.high or method == "bare GEMMs"
 
 
 def test_a_known_denominator_saves_the_scaling_pass():

@@ -50,7 +50,7 @@ def in_blocks(gpu, dtype=BF16, **fields):
     name = "four_bytes" if dtype == FP32 else "two_bytes"
     walks = getattr(gpu.row, name)
     chosen = {k: getattr(walks, k)._replace(**fields) for k in ("forward", "forward_with_options")}
-    gpu.row = gpu.row._replace(**{name: walks._replace(**chosen)})
+    gpu.row = gpu.row._replace(**{name: walks._replace(**chosen, narrow_up_to=0)})
 
 
 # ---- values -----------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ def every_choice():
     for name in ("sm_90", "sm_80"):
         for size in (2, 4):
             walks = archs.BY_NAME[name].walks(size)
-            for blocks in dict.fromkeys((*walks[:7], *walks.candidates)):
+            narrow = () if walks.forward_narrow is None else (walks.forward_narrow,)
+            for blocks in dict.fromkeys((*walks[:7], *walks.candidates, *narrow)):
                 yield pytest.param(name, size, blocks, id=f"{name}-{size}-{tuple(blocks)}")
 
 
@@ -189,17 +190,15 @@ def test_a_row_has_the_same_bits_wherever_it_stands(on, arch, dtype, H):
 
 
 @ARCHS
-def test_a_row_beside_one_out_of_range_has_the_same_bits(on, arch):
-    """Row 3 has its program walk over its tiles again."""
+def test_a_row_beside_one_that_rises_has_the_same_bits(on, arch):
+    """Row 3 has a logit 200 nats above its first tile."""
     gpu = on(arch)
     in_blocks(gpu, MAX_SPLITS=1)
     hidden, weight, labels, _ = case(20, 64, 600).tensors()
     far = hidden.clone()
     far[3] = 200 * weight[599] / weight[599].float().square().sum()
     lse, _, _ = lse_of(hidden, weight, labels)
-    steps = gpu.launches[-1].steps
     again, _, _ = lse_of(far, weight, labels)
-    assert gpu.launches[-1].steps > 1.5 * steps
     torch.testing.assert_close(again.double(), exact_lse(far, weight), rtol=1e-6, atol=1e-6)
     others = torch.arange(20) != 3
     assert again[others].equal(lse[others])

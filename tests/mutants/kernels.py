@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "forward: no rescaling by the new maximum",
-        "s *= tl.exp2(m - highest)",
-        "s *= 1.0",
+        "s = s * tl.exp2(m - highest) + tl.sum",
+        "s = s + tl.sum",
         "test_forward.py -k far_above",
     ),
     Mutant(
@@ -51,12 +51,6 @@ MUTANTS = [
         "test_forward.py -k same_bits",
     ),
     Mutant(
-        "forward: what is out of range in several splits",
-        "tl.constexpr(2.0**30)",
-        'tl.constexpr(float("inf"))',
-        "test_forward.py -k far_above",
-    ),
-    Mutant(
         "forward: the log-sum-exp beside +inf is the loss's NaN",
         "total = tl.where(loss == loss, (z_label + loss).to(tl.float32), infinite)",
         "total = (z_label + loss).to(tl.float32)",
@@ -69,22 +63,10 @@ MUTANTS = [
         "backends/triton/test_forward.py -k infinite",
     ),
     Mutant(
-        "forward: a split without a first maximum",
+        "forward: a reference for empty tiles that other logits lie below",
         "tl.constexpr(-1e30)",
         "tl.constexpr(0.0)",
         "test_forward.py -k far_above",
-    ),
-    Mutant(
-        "forward: neighbours follow their maximum, too",
-        "highest = tl.where(follow | (start_v == begin), highest, m)",
-        "highest = tl.maximum(highest, m)",
-        "test_forward.py -k beside",
-    ),
-    Mutant(
-        "forward: every split is walked over twice",
-        "walk = tl.where(tl.max(follow.to(tl.int32), axis=0) == 0, 2, walk + 1)",
-        "walk += 1",
-        "test_forward.py -k walked_over",
     ),
     Mutant(
         "forward: ignored rows add up",

@@ -143,9 +143,7 @@ _ADA_TWO = _OTHER_TWO._replace(
     gemm_with_options=_WIDE,
     candidates=(_SMALL, *_OTHER_TWO.candidates),
 )
-_ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(
-    stats_with_options=_SMALL_FP32, unaligned=_UNALIGNED_FP32
-)
+_ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
 # fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
 _BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))._replace(unaligned=Blocks(32, 64, 32, 8, 2))
 _OTHER_FOUR = _same(_SMALL_FP32)._replace(unaligned=_UNALIGNED_FP32)
@@ -184,7 +182,7 @@ ARCHITECTURES = (
             gemm_with_options=_HOPPER_SMALL,
             gemm_up_to=plan.EXP_GEMM_H,
             forward_narrow=_TWO_A_PROCESSOR,
-            narrow_up_to=1024,
+            narrow_up_to=plan.FORWARD_NARROW_H,
             candidates=(
                 _HOPPER._replace(FLATTEN=True),
                 _HOPPER._replace(GROUP_N=8),
@@ -233,6 +231,7 @@ ARCHITECTURES = (
             compiler=("cuda", number, 32),
             shared_limit=99 * KiB,
             capabilities=(divmod(number, 10),),
+            exp_warps=8,
         )
         for number in (86, 89)
     ),
@@ -242,6 +241,7 @@ ARCHITECTURES = (
         _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,
+        exp_warps=8,  # with 4, token_grad of float32 spills 8 bytes
         capabilities=((12, 0),),
     ),
     Architecture(

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import interpreter
 
 import fusedce
 from fusedce.contract.problem import Problem
@@ -164,16 +163,6 @@ def test_a_token_beside_one_out_of_range_has_the_same_bits():
         token = slice(n, n + 1)
         alone = one_pass(torch.eye(16)[token], weight, labels[token])[2]
         assert alone.equal(together[token]), n
-
-
-@pytest.mark.parametrize(("n", "tiles"), [(0, 11), (2, 11), (3, 11 + 3 * 3)])
-def test_only_a_split_out_of_range_is_walked_over_again(n, tiles, monkeypatch):
-    products = []
-    product = interpreter.product
-    monkeypatch.setattr(interpreter, "product", lambda *a: products.append(a) or product(*a))
-    weight, labels = far_from_their_first_tiles()
-    one_pass(torch.eye(16)[n : n + 1], weight, labels[n : n + 1])
-    assert len(products) == tiles
 
 
 @pytest.mark.gpu
