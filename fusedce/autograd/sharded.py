@@ -11,8 +11,8 @@ from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_g
 from fusedce.autograd.dispatch import NOTHING, Seen, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
-from fusedce.backends.sharded import tiles
 from fusedce.backends.sharded.exchange import Shard, sharded_call
+from fusedce.backends.torch import sharded as torch_sharded
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -30,7 +30,7 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
     device = problem.hidden.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if problem.backend != "triton":
-            made, argmax = tiles.loss_and_grads(detached(problem), shard, wanted), None
+            made, argmax = torch_sharded.loss_and_grads(detached(problem), shard, wanted), None
         else:
             backend = _triton()
             if not any(wanted.gradients()):

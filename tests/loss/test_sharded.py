@@ -152,7 +152,7 @@ def chunked(rank):
     for grad in (True, False):
         with torch.set_grad_enabled(grad), Largest(sizes[0]) as largest:
             sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=10)
-        found.append(largest.rows)
+        found.append(largest.tokens)
     return found
 
 
@@ -167,7 +167,7 @@ def automatic_chunks(rank):
             out = sharded_ce(**local, process_group=dist.group.WORLD)
     finally:
         plan.CPU_BUDGET = budget
-    assert sizes[rank] <= 1 or largest.rows == 32  # a column is nothing special
+    assert sizes[rank] <= 1 or largest.tokens == 32  # a column is nothing special
     compare(local, rows, out, truth(x))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.autograd import sharded_tokens
-from fusedce.backends.sharded import exchange, tiles, token_stats
+from fusedce.backends.sharded import exchange, token_stats
 from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.torch import sharded as torch_sharded
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, peers, training
 from fusedce.backends.triton import sharded as triton_sharded
@@ -31,7 +32,7 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (tiles, exchange, token_stats, peers, triton_sharded):
+    for module in (torch_sharded, exchange, token_stats, peers, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
@@ -71,7 +72,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [None, (N, N)])
-@pytest.mark.parametrize("module", [tiles, triton_sharded])
+@pytest.mark.parametrize("module", [torch_sharded, triton_sharded])
 def test_nothing_waits_after_the_ranks_have_met(alone, launches, module, dtype, tokens):
     problem = Problem(
         torch.empty(N, H, dtype=dtype, device="meta"),
