@@ -35,7 +35,7 @@ from fusedce.backends.triton.compact import Rows, compact, on, raise_on_cpu
 from fusedce.backends.triton.exponentials import label_logits
 from fusedce.backends.triton.forward import row_sums
 from fusedce.backends.triton.operands import pointwise
-from fusedce.backends.triton.peers import Peers, merge
+from fusedce.backends.triton.rank_sums import Peers, merge
 from fusedce.backends.triton.row_factors import RowFactors
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
