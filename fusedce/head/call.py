@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fusedce.head.optimizer_clock import Tick, version_of
 from fusedce.head.recipe import Operands, Recipe, merged_into, no_autocast, recipe_of
-from fusedce.loss.shards import is_vocabulary_shard, local_of
+from fusedce.loss.sharded_problem import is_vocabulary_shard, local_of
 
 if TYPE_CHECKING:
     from fusedce.head.report import HeadCounts

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of
-from fusedce.loss.shards import is_vocabulary_shard
+from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.sharded import reduced
-from fusedce.loss.shards import is_sharded
+from fusedce.loss.sharded_problem import is_sharded
 from fusedce.loss.tokens import check_reduction
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded, sharded_tokens
+from fusedce.autograd import dispatch, sharded_stats, sharded_sum
 from fusedce.autograd.summed import SumApart
-from fusedce.backends.sharded.agreement import on_the_way
+from fusedce.backends.sharded.agreement import tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.loss.shards import device_of, is_sharded, local_of, met
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, local_of
 
 
 @explains_names
@@ -170,21 +170,21 @@ def sharded_loss_sum(
 
     ``vocab_size``: as in :func:`fusedce.sharded.sharded_ce`.
     """
-    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
+    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_monitor(monitor)
         if argmax_out is not None:
             argmax_out = local_of(argmax_out)
             check_argmax_out(argmax_out, local_of(problem.labels))
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
-    problem, shard = met(
+    problem, shard = agree_on_problem(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
-    out, seen = sharded.loss_sum(problem, shard, wanted)
+    out, seen = sharded_sum.loss_sum(problem, shard, wanted)
     if argmax_out is not None and seen.argmax is not None:
         argmax_out.copy_(seen.argmax.view(argmax_out.shape))
     if not monitor:
         return out
     found = sums(problem, monitor, *seen)
-    total = sharded_tokens.total(torch.stack(list(found.values())), shard)
+    total = sharded_stats.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))

@@ -12,8 +12,8 @@ from fusedce.contract.checks import check_flag, checked, checked_temperature
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.sharded_tokens import sharded_argmax, statistics
-from fusedce.loss.shards import has_several_classes, is_sharded
+from fusedce.loss.sharded_logprobs import sharded_argmax, statistics
+from fusedce.loss.sharded_problem import has_several_classes, is_sharded
 from fusedce.loss.tokens import of_tokens, tempered
 
 if TYPE_CHECKING:

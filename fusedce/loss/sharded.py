@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import sharded, sharded_tokens
-from fusedce.backends.sharded.agreement import LOSSES, SUM, on_the_way
+from fusedce.autograd import sharded_stats, sharded_sum
+from fusedce.backends.sharded.agreement import LOSSES, SUM, tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-from fusedce.loss.shards import device_of, met, tokens_of
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, tokens_of
 from fusedce.loss.tokens import check_reduction
 
 
@@ -141,7 +141,9 @@ def sharded_ce(
         memory_budget=memory_budget,
         backend=backend,
     )
-    return sharded.loss_sum(*met(problem, process_group, tokens_sharded, vocab_size))[0]
+    return sharded_sum.loss_sum(
+        *agree_on_problem(problem, process_group, tokens_sharded, vocab_size)
+    )[0]
 
 
 @explains_names
@@ -252,18 +254,22 @@ def reduced(
 ) -> Tensor:
     """Of a problem as it was asked: the losses, their sum or their mean."""
     labels = problem.labels
-    with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
+    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(labels)):
         check_reduction(reduction)
     if problem.class_weight is None and reduction != "none":
-        met_all = met(problem, process_group, tokens_sharded, vocab_size, SUM, reduction)
-        out, _ = sharded.loss_sum(*met_all)
+        agreed = agree_on_problem(
+            problem, process_group, tokens_sharded, vocab_size, SUM, reduction
+        )
+        out, _ = sharded_sum.loss_sum(*agreed)
         return out.loss_sum if reduction == "sum" else out.mean()
-    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction)
-    losses, _ = sharded_tokens.losses(problem, shard)
+    problem, shard = agree_on_problem(
+        problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction
+    )
+    losses, _ = sharded_stats.losses(problem, shard)
     if reduction == "none":
         return losses.view(tokens_of(labels))
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
-    loss_sum, weights, count = sharded_tokens.total(mine, shard).unbind()
+    loss_sum, weights, count = sharded_stats.total(mine, shard).unbind()
     if reduction == "mean":
         loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
     return loss_sum.to(losses.dtype)

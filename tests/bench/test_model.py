@@ -21,7 +21,7 @@ from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.loss.shards import met
+from fusedce.loss.sharded_problem import agree_on_problem
 from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def launches_of_agreement(rank):
         backend="torch",
     )
     with Launches() as launches:
-        met(problem, dist.group.WORLD)
+        agree_on_problem(problem, dist.group.WORLD)
     return launches.seen
 
 

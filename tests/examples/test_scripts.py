@@ -23,7 +23,10 @@ def example(name):
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem != "tiny")
 RUN = dict.fromkeys(
     ("ddp", "fsdp2", "pipeline", "tensor_parallel"), "torchrun --nproc-per-node 2"
-) | {"accelerate_loop": "accelerate launch --cpu --num_processes 2"}
+) | {
+    "accelerate_loop": "accelerate launch --cpu --num_processes 2",
+    "fsdp2_tensor_parallel": "torchrun --nproc-per-node 4",
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -77,6 +80,16 @@ def test_a_vocabulary_in_parts_has_the_whole_loss():
     whole = example("tensor_parallel").whole()
     for parts in ranks.of(found, "parts"):
         assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp2_around_a_sharded_head_trains_like_one_process():
+    script = example("fsdp2_tensor_parallel")
+    (one,) = ranks.of(ranks.run({"one": lambda rank: script.train(1, 1)}, 1), "one")
+    for four in ranks.of(ranks.run({"four": lambda rank: script.train(2, 2)}, 4), "four"):
+        for a, b in zip(four, one, strict=True):
+            assert a["n_tokens"] == b["n_tokens"]
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
 def test_dpo_prefers_what_was_chosen():

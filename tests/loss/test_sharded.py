@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
-from fusedce.autograd import sharded
+from fusedce.autograd import sharded_sum
 from fusedce.backends import plan
 from fusedce.backends.sharded.agreement import LENGTH
 from fusedce.loss.sharded import sharded_ce
@@ -152,7 +152,7 @@ def chunked(rank):
     for grad in (True, False):
         with torch.set_grad_enabled(grad), Largest(sizes[0]) as largest:
             sharded_ce(**local, process_group=dist.group.WORLD, chunk_tokens=10)
-        found.append(largest.rows)
+        found.append(largest.tokens)
     return found
 
 
@@ -167,7 +167,7 @@ def automatic_chunks(rank):
             out = sharded_ce(**local, process_group=dist.group.WORLD)
     finally:
         plan.CPU_BUDGET = budget
-    assert sizes[rank] <= 1 or largest.rows == 32  # a column is nothing special
+    assert sizes[rank] <= 1 or largest.tokens == 32  # a column is nothing special
     compare(local, rows, out, truth(x))
 
 
@@ -226,7 +226,7 @@ def errors(rank):
 def tiles(options, tokens_sharded, rank):
     """Under a budget that asks for tiles of the vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
+        patch.setattr(sharded_sum, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
         sizes = UNEQUAL[dist.get_world_size()]
         x = inputs(sum(sizes), **options)
         local, rows = own_rows(x, sizes, rank)
@@ -265,7 +265,7 @@ def budgets(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SCRATCH_CPU", 0)
-        patch.setattr(sharded, "way_of", watched)
+        patch.setattr(sharded_sum, "way_of", watched)
         losses, grads = [], []
         for budget in (2**24, 2**20 + 2**19, 2**19):
             loss = sharded_ce(**x, memory_budget=budget).loss_sum

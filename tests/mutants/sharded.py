@@ -45,12 +45,15 @@ MUTANTS = [
         f"{SHARDS} -k coll",
     ),
     Mutant(
-        "shards: the label counts twice", "self._set_label(torch.zeros_like(k))", "pass", SHARDS
+        "shards: the label counts twice",
+        "            clear_labels(self.e, self.at, self.inside)\n",
+        "",
+        SHARDS,
     ),
     Mutant(
         "shards: padding has a probability",
-        "min(max(shard.V - shard.first, 0), len(weight))",
-        "len(weight)",
+        "min(max(self.V - self.first, 0), len(problem.weight))",
+        "len(problem.weight)",
         SHARDS,
     ),
     Mutant(
@@ -62,14 +65,14 @@ MUTANTS = [
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
         "shards: one chunk",
-        "for chunk in chunks_of(rows, way.tokens):\n        h = hidden",
-        "for chunk in chunks_of(rows, max(len(rows), 1)):\n        h = hidden",
+        "by_chunk = chunks_of(rows, way.tokens)",
+        "by_chunk = chunks_of(rows, max(len(rows), 1))",
         SHARDS,
     ),
     Mutant(
         "shards: chunks overwrite each other",
-        "d_weight[: local.real], add=True)",
-        "d_weight[: local.real], add=False)",
+        "of_head.weight, add=number > 0)",
+        "of_head.weight, add=False)",
         SHARDS,
     ),
     Mutant(
@@ -108,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: -inf at the label of a shard",
-        "torch.logaddexp(log_others, z_label)",
-        "z_label + self.nll",
+        "torch.logaddexp(gap, torch.zeros_like(gap)), torch.logaddexp(z_label, others)",
+        "torch.logaddexp(gap, torch.zeros_like(gap)), z_label + torch.logaddexp(gap, 0 * gap)",
         "test_sharded_agreement.py -k masked_label",
     ),
     Mutant(
@@ -120,8 +123,8 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: hidden states may differ",
-        "_sketch(problem) if len(layout.groups) > 1 else nothing",
-        "nothing",
+        "    if len(layout.groups) > 1:\n        mine[_SKETCH:] = _sketch",
+        "    if False:\n        mine[_SKETCH:] = _sketch",
         "test_sharded_agreement.py -k replicated",
     ),
     Mutant(

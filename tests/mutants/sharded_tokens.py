@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes of shards: ranks may ask for different ones",
-        "_checksum(x) for x in (labels, weights",
-        "_checksum(x) for x in (labels[:0], weights",
+        "checked = {_LABELS: labels, ",
+        "checked = {_LABELS: labels[:0], ",
         f"{AGREEMENT} -k classes",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: probabilities of a shard",
-        "return backend.token_grads(problem, wanted, values.lse, upstream, Dtypes(",
-        "return backend.token_grads(problem, wanted, 0.9 * values.lse, upstream, Dtypes(",
+        "    made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)",
+        "    made = backend.token_grads(problem, wanted, 0.9 * values.lse, upstream, dtypes)",
         TOKENS,
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: others' upstream unheard",
-        "dist.all_reduce(told, group=shard.group)",
+        "dist.all_reduce(table, group=shard.group)",
         "pass",
         TOKENS,
     ),

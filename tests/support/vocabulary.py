@@ -132,16 +132,16 @@ def near(a, b, exact, floor, name):
 
 
 class Largest(TorchDispatchMode):
-    """Rows of the largest matrix as wide as the shard."""
+    """Tokens of the largest matrix that has a row for each class of the shard."""
 
-    def __init__(self, width):
+    def __init__(self, classes):
         super().__init__()
-        self.width, self.rows = width, 0
+        self.classes, self.tokens = classes, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
-            self.rows = max(self.rows, len(out))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and len(out) == self.classes:
+            self.tokens = max(self.tokens, out.shape[1])
         return out
 
 

@@ -75,7 +75,9 @@ def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @contextlib.contextmanager
-def on_the_way(groups: list[dist.ProcessGroup], device: torch.device | None) -> Iterator[None]:
+def tell_peers_on_error(
+    groups: list[dist.ProcessGroup], device: torch.device | None
+) -> Iterator[None]:
     """Tell the ranks of ``groups`` of an error before they meet to :func:`agree`."""
     try:
         yield

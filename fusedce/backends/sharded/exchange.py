@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends.gradients import call_of
+from fusedce.backends.gradients import Gradients, call_of
 from fusedce.backends.plan import DEVICE_BUDGET, Call
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.problem import Problem, Wanted
@@ -55,6 +56,17 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     return call._replace(
         N=N, V=max(shard.largest, 1), fixed=fixed, copies=3, threads=1, budget=shard.budget
     )
+
+
+def of_classes(grads: Gradients, real: int) -> Gradients:
+    """The gradients of the first ``real`` rows, which are classes; those of padding become 0."""
+    part = copy.copy(grads)
+    if grads.weight is not None:
+        grads.weight[real:] = 0
+        part.weight = grads.weight[:real]
+    if grads.bias is not None:
+        part.bias = grads.bias[:real]
+    return part
 
 
 def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:

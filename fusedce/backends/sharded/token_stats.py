@@ -83,13 +83,7 @@ def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     k, ranks = len(mine), dist.get_world_size(shard.group)
     told = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)
     others, z_labels, *more = told  # (ranks, n) each
-
-    # A label that is no class (NaN, see valid_rows) lies nowhere.
-    z_label = z_labels.amax(0).masked_fill((local.y < 0) | (local.y >= shard.V), math.nan)
-    log_others = others.logsumexp(0)
-    gap = log_others - z_label
-    nll = torch.logaddexp(gap, torch.zeros_like(gap))
-    lse = torch.logaddexp(z_label, log_others)
+    nll, lse = nll_and_lse(others.logsumexp(0), z_labels, local.y, shard)
     entropy = zmean = lse.new_empty(0)
     argmax = None
     if wanted.entropy:
@@ -102,6 +96,21 @@ def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     n_valid = torch.full((), n, device=lse.device)
     stats = Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
     return Merged(stats, torch.where(local.here, nll, lse - z_here).to(acc))
+
+
+def nll_and_lse(
+    others: Tensor,  # (n,) float64 log-sum-exp of all ranks' logits but the label's
+    z_labels: Tensor,  # (ranks, n) float64 the label's logit, -inf on ranks where it does not lie
+    y: Tensor,  # (n,) int64 labels among all classes
+    shard: Shard,
+) -> tuple[Tensor, Tensor]:
+    """``(n,)`` float64 each: the label's negative log-probability, and the log-sum-exp, in nats.
+
+    Both are NaN for a label that is no class (see :func:`fusedce.backends.torch.rows.valid_rows`).
+    """
+    z_label = z_labels.amax(0).masked_fill((y < 0) | (y >= shard.V), math.nan)
+    gap = others - z_label
+    return torch.logaddexp(gap, torch.zeros_like(gap)), torch.logaddexp(z_label, others)
 
 
 def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, gemm_blocks
 from fusedce.backends.triton.operands import multiple, padded, pointwise, power_of_2, span
-from fusedce.backends.triton.peers import Peers
+from fusedce.backends.triton.rank_sums import Peers
 from fusedce.backends.triton.relaunch import Relaunch
 from fusedce.backends.triton.row_factors import ChunkFactors
 from fusedce.backends.triton.tiles import Tiles

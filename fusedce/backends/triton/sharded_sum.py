@@ -11,7 +11,6 @@ float32, while the chunk's product for the weight and the next chunk are compute
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
@@ -28,6 +27,7 @@ from fusedce.backends.sharded.exchange import (
     all_gather,
     all_tokens,
     of_all_tokens,
+    of_classes,
     sharded_call,
 )
 from fusedce.backends.triton.chunks import Chunks
@@ -35,7 +35,7 @@ from fusedce.backends.triton.compact import Rows, compact, on, raise_on_cpu
 from fusedce.backends.triton.exponentials import label_logits
 from fusedce.backends.triton.forward import row_sums
 from fusedce.backends.triton.operands import pointwise
-from fusedce.backends.triton.peers import Peers, merge
+from fusedce.backends.triton.rank_sums import Peers, merge
 from fusedce.backends.triton.row_factors import RowFactors
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
@@ -49,7 +49,7 @@ def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
     problem, local = _problems(problem, shard)
     n, device = shard.counted, problem.hidden.device
     with on(device):
-        if not _real(problem, shard):
+        if not shard.real(problem):
             packed = compact(problem, V=shard.V)
             table = torch.zeros(3, n, dtype=torch.float32, device=device)
             table[0] = -math.inf
@@ -112,8 +112,14 @@ def loss_and_grads(
             if not problem.plain():
                 mean = _mean_logit(problem, shard) if problem.label_smoothing else None
                 options = RowFactors(local, shard.V, mean)
+            real = shard.real(problem)
+            head_gradients = of_classes(grads, real)
+            if not real:  # those of the row of zeros go nowhere
+                of_zeros = problem.hidden.new_empty(1, H)
+                head_gradients.weight = of_zeros if grads.weight is not None else None
+                head_gradients.bias = None
             losses = add_chunks(
-                local, chunks, packed, n, C, _of_classes(grads, problem, shard), options, every,
+                local, chunks, packed, n, C, head_gradients, options, every,
                 outer=1.0 / max(shard.valid, 1), every_row=n == N, d_rows=d_rows,
                 written=sums.start,
             )  # fmt: skip
@@ -136,7 +142,7 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
     problem = walkable(problem)
-    real = _real(problem, shard)
+    real = shard.real(problem)
     weight, bias, y = problem.weight, problem.bias, problem.labels
     here = (y >= shard.first) & (y < shard.first + real)
     return problem, problem.but(
@@ -146,14 +152,9 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
     )
 
 
-def _real(problem: Problem, shard: Shard) -> int:
-    """Rows here that are classes."""
-    return min(max(shard.V - shard.first, 0), len(problem.weight))
-
-
 def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peers:
     """The other ranks, after all have told each other the labels' logits: one all-reduce."""
-    y, empty = problem.labels[rows], not _real(problem, shard)
+    y, empty = problem.labels[rows], not shard.real(problem)
     z_label = torch.zeros(len(rows), dtype=torch.float32, device=y.device)
     if not empty:
         of_rows = local.labels[rows]
@@ -174,21 +175,9 @@ def _mean_logit(problem: Problem, shard: Shard) -> MeanLogit:
     def total(x: Tensor) -> Tensor:
         return all_gather(x, shard.group).view(-1, len(x)).sum(0)
 
-    real = _real(problem, shard)
+    real = shard.real(problem)
     bias = None if problem.bias is None else problem.bias[:real]
     return MeanLogit(problem.but(weight=problem.weight[:real], bias=bias), shard.V, total)
-
-
-def _of_classes(grads: Gradients, problem: Problem, shard: Shard) -> Gradients:
-    """The same with the rows that are classes alone; the others are padding, and become 0."""
-    real, H = _real(problem, shard), problem.hidden.shape[1]
-    part = copy.copy(grads)
-    if grads.weight is not None:
-        grads.weight[real:] = 0
-        part.weight = grads.weight[:real] if real else grads.weight.new_empty(1, H)
-    if grads.bias is not None:
-        part.bias = grads.bias[:real] if real else None
-    return part
 
 
 def _total(total: Tensor, packed: Rows) -> Tensor:

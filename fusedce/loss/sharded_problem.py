@@ -14,7 +14,7 @@ from fusedce.backends.sharded.agreement import (
     SUM,
     agree,
     check_vocab_size,
-    on_the_way,
+    tell_peers_on_error,
 )
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
@@ -39,7 +39,7 @@ def is_vocabulary_shard(x: Any) -> bool:
     return is_dtensor(x) and x.device_mesh.ndim == 1 and x.placements[0].is_shard(0)
 
 
-def met(
+def agree_on_problem(
     problem: Problem,
     process_group: Any,
     tokens_sharded: bool = False,
@@ -56,7 +56,7 @@ def met(
 
     Raises the same error on all ranks that share the vocabulary.
     """
-    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
+    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)

@@ -6,13 +6,13 @@ from types import ModuleType
 
 import torch
 
-from fusedce.autograd import sharded_tokens
+from fusedce.autograd import sharded_stats
 from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
 from fusedce.autograd.dispatch import NOTHING, Seen, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
-from fusedce.backends.sharded import tiles
 from fusedce.backends.sharded.exchange import Shard, sharded_call
+from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -30,7 +30,7 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
     device = problem.hidden.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if problem.backend != "triton":
-            made, argmax = tiles.loss_and_grads(detached(problem), shard, wanted), None
+            made, argmax = torch_sharded.loss_and_grads(detached(problem), shard, wanted), None
         else:
             backend = _triton()
             if not any(wanted.gradients()):
@@ -59,14 +59,14 @@ def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bo
 
 def _triton() -> ModuleType:
     """The path by Triton's kernels, imported at its first use."""
-    from fusedce.backends.triton import sharded
+    from fusedce.backends.triton import sharded_sum
 
-    return sharded
+    return sharded_sum
 
 
 def _sum_of_losses(problem: Problem, shard: Shard, monitored: Wanted) -> tuple[LossSum, Seen]:
-    losses, seen = sharded_tokens.losses(problem, shard, monitored)
+    losses, seen = sharded_stats.losses(problem, shard, monitored)
     count = weights_and_count(problem.but(class_weight=None))[1]
     mine = torch.stack([losses.sum(dtype=torch.float64), count])
-    total, n_valid = sharded_tokens.total(mine, shard).unbind()
+    total, n_valid = sharded_stats.total(mine, shard).unbind()
     return LossSum(total.to(losses.dtype), n_valid.detach().long()), seen

@@ -262,12 +262,13 @@ def _grads_here(
     upstream = upstream_of(problem, values, upstreams, classes=shard.V, here=local.here)
     backend = get_backend(problem.backend)
     classes, z, of_z = of_classes
-    if of_z is None:
-        dtypes = Dtypes(acc, dtype, dtype)
-        return backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
-    dtypes = chosen.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
-    grads = Gradients(problem, Wanted(), dtypes=dtypes, chunks=0)
+    dtypes = Dtypes(acc, dtype, dtype)
+    if of_z is not None:
+        dtypes = chosen.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
     made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
+    if of_z is None:
+        return made
+    grads = Gradients(problem, Wanted(), dtypes=dtypes, chunks=0)
     grads.hidden, grads.weight, grads.bias = (
         x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
     )

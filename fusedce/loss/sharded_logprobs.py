@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import sharded_tokens
-from fusedce.backends.sharded.agreement import ARGMAX, MEAN_LOGIT, STATISTICS, on_the_way
+from fusedce.autograd import sharded_stats
+from fusedce.backends.sharded.agreement import ARGMAX, MEAN_LOGIT, STATISTICS, tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.shards import device_of, local_of, met, tokens_of
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, local_of, tokens_of
 from fusedce.loss.tokens import of_tokens, tempered
 
 
@@ -108,16 +108,16 @@ def statistics(
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
     """Of a problem as it was asked, at a temperature."""
-    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
+    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         problem = tempered(problem, temperature)
     hidden, labels = problem.hidden, problem.labels
     function = MEAN_LOGIT if mean_logit else STATISTICS
-    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, function)
+    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if problem.labels.dim() == 2:
-        logprob, stats = sharded_tokens.class_stats(problem, shard, wanted)
+        logprob, stats = sharded_stats.class_stats(problem, shard, wanted)
     else:
-        stats = sharded_tokens.token_stats(problem, shard, wanted)
+        stats = sharded_stats.token_stats(problem, shard, wanted)
         logprob = -stats.nll
     tokens = local_of(hidden).shape[:-1]
     return of_tokens(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
@@ -158,7 +158,7 @@ def sharded_argmax(
         >>> sharded_argmax(torch.eye(3), torch.eye(3), process_group=dist.group.WORLD)
         tensor([0, 1, 2])
     """
-    with on_the_way(groups_of(weight, process_group), device_of(hidden)):
+    with tell_peers_on_error(groups_of(weight, process_group), device_of(hidden)):
         if not isinstance(hidden, Tensor):
             raise not_a_tensor("hidden", hidden)
     labels = torch.zeros_like(hidden.sum(-1), dtype=torch.int64)  # a DTensor like hidden
@@ -171,7 +171,7 @@ def sharded_argmax(
         logit_scale=logit_scale,
         backend=backend,
     )
-    problem, shard = met(problem, process_group, tokens_sharded, vocab_size, ARGMAX)
-    argmax = sharded_tokens.token_stats(problem, shard, Wanted(argmax=True)).argmax
+    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, ARGMAX)
+    argmax = sharded_stats.token_stats(problem, shard, Wanted(argmax=True)).argmax
     assert argmax is not None
     return argmax.view(tokens_of(labels))
