@@ -109,7 +109,7 @@ def overhead(repeats: int) -> None:
 
 
 def generate(repeats: int, new: int = 16) -> None:
-    """Time of a decoding step with a replaced head over that of the untouched model.
+    """Time of a decoding step with a replaced head, relative to the untouched model.
 
     A small Llama whose vocabulary is small as well, so that Python weighs most; by ``generate``,
     the two taking turns in one process, on one thread, by the time of this thread alone.

@@ -29,7 +29,7 @@ from fusedce.tools.peers import FLOOR, NOT_INSTALLED
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Rows with ``median`` and ``ratio``, the time over that of the bare products beside it."""
+    """Rows with ``median`` and ``ratio``: their time over the bare products' of the same run."""
     floors = {problem(r): median(r) for r in rows if r["name"] == FLOOR}
     out = []
     for row in rows:
