@@ -5,8 +5,8 @@
     python bench/head.py --overhead    # microseconds of Python beside fused_ce called by hand
     python bench/head.py --generate    # a decoding step beside the untouched model's
 
-A small Llama with a large vocabulary, where the logits are what fills memory. Each peak comes from
-a process of its own; times from one process, the two models taking turns.
+The model is a small Llama with a large vocabulary, whose logits fill most of the memory. Each peak
+comes from a fresh process, times from interleaved calls of both models in one process.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     python bench/report.py bench/results/loss-cpu.json # tables and plots from the JSON
 
 Every implementation runs in a process of its own and is checked against fp64 before it is timed;
-rounds go from one to the next, so that a drifting machine favours none. The floor is the bare
+calls are interleaved, so that a drifting machine favours none. The floor is the bare
 products on the valid rows in the same dtype. The JSON is written after every problem; --resume
-leaves out what it holds already for this code, and --seconds begins no problem after that long.
+leaves out problems that it holds for this code, and --seconds begins no problem after that time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WITH_MEMORY = ("memory", "budget", "forward", "scaling")
 def measure(
     engine: Engine, suite: str, spec: Spec, names: list[str], *, dry: bool = False
 ) -> list[dict[str, Any]]:
-    """A row for each implementation; ``dry``: in one process, to see them all through soon."""
+    """A row for each implementation; ``dry`` runs all in one process, to try them quickly."""
     timed = suite not in _WITHOUT_TIME
     rows = {
         name: {"suite": suite, "name": name, **spec._asdict(), "flops": flops(spec)}
@@ -65,7 +65,7 @@ def measure(
 
 
 def said(row: dict[str, Any]) -> str:
-    """A row in a few words."""
+    """A short line about a row."""
     ms, mib = milliseconds(median(row)), mebibytes(row.get("extra_peak_bytes"))
     words = [row.get("failed", ""), ms and f"{ms:>8} ms", mib and f"{mib:>6} MiB"]
     return " ".join(word for word in words if word) or "checked"
