@@ -1,6 +1,7 @@
 """The command `fusedce`: quick to answer, plain when piped, no trace for a user's mistake."""
 
 import errno
+import json
 import resource
 import subprocess
 import sys
