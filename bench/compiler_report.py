@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,11 +51,16 @@ def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         for variant in variants.variants(
             arch, args.kernel, args.config, candidates=args.candidates
         ):
+            if not re.search(args.match, variant.label):
+                continue
             row = compiled.compile_kernel(
                 variant.kernel, arch, variants.types_of(variant), variant.constants,
                 variants.ALIGNED - variant.unaligned,
             )  # fmt: skip
-            own = {"kernel": variant.label, "arch": arch, "candidate": variant.candidate}
+            own = {
+                "kernel": variant.label, "arch": arch, "candidate": variant.candidate,
+                "triton": triton.__version__,
+            }  # fmt: skip
             rows.append(own | row)
             if args.out is not None:
                 args.out.write_text(as_json(rows))
@@ -145,6 +151,7 @@ def main() -> int:
     names = list(compiled.TARGETS)
     parser.add_argument("--arch", nargs="+", choices=names, default=names)
     parser.add_argument("--kernel", choices=["all", *variants.KERNELS], default="all")
+    parser.add_argument("--match", default="", help="regular expression that labels must match")
     parser.add_argument("--config", help="BLOCK_N,BLOCK_V,BLOCK_H,num_warps,num_stages of forward")
     parser.add_argument("--candidates", action="store_true", help="what tuning would try, too")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")

@@ -7,8 +7,8 @@
 
 Every implementation runs in a process of its own and is checked against fp64 before it is timed;
 calls are interleaved, so that a drifting machine favours none. The floor is the bare
-products on the valid rows in the same dtype. The JSON is written after every problem; --resume
-leaves out problems that it holds for this code, and --seconds begins no problem after that time.
+products on the valid rows in the same dtype. The JSON is written after every burst; --resume goes
+on from what it holds already for this code, and --seconds begins no problem after that long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.engine import Call, Engine, median
+from lib.engine import MEASURED, Call, Engine, median
 from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
@@ -32,35 +32,49 @@ _WITH_MEMORY = ("memory", "budget", "forward", "scaling")
 
 
 def measure(
-    engine: Engine, suite: str, spec: Spec, names: list[str], *, dry: bool = False
-) -> list[dict[str, Any]]:
-    """A row for each implementation; ``dry`` runs all in one process, to try them quickly."""
+    engine: Engine, results: Results, suite: str, spec: Spec, names: list[str], *,
+    dry: bool = False, resume: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure and write a row for each implementation, each burst as soon as it is done.
+
+    ``resume``: go on from the rows that ``results`` holds; ``dry``: in one process, to see all
+    implementations through soon.
+    """
     timed = suite not in _WITHOUT_TIME
+    key = {"suite": suite, **spec._asdict()}
+    held = results.rows(problem(key)) if resume else {}
     rows = {
-        name: {"suite": suite, "name": name, **spec._asdict(), "flops": flops(spec)}
+        name: {**key, "name": name, "flops": flops(spec)} | held.get(name, {})
         for name in ([FLOOR, *names] if timed else names)
     }
     calls = {}
     for name, row in rows.items():
+        row.pop("unfinished", None)
         process = "all" if dry else name
-        why = missing(name)
-        if why is None:
-            check = {"name": name, "spec": list(check_of(spec, full=suite == "accuracy"))}
-            status, answer = engine.ask(process, "lib.calls:errors", check)
-            row |= {"errors": answer} if status == "ok" else {}
-            why = None if status == "ok" else answer
-        if why is not None:
-            row["failed"] = why
-        elif suite != "accuracy":
-            calls[name] = Call("lib.calls:make_call", {"name": name, "spec": list(spec)}, process)
+        if "errors" not in row and "failed" not in row:
+            why = missing(name)
+            if why is None:
+                check = {"name": name, "spec": list(check_of(spec, full=suite == "accuracy"))}
+                status, answer = engine.ask(process, "lib.calls:errors", check)
+                row |= {"errors": answer} if status == "ok" else {}
+                why = None if status == "ok" else answer
+            if why is not None:
+                row["failed"] = why
+            results.put_unfinished(row)
+        if "failed" not in row and suite != "accuracy":
+            of_call = {"name": name, "spec": list(spec)}
+            calls[name] = Call("lib.calls:make_call", of_call, process, gradient_bytes(spec))
     # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.
     peaks = suite in _WITH_MEMORY or (suite == "time" and not engine.on_cpu)
     asked = OURS if dry and suite == "time" else names if peaks and not dry else []
     memory = tuple(n for n in calls if n in asked)
-    for name, found in engine.measure(calls, time=timed, memory=memory).items():
-        if "extra_peak_bytes" in found:
-            found["extra_peak_bytes"] -= gradient_bytes(spec)
-        rows[name] |= found
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        rows[name] = {k: v for k, v in rows[name].items() if k not in MEASURED} | found
+        results.put_unfinished(rows[name])
+
+    engine.measure(calls, time=timed, memory=memory, held=rows, on_row=keep)
+    results.put(list(rows.values()))
     return list(rows.values())
 
 
@@ -79,7 +93,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--only", nargs="+", help="implementations to run (default: all)")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default 2)")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 5; 2 on a CPU)")
     parser.add_argument("--calls", type=int, help="calls of a round (default 10; 2 on a CPU)")
     parser.add_argument("--quick", action="store_true", help="the first problem of each suite")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
@@ -109,8 +123,9 @@ def main() -> int:
                     left += 1
                     continue
                 chosen = [n for n in names if not args.only or n in args.only]
-                rows = measure(engine, suite, spec, chosen, dry=args.dry)
-                results.put(rows)
+                rows = measure(
+                    engine, results, suite, spec, chosen, dry=args.dry, resume=args.resume
+                )
                 for row in rows:
                     print(f"    {row['name']:30} {said(row)}", flush=True)
     print(f"written: {results.path}")

@@ -46,7 +46,7 @@ NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
 _REACHED = 0.8  # of that, by a large all-reduce (assumed)
 _LATENCY = 20e-6  # seconds of a collective of few bytes (assumed)
 _BESIDE = 0.12  # of the device's processors, taken from the product beside an all-reduce (assumed)
-_AGREEMENT = 25  # launches before the ranks' one wait for the host (counted)
+_AGREEMENT = 11  # launches and copies before the ranks' one wait for the host (counted)
 _LAUNCH = 3e-6  # seconds of each (assumed)
 
 

@@ -1,11 +1,11 @@
-"""The one exchange by which ranks agree: settings that must be equal, numbers, and "I failed".
+"""The all-gather by which ranks compare settings, share numbers and report failures.
 
-Each rank of a group sends one row, and all of them read the same table of rows. Whatever could end
-differently on different ranks is decided from that table, so each of them decides alike.
+Each rank of a group sends one row, and all of them read the same table of rows. Decisions that
+could differ between ranks are made from that table alone, so they are the same everywhere.
 
 A row holds a text, which must be the same on all ranks (settings by name, as JSON), and numbers of
-this rank. The text of a rank that has failed on its way holds its error instead, and its numbers
-are zeros: it keeps step with the others, who learn why.
+this rank. A rank that has failed sends its error as the text and zeros as the numbers: so the
+others do not wait for it in vain, and can raise its error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TEXT = 84  # int64 of a row that hold its text, 8 bytes each
-_RAISED_AS_THEY_ARE = ("RuntimeError", "TypeError", "ValueError")
+_KEPT_KINDS = ("RuntimeError", "TypeError", "ValueError")
 # torch 2.13 gave this one a new name
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -34,11 +34,11 @@ class Table(NamedTuple):
     rows: Tensor
 
     def numbers(self) -> Tensor:
-        """``(ranks, n)`` int64."""
+        """The numbers of all ranks, ``(ranks, n)`` int64."""
         return self.rows[:, TEXT:]
 
     def is_error(self) -> Tensor:
-        """``()`` bool on the rows' device: somebody has failed, or settings differ."""
+        """Whether a rank has failed, or settings differ: ``()`` bool on the rows' device."""
         return (self.rows[:, :TEXT] != self.rows[:1, :TEXT]).any()
 
     def read(self) -> list[Told]:
@@ -69,7 +69,7 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
 
 
 def send(row: Tensor, group: dist.ProcessGroup) -> tuple[Table, dist.Work]:
-    """Start one all-gather of ``row (n,)`` int64; the table is there after ``work.wait()``."""
+    """Start one all-gather of ``row (n,)`` int64; the table is complete after ``work.wait()``."""
     rows = row.new_empty(dist.get_world_size(group), len(row))
     return Table(rows), getattr(dist, ALL_GATHER)(rows.view(-1), row, group=group, async_op=True)
 
@@ -81,36 +81,38 @@ def words_of(error: BaseException) -> str:
 
 
 def failure_of(told: Iterable[Told]) -> Exception | None:
-    """The error of the first rank that has failed, in its words; others' are notes (Python 3.11).
+    """The error of the first rank that has failed; those of others are its notes (Python 3.11).
 
-    The three kinds that argument checks raise stay what they are, others become RuntimeError.
+    The kinds of :data:`_KEPT_KINDS`, which argument checks raise, are kept. Others become
+    ``RuntimeError``. The result is ``None`` if no rank has failed.
     """
     failed = [one.error for one in told if one.error]
     if not failed:
         return None
     name, _, text = failed[0].partition(": ")
-    kept = name in _RAISED_AS_THEY_ARE
+    kept = name in _KEPT_KINDS
     error: Exception = getattr(builtins, name)(text) if kept else RuntimeError(failed[0])
     add_notes(error, failed[1:])
     return error
 
 
 def add_notes(error: BaseException, words: Iterable[str]) -> None:
-    """Tell of other ranks' errors below an error's traceback, where Python can (3.11)."""
+    """Add the errors of other ranks to ``error`` as notes, from Python 3.11 on."""
     for other in words:
         getattr(error, "add_note", str)(f"another rank has failed, too: {other}")
 
 
 def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
-    """The first setting in which ranks differ, and what each of them has said."""
+    """The first setting in which ranks differ, and its value on each of them, else ``None``."""
     for name in told[0].settings if told else ():
-        said = [one.settings.get(name) for one in told]
-        if len({json.dumps(x) for x in said}) > 1:
-            return name, said
+        values = [one.settings.get(name) for one in told]
+        if len({json.dumps(x) for x in values}) > 1:
+            return name, values
     return None
 
 
 def _decoded(row: list[int]) -> Told:
+    """Read the row that :func:`row` has made."""
     text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
     failed = isinstance(text, str)
     return Told({} if failed else text, text if failed else "", row[TEXT:])
@@ -120,9 +122,9 @@ def _decoded(row: list[int]) -> Told:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device that rows of ``group`` are sent from: its accelerator, if that has a backend.
+    """The device that rows of ``group`` are sent from: the accelerator, if it has a backend there.
 
-    So it is the same on all ranks, wherever the numbers of each of them lie.
+    It must be the same on all ranks, wherever the numbers of each of them lie.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or _backend(group, accelerator.type) in (None, "gloo"):
@@ -134,11 +136,12 @@ _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks for exchanges while ``group`` still reduces gradients.
+    """A group of the same ranks for exchanges while ``group`` still reduces gradients.
 
-    Under gloo another group of the same ranks: a rank that has left a window early would meet
-    another one in the middle of an all-reduce of gradients there, and gloo ends the process of
-    both. It is made by the first who asks, a collective of its ranks.
+    Under gloo it is a new group, made at the first call, which is a collective of its ranks. In
+    ``group`` itself, a rank that has left a window early would send its row while another one is
+    in an all-reduce of gradients, and gloo would abort both processes. Other backends use
+    ``group``.
     """
     cpu = torch.device("cpu")
     if device_for(group, cpu) != cpu or _backend(group, "cpu") != "gloo":

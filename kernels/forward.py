@@ -3,11 +3,9 @@
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
 tiles, adds up the exponentials of all logits but the label's, and stores one partial (reference,
 sum of exponentials) per row; the first split also computes the label's logit, a dot product per
-row. Exponentials are relative to the maximum of the split's first tile: no other tile looks for
-one. A row that this does not fit, because a later logit is 21 nats above or the first tile is
-empty, has its program walk again, and follows its maximum then (online softmax, Milakov and
-Gimelshein, arXiv:1805.02867); the other rows' sums come out the same. With a soft-cap there is
-one walk, in which all rows follow: beside tanh, a maximum costs nothing.
+row. The reference follows the row's maximum from tile to tile (online softmax, Milakov and
+Gimelshein, arXiv:1805.02867), rounded up to a whole power of two: rescaling a sum, and merging
+the splits' sums, is then exact.
 
 Each program then takes a ticket; the program that draws the last ticket of a row block merges the
 partials, and the one that draws the last ticket of all row blocks adds up the losses. Nobody waits
@@ -33,12 +31,9 @@ from .tile import (
     token_loss,
 )
 
-# Sum of a split's exponentials from which a row is walked over again. An exponent of up to 30 bits
-# is rounded by 2^-20, the sum by 6.6e-7; one of 100 bits by four times as much.
-RANGE: tl.constexpr = tl.constexpr(2.0**30)
-# Of a row whose tiles so far are empty: what comes then is out of range. (-inf - -inf is NaN.)
+# The reference of a row whose tiles so far are empty. (-inf - -inf would be NaN.)
 NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
-# References stay finite beside a logit of +inf, whose exponential is then +inf and not NaN.
+# References stay finite beside a logit of +inf, so that its exponential is +inf and not NaN.
 HIGHEST: tl.constexpr = tl.constexpr(2.0**127)
 
 
@@ -84,34 +79,22 @@ def forward_kernel(
     offs_n, mask_n, row, label = packed_rows(block, rows, labels, n_valid, V, BLOCK_N)
     hidden_rows = hidden + row * stride_hn
 
-    # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m. The first walk
-    # keeps the m of its first tile; the second, of rows that follow, and of all with a soft-cap,
-    # raises it with every tile.
+    # Phase 1: sums of exponentials over the tiles of this split, in units of 2 ** m, where m is the
+    # least whole number that is not below the maximum.
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
     m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    follow = tl.full((BLOCK_N,), softcap is not None, dtype=tl.int1)
-    walk = 0 if softcap is None else 1
-    while walk < 2:
-        m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
-        s = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
-            z = logits_tile(
-                hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
-                BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
-            )  # fmt: skip
-            z = others_of_tile(z, label, start_v, V, BLOCK_V)
-            if (start_v == begin) | (walk == 1):
-                highest = tl.maximum(m, tl.max(z, axis=1) * LOG2E)
-                if softcap is None:  # which keeps them finite, too
-                    highest = tl.minimum(highest, HIGHEST)
-                highest = tl.where(follow | (start_v == begin), highest, m)
-                s *= tl.exp2(m - highest)
-                m = highest
-            s += tl.sum(exp(z, m[:, None]), axis=1)
-        follow = (s < RANGE) == 0
-        walk = tl.where(tl.max(follow.to(tl.int32), axis=0) == 0, 2, walk + 1)
+    for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
+        z = logits_tile(
+            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
+            BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,
+        )  # fmt: skip
+        z = others_of_tile(z, label, start_v, V, BLOCK_V)
+        highest = tl.maximum(m, tl.ceil(tl.max(z, axis=1) * LOG2E))
+        highest = tl.minimum(highest, HIGHEST)
+        s = s * tl.exp2(m - highest) + tl.sum(exp(z, highest[:, None]), axis=1)
+        m = highest
 
     N64 = tl.cast(N, tl.int64)
     plane = splits * N64

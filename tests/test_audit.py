@@ -202,10 +202,44 @@ def test_loops_that_are_wrong_in_another_way():
 def test_gradients_that_are_lost_are_found(to_none):
     report = watched(functools.partial(forgetful, to_none))
     assert report.verdict() == (
-        "zero_grad was called between the micro-batches of a step: the gradients of 2 of them were "
-        "lost"
+        "zero_grad was called before the optimizer step: the gradients of 2 micro-batches were lost"
     )
     assert [step.lost for step in report.steps] == [1, 1]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_lost_before_the_step_are_found(to_none):
+    def loop(model, micro, optimizer):
+        for one in micro:
+            (cross_entropy(model, one, "sum") / 16).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        optimizer.step()
+
+    report = watched(loop)
+    assert "the gradients of 4 micro-batches were lost" in report.verdict()
+
+
+def test_gradients_that_an_engine_takes_out_of_grad_are_not_lost():
+    """ZeRO does so inside backward."""
+
+    def loop(model, micro, optimizer):
+        taken = {p: torch.zeros_like(p) for p in model.parameters()}
+
+        def take(p):
+            taken[p] += p.grad
+            p.grad = None
+
+        handles = [p.register_post_accumulate_grad_hook(take) for p in taken]
+        for one in micro:
+            (cross_entropy(model, one, "sum") / 16).backward()
+        for p, grad in taken.items():
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+
+    assert watched(loop).verdict() == RIGHT
 
 
 def test_what_is_logged_is_compared():
@@ -216,7 +250,7 @@ def test_what_is_logged_is_compared():
         report.log(9.0)  # after the step: still that step's
     (step,) = report.steps
     assert step.logged == 9.0
-    assert "the loss that is logged is not that of the tokens (9.0000 for" in report.verdict()
+    assert "the loss that is logged is not that of the tokens (9.0000 where" in report.verdict()
 
 
 def test_the_descended_loss_is_the_mean_of_means():

@@ -9,7 +9,8 @@ On a CPU times come from :func:`fusedce.measure.median_seconds` and memory from
 :func:`fusedce.measure.peak_extra_bytes`. On an accelerator a round is a burst of calls between
 events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
 each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
-bottleneck); memory is read from the device's allocator.
+bottleneck), ``states`` the clock, power and throttling during each burst; memory is read from the
+device's allocator. ``rounds`` holds the median of each round, for a spread.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from fusedce.measure import memory_method, peak_extra_bytes
 from .pool import Pool
 
 
+# What a row holds once its call was measured.
+MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
+
+
 class Call(NamedTuple):
     """One thing to measure."""
 
     target: str  # "module:function", importable with this process's sys.path
     kwargs: dict[str, Any]
     process: str  # calls of the same name share one
+    leaves: int = 0  # bytes of results that are no extra memory, such as gradients
 
 
 class Engine:
@@ -46,7 +52,7 @@ class Engine:
     ) -> None:
         self.device = device
         self.on_cpu = torch.device(device).type == "cpu"
-        self.rounds = rounds or 2
+        self.rounds = rounds or (2 if self.on_cpu else 5)
         self.calls = calls or (2 if self.on_cpu else 10)  # of a round
         self._pool = Pool(timeout)
 
@@ -66,31 +72,37 @@ class Engine:
         *,
         time: bool = True,
         memory: tuple[str, ...] = (),
-        on_done: Callable[[str], object] = lambda name: None,
+        held: Mapping[str, dict[str, Any]] | None = None,
+        on_row: Callable[[str, dict[str, Any]], object] = lambda name, row: None,
     ) -> dict[str, dict[str, Any]]:
-        """For each call ``seconds`` and ``wall_seconds`` (sorted), or ``failed``: why.
+        """For each call ``seconds``, ``wall_seconds`` and ``rounds``, or ``failed``: why.
 
-        ``memory`` names the calls whose ``extra_peak_bytes`` is measured, beyond what was there
-        before the call: inputs are not in it, gradients that the call leaves are.
+        ``memory`` names the calls whose ``extra_peak_bytes`` is measured: beyond what was there
+        before the call, and what the call leaves. ``held`` is what was measured before: its rounds
+        and peaks are not measured again. ``on_row`` is told a call's row whenever it has grown.
         """
-        rows: dict[str, dict[str, Any]] = {name: {} for name in calls}
-        names = list(calls)
-        prepared = names if time or not self.on_cpu else []
+        earlier = held or {}
+        rows = {
+            name: {k: v for k, v in earlier.get(name, {}).items() if k in MEASURED}
+            for name in calls
+        }
+        timed = [n for n in calls if time and len(rows[n].get("rounds", ())) < self.rounds]
+        weighed = [n for n in memory if rows[n].get("extra_peak_bytes") is None]
+        prepared = [n for n in calls if n in timed or (n in weighed and not self.on_cpu)]
         for name in prepared:
             call = calls[name]
             self._order(rows[name], call.process, "prepare", name, call.target, call.kwargs)
-        if time:
-            for i in range(self.rounds):
-                for name in names[i % len(names) :] + names[: i % len(names)]:
+        for i in range(self.rounds):
+            first = i % max(len(timed), 1)
+            for name in timed[first:] + timed[:first]:
+                if len(rows[name].get("rounds", ())) <= i:
                     self._round(rows[name], calls[name], name)
-        for name in memory:
+                    on_row(name, rows[name])
+        for name in weighed:
             self._peak(rows[name], calls[name], name)
+            on_row(name, rows[name])
         for name in prepared:
             self._pool.ask(calls[name].process, "drop", name, self.device)
-        for row in rows.values():
-            for kind in ("seconds", "wall_seconds"):
-                if kind in row:
-                    row[kind].sort()
         return rows
 
     def _order(self, row: dict[str, Any], process: str, *order: Any) -> Any:
@@ -109,17 +121,24 @@ class Engine:
         if answer is not None:
             for kind, values in answer.items():
                 row.setdefault(kind, []).extend(values)
+                if kind != "states":
+                    row[kind].sort()
+            row.setdefault("rounds", []).append(statistics.median(answer["seconds"]))
 
     def _peak(self, row: dict[str, Any], call: Call, name: str) -> None:
         if "failed" in row:
             return
         if not self.on_cpu:
-            row["extra_peak_bytes"] = self._order(row, call.process, "peak", name, self.device)
-            return
-        try:
-            row["extra_peak_bytes"] = peak_extra_bytes(call.target, call.kwargs)
-        except RuntimeError as e:
-            row["failed"] = str(e).strip().splitlines()[-1]
+            peak = self._order(row, call.process, "peak", name, self.device)
+            if peak is None:
+                return
+        else:
+            try:
+                peak = peak_extra_bytes(call.target, call.kwargs)
+            except RuntimeError as e:
+                row["failed"] = str(e).strip().splitlines()[-1]
+                return
+        row["extra_peak_bytes"] = peak - call.leaves
 
     def memory_method(self) -> str:
         """How memory was measured, for a caption."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
 Row = dict[str, Any]
+# cuBLAS, under the names that its wheel has had.
+_CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")
+_PACKAGES = ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+             "nvidia-cutlass-dsl", *_CUBLAS)  # fmt: skip
 _PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "chunk_tokens")
 
 
@@ -38,11 +44,17 @@ def source() -> str:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = torch.version.cuda or torch.version.hip or "not installed"
-    for package in ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels"):
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
+    if torch.version.cuda is not None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found["driver"] = subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True, text=True, check=True, timeout=10,
+            ).stdout.splitlines()[0]  # fmt: skip
     return found
 
 
@@ -95,18 +107,40 @@ class Results:
         if path.exists():
             old = json.loads(path.read_text())
             if _place(old) == _place(self.data):
-                self.data["rows"] = old["rows"]
+                self.data = old | self.data | {"rows": old["rows"]}
             else:
                 print(f"{path} is of another place and begun anew: {caption(old)}")
 
+    def rows(self, key: tuple[Any, ...]) -> dict[str, Row]:
+        """Rows of the problem that were measured with this code, by name, finished or not."""
+        mine = (r for r in self.data["rows"] if problem(r) == key)
+        return {r["name"]: r for r in mine if r.get("source") == self.stamp["source"]}
+
     def has(self, key: tuple[Any, ...]) -> bool:
-        """Whether the problem was measured with this code."""
+        """Whether the problem was measured to its end with this code."""
         found = [r for r in self.data["rows"] if problem(r) == key]
-        return bool(found) and all(r.get("source") == self.stamp["source"] for r in found)
+        return bool(found) and all(
+            r.get("source") == self.stamp["source"] and not r.get("unfinished") for r in found
+        )
 
     def put(self, rows: Sequence[Row]) -> None:
         """Replace the rows of the problem they belong to, and write the file."""
         keys = {problem(row) for row in rows}
         kept = [r for r in self.data["rows"] if problem(r) not in keys]
         self.data["rows"] = kept + [row | self.stamp for row in rows]
+        write(self.path, self.data)
+
+    def more(self, **fields: Any) -> None:
+        """Write fields beside the rows."""
+        self.data |= fields
+        write(self.path, self.data)
+
+    def put_unfinished(self, row: Row) -> None:
+        """Write one row of a problem whose other rows are still to come or to grow.
+
+        A run that is killed loses what came after the last such row; the next one goes on there.
+        """
+        key = problem(row), row["name"]
+        kept = [r for r in self.data["rows"] if (problem(r), r["name"]) != key]
+        self.data["rows"] = [*kept, row | self.stamp | {"unfinished": True}]
         write(self.path, self.data)

@@ -119,6 +119,9 @@ def variants(
                     numbers = [int(x) for x in config.split(",")]
                     blocks = archs.Blocks(*numbers, DESCRIPTOR=blocks.DESCRIPTOR)
                 yield from _forward(f"forward {name}", dtype, blocks, none | common)
+                if walks.forward_narrow is not None and not option and config is None:
+                    label = f"forward {name} narrow"
+                    yield from _forward(label, dtype, walks.forward_narrow, none | common)
                 if candidates and name == "bf16":
                     for blocks in walks.candidates:
                         label = f"forward {name} {_named(blocks)}"
@@ -200,13 +203,18 @@ def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
 def _forward(
     label: str, dtype: str, blocks: archs.Blocks, common: dict[str, Any]
 ) -> Iterator[Variant]:
-    """With TMA where the row asks for it, and as it runs where the addresses forbid it."""
+    """Of a whole vocabulary and of a shard, with TMA where the row asks for it.
+
+    Blocks with TMA are for aligned rows, which always have it: without it they are a candidate,
+    for what forces narrow loads has blocks of its own.
+    """
     constants = _walk(blocks, BYTES[dtype]) | common | {"lse": None, "row_sums": None}
     if blocks.DESCRIPTOR:
         yield Variant(f"{label} TMA", forward_kernel, dtype, constants)
         of_shard = _without(constants, "row_sums")
         yield Variant(f"{label} TMA shard", forward_kernel, dtype, of_shard)
-    yield Variant(label, forward_kernel, dtype, constants | {"weight_tiles": None})
+    without = constants | {"weight_tiles": None}
+    yield Variant(label, forward_kernel, dtype, without, candidate=blocks.DESCRIPTOR)
 
 
 def _softmax_grad(

@@ -22,7 +22,7 @@ from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
 from fusedce.accumulate.exchange import Exchange
 from fusedce.accumulate.lifecycle import Lifecycle, Metrics
 from fusedce.accumulate.totals import UNNAMED
-from fusedce.accumulate.window import WindowBlock, no_auxiliary
+from fusedce.accumulate.window import WindowBlock
 from fusedce.contract.groups import Ranks
 
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
@@ -65,7 +65,9 @@ class LossAccumulator:
 
     * streaming: one per window, in ``finish``;
     * declared counts: one when the window opens, which gives the denominator and is awaited at its
-      first ``scale``, and one when it ends, which carries losses and errors;
+      first ``scale``, and one when it ends, which carries losses and errors. One alone cannot do
+      both: the first backward needs the counts of all ranks, and before the optimizer steps each
+      rank must learn whether another one has failed in its last backward;
     * ``metrics``: one if batches were ``add``-ed, none after training windows.
 
     There are none in a single process and none per micro-batch. A rank that waits for one that
@@ -251,9 +253,15 @@ class LossAccumulator:
             TypeError, ValueError: not a floating tensor of one element.
         """
         check_auxiliary(auxiliary)
-        if self._lifecycle.window is None:
-            raise no_auxiliary()
-        self._lifecycle.window.add_auxiliary(auxiliary)
+        window = self._lifecycle.window
+        if window is None or window.declared is None:
+            raise RuntimeError(
+                "add_auxiliary was called outside of a window with declared counts, and needs one: "
+                "use `with acc.window([count_valid(...) for each micro-batch])`. Streaming "
+                "corrects all gradients by one factor in finish(), which would rescale the "
+                "auxiliary loss."
+            )
+        window.add_auxiliary(auxiliary)
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -297,7 +305,7 @@ class LossAccumulator:
         """Raise an error where a loop would spoil a window's gradients.
 
         These are errors from then on: an optimizer step inside an open window, or inside the
-        backward of a streaming one; ``zero_grad`` between its micro-batches; a gradient that
+        backward of a streaming one; ``zero_grad`` inside a window, before the step; a gradient that
         ``finish`` was not given; gradients that DDP has not reduced (``module`` must be DDP, or
         hold it).
 

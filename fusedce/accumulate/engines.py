@@ -76,15 +76,19 @@ class AccelerateEngine(Engine):
         self._left_out: int | None = None  # real samples of the batch given last, if it has repeats
 
     def divisor(self) -> float:
+        """The number of micro-batches by which accelerate divides each loss now."""
         return self._accelerator.gradient_accumulation_steps
 
     def upstreams(self) -> tuple[float, ...]:
+        """The one factor of ``accelerator.backward``."""
         return (1 / self.divisor(),)
 
     def backward(self, loss: Tensor) -> None:
+        """Divide ``loss ()`` as accelerate does, and differentiate it."""
         self._accelerator.backward(loss)
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A copy of the last batch, its ``labels`` and ``shift_labels`` of repeats set to -100."""
         if (real := self._real_samples()) is None:
             return batch
         self._left_out = real
@@ -99,6 +103,7 @@ class AccelerateEngine(Engine):
         return {**batch, **masked}
 
     def check_evaluated(self) -> None:
+        """Warn if the last batch holds repeats that :meth:`without_repeats` has not masked."""
         repeats = self._real_samples() is not None
         if repeats and self._left_out is None:
             warnings.warn(
@@ -215,6 +220,7 @@ def token_mesh(accelerator: Any) -> Any:
 
 
 def _kind(accelerator: Any) -> str:
+    """The name of accelerate's ``distributed_type``; ``TypeError`` if it is no ``Accelerator``."""
     needed = ("distributed_type", "gradient_accumulation_steps", "backward")
     lacking = [name for name in needed if not hasattr(accelerator, name)]
     if lacking:

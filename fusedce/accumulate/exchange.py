@@ -28,9 +28,9 @@ WINDOW, FINISH, CLOSE, METRICS = (
     "read metrics",
 )
 VALUES = 128  # float64 values in a message that are summed over ranks
-_OF_LOSSES = 2  # int64 values in a message that only ranks with losses fill
-LENGTH = agreement.TEXT + VALUES + _faults.ROW + _OF_LOSSES
-_LOOK_AT = (
+_SIGNATURE = 2  # int64 values in a message: see `signature` of Exchange.send
+LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SIGNATURE
+_ADVICE = (
     "Look at what the other ranks do: each needs the same windows, the same number of "
     "micro-batches in them (empty ones may be all ignored) and the same calls of metrics(), and "
     "one that has failed says why in its own output. With TORCH_DISTRIBUTED_DEBUG=INFO, a rank "
@@ -109,17 +109,17 @@ class Exchange:
         purpose: str,
         values: Tensor,
         settings: Mapping[str, object],
-        of_losses: tuple[int, int] = (0, 0),
+        signature: tuple[int, int] = (0, 0),
         faults: _faults.Faults | None = None,
     ) -> Pending:
-        """Start one all-gather of ``values (n,)``, in float64.
+        """Start one all-gather of ``values (n,)``, as float64.
 
         Args:
             purpose: one of the four of this module, equal on all ranks.
             values: this rank's numbers, to be summed over ranks.
             settings: must be equal on all ranks.
-            of_losses: the number of micro-batches plus one, and a hash of the losses. They must be
-                equal on all ranks that do not send zeros.
+            signature: the number of micro-batches plus one, and a hash of the losses, equal on all
+                ranks that have losses; ranks without any send zeros.
             faults: the first error that this rank has found in tensors.
         """
         values = values.detach().double()
@@ -127,16 +127,16 @@ class Exchange:
             return Pending(values, self)
         values = _faults.moved(values, agreement.device_for(group, values.device))
         row = (faults or _faults.Faults(False)).row(values.device)
-        losses = _faults.moved(torch.tensor(of_losses), values.device)
+        losses = _faults.moved(torch.tensor(signature), values.device)
         padding = row.new_zeros(VALUES - len(values))
         numbers = [values.view(torch.int64), padding, row, losses]
-        ends = purpose == FINISH and of_losses[0] > 0
+        ends = purpose == FINISH and signature[0] > 0
         if ends:
-            self._mark(of_losses[0] - 1)
+            self._mark(signature[0] - 1)
         text = {"accumulator": self._number, "purpose": purpose, **settings}
         sent = self._post(purpose, values, text, torch.cat(numbers))
         if ends:
-            self._check_ahead(of_losses[0] - 1)
+            self._check_ahead(signature[0] - 1)
         return sent
 
     def fail(self, purpose: str, error: BaseException) -> None:
@@ -163,6 +163,7 @@ class Exchange:
     def _post(
         self, purpose: str, values: Tensor, text: Mapping[str, object] | str, numbers: Tensor
     ) -> Pending:
+        """Start the all-gather of one message, ``numbers (LENGTH - TEXT,)`` int64."""
         group = self.ranks.group()
         assert group is not None
         self._n_messages += 1
@@ -203,14 +204,14 @@ class Exchange:
             over = "" if timeout is None else f" ({timeout.total_seconds():g} s)"
             self.shared_error = RuntimeError(
                 f"this rank has come to {purpose}, and not all others have: the process group's "
-                f"timeout{over} is over, or one of them has ended. {_LOOK_AT}"
+                f"timeout{over} is over, or one of them has ended. {_ADVICE}"
             )
             raise self.shared_error from error
 
     def note_wait(self, error: BaseException) -> None:
         """Add the advice as a note to an error of the engine's own collective that timed out."""
         if self.ranks.group() is not None and _WAITED.search(str(error)):
-            getattr(error, "add_note", str)(f"in a window of LossAccumulator: {_LOOK_AT}")
+            getattr(error, "add_note", str)(f"in a window of LossAccumulator: {_ADVICE}")
 
     # ---- marks of ended windows, under TORCH_DISTRIBUTED_DEBUG ------------------------------
 
@@ -234,7 +235,7 @@ class Exchange:
         if (store := self._store()) is None:
             return
         with _explaining_store_errors():
-            store.set(f"at/{self.ranks.rank()}", f"{self._n_messages} {n_done + 1}")
+            store.set(f"begun/{self._n_messages}/{n_done + 1}", str(self.ranks.rank()))
             key = f"end/{self._n_messages}"
             ended = int(store.get(key)) if store.check([key]) else None
         if ended == _FAILED or (streams and ended is not None and ended <= n_done):
@@ -243,6 +244,7 @@ class Exchange:
             self.raise_unread()
 
     def _mark(self, micro_batches: int) -> None:
+        """Mark the window as ended after ``micro_batches``, or by an error (:data:`_FAILED`)."""
         if (store := self._store()) is not None:
             with _explaining_store_errors():
                 store.set(f"end/{self._n_messages}", str(micro_batches))
@@ -251,19 +253,19 @@ class Exchange:
         """Raise if a rank has begun more micro-batches of the window that this one has ended."""
         if (store := self._store()) is None:
             return
-        for rank in set(range(self.ranks.size())) - {self.ranks.rank()}:
-            with _explaining_store_errors():
-                there = store.check([f"at/{rank}"])
-                n_messages, begun = map(int, store.get(f"at/{rank}").split()) if there else (-1, 0)
-            if n_messages == self._n_messages - 1 and begun > micro_batches:
-                raise RuntimeError(
-                    f"ranks have different numbers of micro-batches in this window: this one ends "
-                    f"it after {micro_batches}, rank {rank} has begun number {begun}. Each rank "
-                    f"needs the same number; empty ones may be all ignored. (If DDP reduces "
-                    f"gradients in that one's backward, it waits there until this process ends.)"
-                )
+        key = f"begun/{self._n_messages - 1}/{micro_batches + 1}"
+        with _explaining_store_errors():
+            rank = int(store.get(key)) if store.check([key]) else None
+        if rank is not None:
+            raise RuntimeError(
+                f"ranks have different numbers of micro-batches in this window: this one ends "
+                f"it after {micro_batches}, rank {rank} has begun number {micro_batches + 1}. Each "
+                f"rank needs the same number; empty ones may be all ignored. (If DDP reduces "
+                f"gradients in that one's backward, it waits there until this process ends.)"
+            )
 
     def _store(self) -> dist.Store | None:
+        """The store for marks; ``None`` unless torch's debug switch asks for them."""
         group = self.ranks.group()
         if group is None or dist.get_debug_level() == dist.DebugLevel.OFF:
             return None
@@ -291,7 +293,7 @@ def explain(rows: list[Told]) -> Exception | None:
         return failure
     if (differ := agreement.differing(rows)) is not None:
         return _disagreement(*differ)
-    faults = [_faults.of_row(one.numbers[VALUES:-_OF_LOSSES]) for one in rows]
+    faults = [_faults.of_row(one.numbers[VALUES:-_SIGNATURE]) for one in rows]
     if (fault := next((x for x in faults if x is not None), None)) is not None:
         return fault
     counts, losses = (
@@ -315,7 +317,7 @@ def explain(rows: list[Told]) -> Exception | None:
 def _is_error(table: Table) -> Tensor:
     """``()`` bool on the table's device: whether :func:`explain` finds an error."""
     numbers = table.numbers()
-    losses = numbers[:, -_OF_LOSSES:]
+    losses = numbers[:, -_SIGNATURE:]
     differ = ((losses != 0) & (losses != losses.amax(0))).any()
     return table.is_error() | (numbers[:, VALUES] != 0).any() | differ
 

@@ -54,7 +54,22 @@ def multiplied(bits: int) -> Exception:
     )
 
 
-_KINDS: tuple[Callable[..., Exception], ...] = (bad_label, count_differs, too_many, multiplied)
+def gradients_gone() -> Exception:
+    """Gradients that were set to ``None`` or zero inside a window."""
+    return RuntimeError(
+        "zero_grad() was called inside a window: the gradients of its earlier micro-batches are "
+        "gone, though their tokens count. Call it once a window, after optimizer.step() (to drop "
+        "the window, call discard_window() as well, or leave the `with` block by raising)"
+    )
+
+
+_KINDS: tuple[Callable[..., Exception], ...] = (
+    bad_label,
+    count_differs,
+    too_many,
+    multiplied,
+    gradients_gone,
+)
 ROW = 4  # int64 values of an error in a message: 1 + index in _KINDS (or 0), then its numbers
 
 
@@ -95,6 +110,7 @@ class Faults:
             self._keep(other._first)
 
     def _keep(self, fault: Tensor) -> None:
+        """Keep ``fault (ROW,)`` int64 unless an earlier error is kept."""
         old = self._first
         if old is not None:
             old = moved(old, fault.device)

@@ -131,11 +131,13 @@ def drop_gradients(module: torch.nn.Module) -> None:
 
 
 def _held(p: Any) -> bool:
+    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
     inside = getattr(p, "_unsharded_param", None)
     return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
 
 
 def _fsdp2_parameters(module: torch.nn.Module | None) -> Iterator[Any]:
+    """Yield the FSDP2 parameters of ``module``, or of all modules of this process."""
     states = _composable_state._module_state_mapping
     modules: Iterable[Any] = list(states) if module is None else module.modules()
     for one in modules:

@@ -66,8 +66,12 @@ class Guard:
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             ask, guard = asked(), me()
-            if ask is not None and guard is not None and (why := ask()) is not None:
+            if ask is None or guard is None:
+                return
+            if (why := ask()) is not None:
                 guard._stepped(optimizer, why)
+            elif optimizer in guard._optimizers:
+                guard._kept = None  # the step uses the gradients, so zero_grad may follow it
 
         self._incomplete = asked
         self._handle = register_optimizer_step_pre_hook(before_step)
@@ -87,31 +91,33 @@ class Guard:
         self.streams(False)
 
     def note_gradient(self) -> None:
-        """Remember, after a micro-batch's backward, one parameter that has a gradient."""
+        """Remember, after a backward, one parameter with a gradient and the gradient's version."""
         p = None if self._kept is None else self._kept[0]()
         if p is None:
             p = next((p for p in self._parameters() if p.grad is not None), None)
         if p is not None and p.grad is not None:
             self._kept = weakref.ref(p), local_of(p.grad)._version
 
-    def check_gradients_kept(self, between: bool = False) -> None:
-        """Raise if gradients of this window's earlier micro-batches are gone.
+    def check_gradients_kept(self, faults: _faults.Faults, n_tokens: Callable[[], Tensor]) -> None:
+        """Raise, or note in ``faults``, that gradients of this window's micro-batches are gone.
 
-        With ``between`` (micro-batches), a gradient that was written into is also compared with
-        zero, on the host.
+        A gradient's version is compared on the host. Only if it was written into since the last
+        backward, all gradients are compared with zero, on their device.
+
+        Args:
+            faults: the errors of the window.
+            n_tokens: gives the number ``()`` of valid tokens so far; without any, zeros are right.
         """
         p, version = (None, 0) if self._kept is None else (self._kept[0](), self._kept[1])
-        gone = p is not None and p.grad is None
-        if between and p is not None and p.grad is not None:
-            grad = local_of(p.grad)
-            gone = grad._version != version and not grad.any()
-        if gone:
-            raise RuntimeError(
-                "zero_grad() was called between the micro-batches of a window: the gradients of "
-                "the earlier ones are gone, though their tokens count. Call it once a window, "
-                "after optimizer.step() (to drop the window, call discard_window() as well, or "
-                "leave the `with` block by raising)"
-            )
+        if p is None:
+            return
+        if p.grad is None:
+            raise _faults.gradients_gone()
+        if local_of(p.grad)._version != version:
+            of_window = n_tokens()
+            grads = {id(x): local_of(x.grad) for x in self._parameters() if x.grad is not None}
+            left = [_faults.moved(grad.any(), of_window.device) for grad in grads.values()]
+            faults.note(_faults.gradients_gone, ~torch.stack(left).any() & (of_window > 0))
 
     def check_reduced(self) -> None:
         """Raise ``RuntimeError`` if DDP has reduced nothing since the window was opened."""
@@ -130,6 +136,7 @@ class Guard:
         return bool(self._ddp())
 
     def _ddp(self) -> list[DistributedDataParallel]:
+        """The DDP modules, of several ranks, inside the guarded modules."""
         found = (x for module in self._modules for x in module.modules())
         several = (x for x in found if isinstance(x, DistributedDataParallel))
         return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
@@ -140,6 +147,7 @@ class Guard:
         yield from (p for module in self._modules for p in module.parameters())
 
     def _stepped(self, optimizer: Optimizer, why: str) -> None:
+        """Raise for a step inside an open window, or warn once if the optimizer is not guarded."""
         text = (
             f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
             f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "

@@ -96,13 +96,13 @@ class Lifecycle:
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
         local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
-        of_losses = self._of_losses(len(declared), losses)
-        sent = self.exchange.send(WINDOW, local, self.equal(), of_losses)
+        signature = self._loss_signature(len(declared), losses)
+        sent = self.exchange.send(WINDOW, local, self.equal(), signature)
         if self.on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
         else:
             self.should_step = True
-        self._opens(Window(losses, declared, sent, self.new_faults()))
+        self._open(Window(losses, declared, sent, self.new_faults()))
 
     def leave(self, error: BaseException | None) -> None:
         """Close a window of declared counts, or drop it after ``error``. One all-gather."""
@@ -112,7 +112,7 @@ class Lifecycle:
                 raise RuntimeError("the window was closed inside its own block")
             return
         if error is not None:
-            self.ends(dropped=True)
+            self.close(dropped=True)
             self.exchange.note_wait(error)
             # Ranks that already know of the error do not come to the window's end.
             if error is not self.exchange.shared_error and not window.was_refused():
@@ -124,14 +124,14 @@ class Lifecycle:
             with self.exchange.tell_peers_on_error(CLOSE):
                 if self.has_loss:
                     window.check_complete()
-                self.guard.check_gradients_kept()
+                self._check_gradients_kept(window)
                 self.guard.check_reduced()
                 self._check_synchronised()
             sums = stacked(window.sums, names_of(window.weights))
             sent = self.exchange.send(CLOSE, sums, self.equal(), faults=window.faults)
             sums = sent.wait()
         finally:
-            self.ends()
+            self.close()
             self.exchange.shared_error = None
         self._count_window(window, sums)
 
@@ -147,7 +147,7 @@ class Lifecycle:
                 "from_mesh(..., has_loss=True) says so"
             )
         self._check_ready()
-        self._opens(Window({UNNAMED: 1.0}, None, self._estimate()[None], self.new_faults()))
+        self._open(Window({UNNAMED: 1.0}, None, self._estimate()[None], self.new_faults()))
         self.guard.streams(True)
         assert self.window is not None
         return self.window
@@ -170,8 +170,8 @@ class Lifecycle:
             self.check_entered()
             if window is not None:
                 window.check_complete()
+                self._check_gradients_kept(window)
             expects = not self.has_loss or (window is not None and window.n_done > 0)
-            self.guard.check_gradients_kept()
             trained = trained_of(parameters, expects)
             self.guard.check_all_given(trained)
             self.guard.check_own(trained)
@@ -180,13 +180,13 @@ class Lifecycle:
         sums = stacked({} if window is None else window.sums, names_of([UNNAMED]))
         faults = None if window is None else window.faults
         settings = self.equal() | {"estimate": self._loaded}
-        of_losses = self._of_losses(n_done, {UNNAMED: 1.0})
-        sums = self.exchange.send(FINISH, sums, settings, of_losses, faults).wait()
+        signature = self._loss_signature(n_done, {UNNAMED: 1.0})
+        sums = self.exchange.send(FINISH, sums, settings, signature, faults).wait()
         self._loaded = None
         total = sums[1]
         if n_done == 0 and self.has_loss:
             raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
-        self.ends()
+        self.close()
         self.guard.mark_shared(lambda: trained)
         self._decide_step(total)
         estimate = _faults.moved(self._estimate(), total.device)
@@ -204,7 +204,7 @@ class Lifecycle:
         if self.window is not None and self.window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self.announced = None
-        self.ends(dropped=True)
+        self.close(dropped=True)
         if module is not None:
             drop_gradients(module)
             self._dropped = False
@@ -238,7 +238,7 @@ class Lifecycle:
                 "around the micro-batches (discard_window() forgets it)"
             )
 
-    def ends(self, dropped: bool = False) -> None:
+    def close(self, dropped: bool = False) -> None:
         """Forget the open window; ``dropped`` if its gradients are not to be used."""
         if self.window is not None:
             self.window.is_open = False
@@ -246,25 +246,30 @@ class Lifecycle:
         self._dropped = dropped
         self.guard.stop_watching()
 
-    def _opens(self, window: Window) -> None:
+    def _open(self, window: Window) -> None:
+        """Make ``window`` the open one, and start the checks of the loop around it."""
         self.window = window
         self._held = {id(p) for p in held_by_fsdp2()}
-        window.on_begin, window.on_end = self._begins, self.guard.note_gradient
+        window.on_begin, window.on_end = self._on_backward, self.guard.note_gradient
         self.guard.on_open()
         self.guard.watch(self._unfinished)
 
-    def _begins(self, roots: list[Any], grad: Tensor, upstream: Sequence[float]) -> None:
+    def _on_backward(self, roots: list[Any], grad: Tensor, upstream: Sequence[float]) -> None:
         """Check, as a micro-batch is differentiated, its factor and the earlier gradients."""
         if self.window is not None:
             factor = (grad.double() / upstream[0]).reshape(1).view(torch.int64)[0]
             wrong = ~self.guard.is_expected(grad, upstream)
             self.window.faults.note(_faults.multiplied, wrong, factor)
-        self.guard.check_gradients_kept(between=True)
-        if self.window is not None and self.window.declared is not None:
-            self.guard.mark_shared(lambda: leaves_of(roots))
+            self._check_gradients_kept(self.window)
+            if self.window.declared is not None:
+                self.guard.mark_shared(lambda: leaves_of(roots))
+
+    def _check_gradients_kept(self, window: Window) -> None:
+        """Raise, or note, that gradients of the window's micro-batches are gone."""
+        self.guard.check_gradients_kept(window.faults, window.n_tokens)
 
     def _unfinished(self) -> str | None:
-        """Why no optimizer may step now; ``None`` if one may."""
+        """The reason why no optimizer may step now; ``None`` if one may."""
         window = self.window
         if window is None or window.is_complete():
             return None
@@ -274,6 +279,7 @@ class Lifecycle:
         return window.progress() if window.n_done else None
 
     def _check_ready(self) -> None:
+        """Raise ``RuntimeError`` where no window may open now."""
         if self.evaluated:
             raise RuntimeError(
                 "the metrics hold batches that were added for evaluation since the last reset, and "
@@ -307,12 +313,13 @@ class Lifecycle:
             "backward_divisor": self.engine.divisor(),
         }
 
-    def _of_losses(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
+    def _loss_signature(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
         """Number of micro-batches + 1, and a hash of the losses: equal on ranks with losses."""
         names = zlib.crc32(json.dumps(losses).encode())
         return (1 + micro_batches, names) if self.has_loss else (0, 0)
 
     def _decide_step(self, total: Tensor) -> None:
+        """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
         self.should_step = True
         if self.on_empty == "zero" or int(total) > 0:
             return
@@ -324,6 +331,7 @@ class Lifecycle:
         self.should_step = False
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
+        """Add a window that has ended, ``sums (n,)`` over all ranks, to the totals."""
         weights = {UNNAMED: 1.0} if window is None else window.weights
         self.totals.add(names_of(weights), sums)
         self.totals.weights = weights

@@ -146,6 +146,7 @@ _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_l
 
 
 def _per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
+    """The metrics of one loss, by name, from its sums."""
     n_tokens = numbers.get(key(loss, "n_valid"), 0.0)
     mean = numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens if n_tokens else math.nan
     found: dict[str, float] = {

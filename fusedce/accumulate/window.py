@@ -19,7 +19,7 @@ from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.accumulate.totals import Sums, add, key, stacked, sums_of
 from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
 
@@ -164,9 +164,12 @@ class Window:
             self._count(losses)
         self._begun = [begun for begun in self._begun if begun[0] != backward]
         if self.on_end is not None:
-            self.on_end()
+            # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one
+            # runs after theirs.
+            Variable._execution_engine.queue_callback(self.on_end)
 
     def _count(self, losses: Losses) -> None:
+        """Add a micro-batch that was differentiated, and compare its counts with those declared."""
         counts = torch.stack([n for _, n in losses.values()])
         if self.declared is not None:
             if self.n_done < len(self.declared):
@@ -180,6 +183,10 @@ class Window:
         for name, out in losses.items():
             self.sums = add(self.sums, sums_of(name, out))
 
+    def n_tokens(self) -> Tensor:
+        """Valid tokens of the micro-batches that were differentiated, ``()`` float64."""
+        return stacked(self.sums, [key(loss, "n_valid") for loss in self.weights]).sum()
+
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
         return bool(self._begun)
@@ -189,9 +196,7 @@ class Window:
         return self.declared is not None and self.n_done + len(self._begun) == len(self.declared)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """Keep ``auxiliary`` for the next loss."""
-        if self.declared is None:
-            raise no_auxiliary()
+        """Keep ``auxiliary ()`` for the next loss."""
         self._auxiliary.append(auxiliary.reshape(()))
 
     def _take_auxiliary(self) -> Tensor | None:
@@ -243,15 +248,6 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
-
-
-def no_auxiliary() -> RuntimeError:
-    """The error of an auxiliary loss outside a window with declared counts."""
-    return RuntimeError(
-        "add_auxiliary was called outside of a window with declared counts, and needs one: use "
-        "`with acc.window([count_valid(...) for each micro-batch])`. Streaming corrects "
-        "all gradients by one factor in finish(), which would rescale the auxiliary loss."
-    )
 
 
 class WindowBlock:

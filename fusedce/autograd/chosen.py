@@ -11,6 +11,7 @@ of the gradients' size in float32, they are added tile by tile and rounded twice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,23 @@ def with_stats(
     return z, Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
 
 
+def likeliest(z: Tensor, valid: Tensor) -> Tensor:
+    """``(N, 1)`` where the largest logit of each row of ``z (N, K)`` stands, among valid ones."""
+    finite = z.clamp(min=torch.finfo(z.dtype).min)
+    return finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
+
+
+def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
+    """``(N, K)`` log-probabilities of the classes with logits ``z``, 0 where not valid.
+
+    ``nll (N,)``, that of the class at ``best (N, 1)``, is exact near a probability of 1; those of
+    the others, none beyond 1/2, follow from the differences of their logits to it.
+    """
+    z_best = z.gather(1, best)
+    below = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    return (below - nll[:, None]).masked_fill(~valid, 0)
+
+
 def bytes_beside(problem: Problem, K: int) -> int:
     """Bytes that ``K`` classes a token hold beside the other statistics."""
     in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits and their gradient
@@ -81,7 +99,7 @@ def bytes_beside(problem: Problem, K: int) -> int:
 def _chosen_logits(*flat: Any) -> Tensor:
     problem, classes = Problem(*flat[:_END]), flat[_END]
     head = Projection.of(problem)
-    valid, y = _valid(problem, classes)
+    valid, y = in_range(problem, classes)
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
     with torch.autocast(z.device.type, enabled=False):
         for rows in _chunks(problem, classes):
@@ -175,13 +193,13 @@ def _class_grads(*flat: Any) -> tuple[Tensor, ...]:
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         upstream = token_ops.upstream_of(problem, values, upstreams)
         made = get_backend(problem.backend).token_grads(
-            problem, wanted, values.lse, upstream, _sums(problem, wanted)
+            problem, wanted, values.lse, upstream, dtypes_of_sums(problem, wanted)
         )
         grads.hidden, grads.weight, grads.bias = (
             x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
         )
         if upstream_z is not None:
-            _add_gradients(problem, grads, classes, z, upstream_z)
+            add_gradients(problem, grads, classes, z, upstream_z)
         return tuple(x.to(problem.hidden.device) for x in grads.written())
 
 
@@ -195,12 +213,12 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _add_gradients(
+def add_gradients(
     problem: Problem, grads: Gradients, classes: Tensor, z: Tensor, upstream: Tensor
 ) -> None:
     """Adds to ``grads``, in float32 or better, what ``upstream`` makes of the chosen logits."""
     head = Projection.of(problem)
-    valid, y = _valid(problem, classes)
+    valid, y = in_range(problem, classes)
     g = upstream.to(head.acc).masked_fill(~valid, 0) * problem.logit_scale
     if problem.temperature is not None:
         t = problem.temperature[:, None].masked_fill(~valid, 1)
@@ -218,7 +236,7 @@ def _add_gradients(
         add_rows(grads.bias, y.reshape(-1), g.reshape(-1))
 
 
-def _sums(problem: Problem, wanted: Wanted) -> Dtypes:
+def dtypes_of_sums(problem: Problem, wanted: Wanted) -> Dtypes:
     """Dtypes in which gradients are added up: those of the inputs where a budget has no room."""
     acc = acc_dtype(problem.hidden.dtype)
     wide = Dtypes(acc, acc, acc)
@@ -272,9 +290,15 @@ def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
     return w.mul_(x).sum(dim)
 
 
-def _valid(problem: Problem, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries count, and classes that may index; a bad one raises on a CPU."""
-    V = problem.weight.shape[0]
+def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:
+    """Which entries of ``classes (N, K)`` count, and classes in ``[0, V)`` that may index.
+
+    ``V``: the number of classes, where it is not that of the rows of ``weight``.
+
+    Raises:
+        ValueError: a class is out of range (on a CPU; elsewhere it is clamped).
+    """
+    V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
         bad = (valid & ((classes < 0) | (classes >= V))).view(-1)

@@ -12,7 +12,6 @@ label smoothing of capped logits      the same: its gradient is no function of t
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -93,8 +92,7 @@ def token_stats(problem: Problem, wanted: Wanted) -> Stats:
 def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tensor, Stats]:
     """``(N, K)`` log-probabilities of ``classes (N, K)``, 0 at ignored ones; tokens' statistics.
 
-    The likeliest of a token's classes is its label, whose log-probability is exact near 1; those
-    of the others, none beyond 1/2, follow from the differences of their logits to it.
+    The likeliest of a token's classes is its label.
     """
     if problem.ignore_index == torch.iinfo(classes.dtype).min:  # no class is ignored
         classes = classes.clamp(min=problem.ignore_index + 1)
@@ -108,13 +106,10 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
             tiles_of(call._replace(fixed=beside), memory_budget=problem.memory_budget)
         problem = problem.but(memory_budget=problem.memory_budget - beside)
     valid = problem.but(labels=classes).valid()
-    finite = z.clamp(min=torch.finfo(z.dtype).min)
-    best = finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
+    best = chosen.likeliest(z, valid)
     problem = problem.but(labels=classes.gather(1, best)[:, 0])
     z, stats = chosen.with_stats(problem, classes, z, wanted)
-    z_best = z.gather(1, best)
-    apart = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
-    return (apart - stats.nll[:, None]).masked_fill(~valid, 0), stats
+    return chosen.logprobs(z, best, stats.nll, valid), stats
 
 
 def _prepared(problem: Problem) -> Problem:

@@ -7,12 +7,14 @@ log-sum-exp of all classes, and the parts of ``d_hidden`` added up once.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedce.autograd import chosen
 from fusedce.autograd.derivatives import (
     detached,
     refuse_forward_mode,
@@ -22,9 +24,8 @@ from fusedce.autograd.derivatives import (
 from fusedce.autograd.dispatch import NOTHING, Seen
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.backends.gradients import Dtypes
+from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.plan import tiles_of
-from fusedce.backends.sharded import per_token
 from fusedce.backends.sharded.exchange import (
     Shard,
     all_tokens,
@@ -32,7 +33,7 @@ from fusedce.backends.sharded.exchange import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.sharded.per_token import Local
+from fusedce.backends.sharded.token_stats import Local, local_of, stats_over_ranks
 from fusedce.contract.objective import Stats, folded, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
@@ -45,10 +46,12 @@ class Counted(NamedTuple):
     shard: Shard
     rows: Tensor  # (n,) the tokens that count
     n_here: int  # tokens that are this rank's own
+    classes: Tensor  # (n, K) int64 further classes whose logits are wanted; (n, 0) for none
 
     def own(self, x: Tensor, fill: float = 0) -> Tensor:
-        """``x (n,)`` at this rank's own tokens, ``(n_here,)``; ``fill`` where nothing counts."""
-        every = x.new_full((len(self.problem.labels),), fill).index_put((self.rows,), x)
+        """``x (n, ...)`` at this rank's tokens, ``(n_here, ...)``; ``fill`` where none counts."""
+        N = len(self.problem.labels)
+        every = x.new_full((N, *x.shape[1:]), fill).index_put((self.rows,), x)
         if self.shard.tokens is None:
             return every
         first = dist.get_rank(self.shard.group) * max(self.shard.tokens)
@@ -61,7 +64,7 @@ def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
     lse = monitored.lse or not whole.of_nll_alone()
-    stats = _statistics(problem, counted, monitored.but(lse=lse, zmean=smoothing))
+    stats, _ = _statistics(problem, counted, monitored.but(lse=lse, zmean=smoothing))
     y = whole.labels[counted.rows].long().clamp(0, shard.V - 1)
     of_rows = whole.rows(counted.rows)
     zmean = stats.zmean if smoothing else None
@@ -76,7 +79,22 @@ def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple
 def token_stats(problem: Problem, shard: Shard, wanted: Wanted) -> Stats:
     """Of this rank's tokens; entropy, mean logit and argmax where wanted."""
     counted = _counted(problem, shard)
-    stats = _statistics(problem, counted, wanted)
+    return _own(_statistics(problem, counted, wanted)[0], counted, wanted)
+
+
+def class_stats(problem: Problem, shard: Shard, wanted: Wanted) -> tuple[Tensor, Stats]:
+    """``(N, K)`` log-probabilities of several classes of this rank's tokens; their statistics.
+
+    ``problem.labels (N, K)`` are the classes. A token counts if one of them is not ignored; its
+    label is the likeliest of them.
+    """
+    counted = _counted(problem, shard)
+    stats, logprob = _statistics(problem, counted, wanted)
+    return counted.own(logprob), _own(stats, counted, wanted)
+
+
+def _own(stats: Stats, counted: Counted, wanted: Wanted) -> Stats:
+    """Statistics of the tokens that count as those of this rank's tokens."""
     return Stats(
         counted.own(stats.nll),
         counted.own(stats.lse),
@@ -101,27 +119,69 @@ def _counted(problem: Problem, shard: Shard) -> Counted:
     problem = folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
+    classes = problem.labels[:, None][:, :0]
+    if problem.labels.dim() == 2:
+        classes = problem.labels
+        counts, _ = chosen.in_range(problem, classes, shard.V)  # raises on all ranks
+        one = classes.gather(1, counts.int().argmax(1, keepdim=True))[:, 0]
+        problem = problem.but(labels=one)
     rows, _ = counted_rows(problem, shard)
-    budget = problem.memory_budget
-    if budget is not None:  # what is left to the backend, which knows nothing of other ranks
+    budget, K = problem.memory_budget, classes.shape[1]
+    if budget is not None:  # the backend gets what other ranks' tokens and classes leave
         call = sharded_call(problem, shard, len(problem.labels))
+        call = call._replace(fixed=call.fixed + (chosen.bytes_beside(problem, K) if K else 0))
         tiles_of(call, memory_budget=budget)  # raises on all ranks where it is too small
         problem = problem.but(memory_budget=budget - call.fixed)
-    return Counted(problem, shard, rows, n_here)
+    return Counted(problem, shard, rows, n_here, classes[rows])
 
 
-def _statistics(problem: Problem, counted: Counted, wanted: Wanted) -> Stats:
-    """``(n,)`` of the tokens that count, differentiable in what ``problem`` holds."""
-    gradients = wanted_gradients(problem)
+def _statistics(problem: Problem, counted: Counted, wanted: Wanted) -> tuple[Stats, Tensor]:
+    """Statistics of the tokens that count, ``(n,)``, and log-probabilities of their classes.
+
+    The latter are ``(n, K)``, 0 at ignored classes. Both are differentiable in the tensors of
+    ``problem``. With ``K > 0`` the label of a token is the likeliest of its classes.
+    """
+    gradients, shard = wanted_gradients(problem), counted.shard
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        local = per_token.local_of(counted.problem, counted.rows, counted.shard)
-        stats, nll_here = per_token.token_stats(local, counted.shard, wanted)
-    if not any(gradients):
-        return stats
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    values = (stats.nll, stats.lse, stats.entropy, stats.zmean)
-    nll, lse, entropy, zmean = _Values.apply(*inputs, *values, nll_here, local, counted)
-    return Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
+        local = local_of(counted.problem, counted.rows, shard)
+        z = _class_logits(local, counted)
+        valid = counted.problem.but(labels=counted.classes).valid()
+        if z.shape[1]:
+            best = chosen.likeliest(z, valid)
+            local = local.with_labels(counted.classes.gather(1, best)[:, 0])
+        stats, nll_here = stats_over_ranks(local, shard, wanted)
+    if any(gradients):
+        inputs = (problem.hidden, problem.weight, problem.bias)
+        values = (stats.nll, stats.lse, stats.entropy, stats.zmean, z)
+        nll, lse, entropy, zmean, z = _Values.apply(*inputs, *values, nll_here, local, counted)
+        stats = Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
+    if not z.shape[1]:
+        return stats, z
+    return stats, chosen.logprobs(z, best, stats.nll, valid)
+
+
+def _class_logits(local: Local, counted: Counted) -> Tensor:
+    """``(n, K)`` finished logits of the counted tokens' classes; NaN for a class out of range.
+
+    One all-reduce of a number a class: each logit comes from the rank that holds its row.
+    """
+    classes, problem = counted.classes, local.problem
+    z = problem.hidden.new_zeros(classes.shape, dtype=acc_dtype(problem.hidden.dtype))
+    if not classes.shape[1]:
+        return z
+    if len(problem.weight):
+        z = chosen.chosen_logits(problem, _classes_here(local, classes))
+    dist.all_reduce(z, group=counted.shard.group)  # one number and zeros: exact
+    bad = counted.problem.but(labels=classes).valid()
+    bad &= (classes < 0) | (classes >= counted.shard.V)
+    return z.masked_fill_(bad, math.nan)
+
+
+def _classes_here(local: Local, classes: Tensor) -> Tensor:
+    """``classes`` as rows of this rank's weight, the ignored label where they lie elsewhere."""
+    rows, here = local.rows_of(classes)
+    assert local.problem.ignore_index is not None
+    return rows.masked_fill(~here, local.problem.ignore_index)
 
 
 class _Values(torch.autograd.Function):
@@ -137,6 +197,7 @@ class _Values(torch.autograd.Function):
         lse: Tensor,
         entropy: Tensor,
         zmean: Tensor,
+        z: Tensor,
         nll_here: Tensor,
         local: Local,
         counted: Counted,
@@ -144,40 +205,52 @@ class _Values(torch.autograd.Function):
         problem = local.problem
         tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
         ctx.names, ctx.options = tuple(tensors), problem.but(**dict.fromkeys(tensors))
-        ctx.save_for_backward(*tensors.values(), local.y, local.here, nll_here, lse, entropy, zmean)
+        here = (local.y, local.here, _classes_here(local, counted.classes))
+        ctx.save_for_backward(*tensors.values(), *here, z, nll_here, lse, entropy, zmean)
         # Of the whole problem nothing but its size is needed: it would keep all tokens alive.
         ctx.shard, ctx.rows, ctx.n_here = counted.shard, counted.rows, counted.n_here
         ctx.N, ctx.local_rows = len(counted.problem.labels), len(weight)
         ctx.set_materialize_grads(False)
-        return tuple(x.clone() for x in (nll, lse, entropy, zmean))
+        return tuple(x.clone() for x in (nll, lse, entropy, zmean, z))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivatives()
-        nothing: list[Any] = [None] * 10
+        nothing: list[Any] = [None] * 11
+        *tensors, y, here, classes, z, nll_here, lse, entropy, zmean = ctx.saved_tensors
         if ctx.shard.tokens is not None:
-            upstream = _of_all_ranks(upstream, ctx.saved_tensors[-3], ctx.shard)
+            upstream = _of_all_ranks(upstream, lse, z, ctx.shard)
         if all(u is None for u in upstream):
             return tuple(nothing)
-        *tensors, y, here, nll_here, lse, entropy, zmean = ctx.saved_tensors
+        *of_stats, of_z = upstream
         problem = ctx.options.but(**dict(zip(ctx.names, tensors, strict=True)))
         wanted = Wanted(*ctx.needs_input_grad[:3])
         values = Values(nll_here, lse, entropy, zmean)
         with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-            d_hidden, *of_head = _grads_here(
-                Local(problem, y, here), wanted, values, Upstreams(*upstream), ctx.shard
+            made = _grads_here(
+                Local(problem, y, here, ctx.shard.first),
+                wanted,
+                values,
+                Upstreams(*of_stats),
+                ctx.shard,
+                (classes, z, of_z),
             )
             if wanted.hidden:
-                d_hidden = sum_over_ranks(d_hidden, ctx.rows, ctx.N, ctx.n_here, ctx.shard)
+                d_hidden = sum_over_ranks(made[0], ctx.rows, ctx.N, ctx.n_here, ctx.shard)
                 nothing[0] = d_hidden.to(problem.hidden.dtype)
-            for i, (d, wants) in enumerate(zip(of_head, wanted.gradients()[1:], strict=True), 1):
-                if wants:
-                    nothing[i] = _with_padding(d, ctx.local_rows)
+            for i, (d, wants) in enumerate(zip(made, wanted.gradients(), strict=True)):
+                if i and wants:
+                    nothing[i] = _with_padding(d.to(problem.hidden.dtype), ctx.local_rows)
         return tuple(nothing)
 
 
 def _grads_here(
-    local: Local, wanted: Wanted, values: Values, upstreams: Upstreams, shard: Shard
+    local: Local,
+    wanted: Wanted,
+    values: Values,
+    upstreams: Upstreams,
+    shard: Shard,
+    of_classes: tuple[Tensor, Tensor, Tensor | None],  # classes here, logits, upstream: (n, K)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
     problem = local.problem
@@ -188,7 +261,18 @@ def _grads_here(
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)
     upstream = upstream_of(problem, values, upstreams, classes=shard.V, here=local.here)
     backend = get_backend(problem.backend)
-    return backend.token_grads(problem, wanted, values.lse, upstream, Dtypes(acc, dtype, dtype))
+    classes, z, of_z = of_classes
+    if of_z is None:
+        dtypes = Dtypes(acc, dtype, dtype)
+        return backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
+    dtypes = chosen.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
+    grads = Gradients(problem, Wanted(), dtypes=dtypes, chunks=0)
+    made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
+    grads.hidden, grads.weight, grads.bias = (
+        x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
+    )
+    chosen.add_gradients(problem, grads, classes, z, of_z)
+    return grads.written()
 
 
 class _Total(torch.autograd.Function):
@@ -206,13 +290,20 @@ class _Total(torch.autograd.Function):
 
 
 def _of_all_ranks(
-    upstream: tuple[Tensor | None, ...], like: Tensor, shard: Shard
+    upstream: tuple[Tensor | None, ...],
+    lse: Tensor,  # (n,)
+    z: Tensor,  # (n, K)
+    shard: Shard,
 ) -> tuple[Tensor | None, ...]:
     """Upstream gradients of all ranks' tokens, where each has said something of its own."""
-    zero = torch.zeros_like(like)
-    told = torch.stack([zero if u is None else u for u in upstream])
-    dist.all_reduce(told, group=shard.group)
-    return tuple(u if bool(u.ne(0).any()) else None for u in told.unbind())
+    *of_stats, of_z = upstream
+    zero = torch.zeros_like(lse)
+    told = [zero if u is None else u for u in of_stats]
+    told += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)
+    table = torch.stack(told)
+    dist.all_reduce(table, group=shard.group)
+    of_all = (*table[: len(of_stats)].unbind(), table[len(of_stats) :].t())
+    return tuple(u if bool(u.ne(0).any()) else None for u in of_all)
 
 
 def _with_padding(grad: Tensor, rows: int) -> Tensor:

@@ -277,14 +277,14 @@ def way_of_divergence(
 
     def way(C: int, classes: int | None = None) -> Way:
         C = min(C, max(call.n, 1))
-        found = chunked(both, C, classes or _compared_classes(call, C))
+        found = chunked(both, C, classes)
         rows, element = found.tokens, call.acc
         held = {"hidden states of the teacher": rows * H * element}
         if call.triton:
             held["d_hidden of a chunk"] = rows * call.H * element
             held["probabilities of a chunk"] = rows * call.V * element if heads == 1 else 0
         else:
-            held["tiles of divergences"] = 4 * rows * found.classes * element
+            held["tiles of divergences"] = 4 * rows * compared_classes(call, found) * element
             held["rows of the teacher's weight"] = (
                 found.classes * H * element if call.element < call.acc else 0
             )
@@ -308,11 +308,11 @@ def way_of_divergence(
     return way(min(_equal(call.n, low * multiple, multiple), low * multiple), classes)
 
 
-def _compared_classes(call: Call, C: int) -> int | None:
-    """Classes of a tile that is walked over so often that it must stay in a core's own cache."""
+def compared_classes(call: Call, way: Way) -> int:
+    """Classes that two heads' logits are compared of at a time: they stay in a core's own cache."""
     if not call.on_cpu:
-        return None
-    return min(max(_COMPARED_ELEMENTS_CPU * call.threads // C, 128), 8192)
+        return way.classes
+    return min(max(_COMPARED_ELEMENTS_CPU * call.threads // way.tokens, 64), way.classes)
 
 
 def _tilings(call: Call, classes: int) -> Iterator[Way]:

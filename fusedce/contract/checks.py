@@ -12,6 +12,7 @@ from fusedce.contract.labels import can_be_read, check_labels
 from fusedce.contract.problem import NUMBERS, RANGES, Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LARGEST = torch.iinfo(torch.int64).max
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -208,6 +209,12 @@ def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
         )
 
 
+def check_flag(name: str, value: bool) -> None:
+    """Raise a TypeError unless ``value`` is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
 def check_number(name: str, value: float) -> float:
     """``value`` as a float, checked against the range of the option ``name``.
 
@@ -287,8 +294,8 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
         return
     if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, (int, torch.SymInt)):
         raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
+    if not 1 <= chunk_tokens <= _LARGEST:
+        raise ValueError(f"chunk_tokens must be >= 1 and fit in 64 bits, got {chunk_tokens}")
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
@@ -304,8 +311,8 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
         raise TypeError(
             f"memory_budget must be an int, in bytes, or None, got {type(memory_budget).__name__}"
         )
-    if memory_budget < 1:
-        raise ValueError(f"memory_budget must be >= 1 byte, got {memory_budget}")
+    if not 1 <= memory_budget <= _LARGEST:
+        raise ValueError(f"memory_budget must be >= 1 byte and fit in 64 bits, got {memory_budget}")
     if chunk_tokens is not None:
         raise ValueError(
             f"give memory_budget or chunk_tokens, not both: the budget decides how many tokens a "

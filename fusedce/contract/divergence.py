@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -149,7 +150,8 @@ def checked_divergence(
         check_softcap(divergence.softcap)
         scale = check_number("logit_scale", divergence.logit_scale)
     except (TypeError, ValueError) as e:
-        raise type(e)(f"teacher_{e}") from None
+        named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
+        raise type(e)(named) from None
     problem = checked(problem)
     V, of_teacher = len(problem.weight), len(teacher.weight)
     if of_teacher != V:

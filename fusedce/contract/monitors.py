@@ -70,7 +70,7 @@ class MonitoredLossSum(LossSum):
 
 def check_monitor(monitor: Collection[str]) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless it holds names of :data:`MONITORS` alone."""
-    if isinstance(monitor, str) or not isinstance(monitor, Collection):
+    if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
         raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
     for name in monitor:
         if name not in MONITORS:

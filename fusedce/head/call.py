@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fusedce.head.optimizer_clock import Tick, version_of
 from fusedce.head.recipe import Operands, Recipe, merged_into, no_autocast, recipe_of
+from fusedce.loss.shards import is_vocabulary_shard, local_of
 
 if TYPE_CHECKING:
     from fusedce.head.report import HeadCounts
@@ -89,17 +90,21 @@ class HeadCall:
 
     def is_gone(self) -> bool:
         """Whether a parameter's memory has been freed: it is sharded now."""
-        return any(x.untyped_storage().size() == 0 for x in self.held)
+        return any(x.untyped_storage().size() == 0 for x in map(local_of, self.held) if len(x))
 
     def needs_all_ranks(self) -> bool:
-        """Whether real logits need a gather by all ranks: FSDP2 has sharded the parameters."""
-        return self.is_gone() and not all(hasattr(x, "ds_id") for x in self.held)
+        """Whether real logits need a gather by all ranks.
+
+        They do if the vocabulary is sharded, or if FSDP2 has sharded the parameters again.
+        """
+        gone = self.is_gone() and not all(hasattr(x, "ds_id") for x in self.held)
+        return gone or self.recipe.has_sharded_vocabulary()
 
     def _fingerprints(self) -> list[Any]:
         """Versions and storages, which change when tensors are written into, replaced or freed."""
         found = []
         for x in (self.hidden, *self.held):
-            storage = x.untyped_storage()
+            storage = local_of(x).untyped_storage()
             found.append((version_of(x), x.dtype, storage._cdata, storage.size()))
         return found
 
@@ -133,7 +138,7 @@ class HeadCall:
             if not by_all_ranks:
                 raise RuntimeError(_SHARDED)
             pairs = zip(now, tensors, strict=True)
-            return [x.full_tensor().detach().to(before.dtype) for x, before in pairs]  # type: ignore[attr-defined]
+            return [_gathered_like(x, before).detach().to(before.dtype) for x, before in pairs]
         raise RuntimeError(
             f"the weight of the output head {type(self.module).__name__} has been freed since the "
             f"head ran: FSDP1 (FullyShardedDataParallel) shards it as a unit of its own. Leave it "
@@ -151,9 +156,13 @@ class HeadCall:
         return self.hidden.detach(), [x.requires_grad_(want) for x, want in pairs]
 
     def operands(self, hidden: Tensor, tensors: Sequence[Tensor]) -> Operands:
-        """The one product that gives the logits, for these values of the inputs."""
+        """The one product that gives the logits, for these values of the inputs.
+
+        Collectives: an all-gather for each parameter of a sharded vocabulary, on its ranks.
+        """
+        whole = [x.full_tensor() if is_vocabulary_shard(x) else x for x in tensors]  # type: ignore[attr-defined]
         with no_autocast(hidden.device):
-            return self.recipe.of(list(tensors)).operands(hidden)
+            return self.recipe.of(whole).operands(hidden)
 
     def logits(self) -> Tensor:
         """Real logits ``(..., V)`` as the original head computes them, without a graph."""
@@ -200,9 +209,25 @@ class HeadCall:
         return [next(found) if need else None for need in needed]
 
 
+def _gathered_like(x: Any, before: Tensor) -> Tensor:
+    """A parameter that FSDP2 has sharded again as it was: whole, or the same rows of it."""
+    if not is_vocabulary_shard(before):
+        return x.full_tensor()
+    from torch.distributed.tensor import DTensor, Replicate
+
+    like: Any = before
+    vocabulary = x.device_mesh.mesh_dim_names.index(like.device_mesh.mesh_dim_names[0])
+    placements: list[Any] = [Replicate()] * x.device_mesh.ndim
+    placements[vocabulary] = like.placements[0]
+    rows = x.detach().redistribute(placements=placements).to_local()
+    shape = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+
+
 def _memory(x: Tensor) -> int:
-    return getattr(x, "_local_tensor", x).untyped_storage()._cdata
+    return local_of(x).untyped_storage()._cdata
 
 
 def _is_part(x: Tensor) -> bool:
+    x = local_of(x)
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of
+from fusedce.loss.shards import is_vocabulary_shard
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -44,6 +45,10 @@ class Recipe(NamedTuple):
     bias: Tensor | None  # (V,)
     adapters: tuple[Adapter, ...]
     merged: tuple[str, ...]  # names of adapters that are merged into the weight
+
+    def has_sharded_vocabulary(self) -> bool:
+        """Whether each rank holds some rows of a plain head: a ``DTensor`` with ``Shard(0)``."""
+        return not self.adapters and all(is_vocabulary_shard(x) for x in self.tensors())
 
     def dropouts(self) -> list[Any]:
         """Dropout modules of adapters that draw random numbers now."""

@@ -56,7 +56,10 @@ def replace_loss_head(
     second derivative: ``create_graph=True`` is a ``RuntimeError`` (that of ``logits + 0`` has one),
     and so are many gradients at once (``is_grads_batched=True``). Under FSDP2, a look at logits
     whose weight has been sharded again is a ``RuntimeError``, too: it never waits for other ranks,
-    and the loss alone gathers the weight. A head that
+    and the loss alone gathers the weight. Where tensor parallelism shards the head's weight over
+    its rows (``tp_plan="auto"`` of transformers), the loss is that of
+    :func:`fusedce.sharded.sharded_ce`, with its collectives; a look at logits gathers the weight,
+    so that all ranks of the mesh must look. A head that
     ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is replaced at
     the next forward. A compiled model returns logits that are no ``Tensor`` but answer like one;
     any operation on them gives tensors, and so does their method ``tensor()``, for consumers that

@@ -228,7 +228,8 @@ def _lazy_logits(
     if recipe.adapters and recipe.dropouts():
         hidden = recipe.with_dropped(hidden)
     tensors = recipe.tensors()
-    if any(hasattr(x, "full_tensor") for x in tensors):
+    sharded = not torch.compiler.is_compiling() and recipe.has_sharded_vocabulary()
+    if not sharded and any(hasattr(x, "full_tensor") for x in tensors):
         tensors = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
         recipe = recipe.of(tensors)
     if torch.compiler.is_compiling():

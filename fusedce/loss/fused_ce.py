@@ -134,7 +134,7 @@ def fused_ce(
         backend=backend,
     )
     if is_sharded(weight, process_group):
-        return _sharded(problem, process_group, argmax_out, monitor)
+        return sharded_loss_sum(problem, process_group, argmax_out, monitor)
     check_monitor(monitor)
     problem = checked(problem)
     if argmax_out is not None:
@@ -159,9 +159,17 @@ def checked_ce(
     return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out
 
 
-def _sharded(
-    problem: Problem, process_group: Any, argmax_out: Tensor | None, monitor: Collection[str]
+def sharded_loss_sum(
+    problem: Problem,
+    process_group: Any = None,
+    argmax_out: Tensor | None = None,
+    monitor: Collection[str] = (),
+    vocab_size: int | None = None,
 ) -> LossSum:
+    """:func:`fused_ce` of a sharded vocabulary, of arguments as they were given.
+
+    ``vocab_size``: as in :func:`fusedce.sharded.sharded_ce`.
+    """
     with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_monitor(monitor)
         if argmax_out is not None:
@@ -169,7 +177,9 @@ def _sharded(
             check_argmax_out(argmax_out, local_of(problem.labels))
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
-    problem, shard = met(problem, process_group, beside=", ".join(beside) or None)
+    problem, shard = met(
+        problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
+    )
     out, seen = sharded.loss_sum(problem, shard, wanted)
     if argmax_out is not None and seen.argmax is not None:
         argmax_out.copy_(seen.argmax.view(argmax_out.shape))

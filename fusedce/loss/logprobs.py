@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import checked, checked_temperature
+from fusedce.contract.checks import check_flag, checked, checked_temperature
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.loss.sharded_tokens import sharded_argmax, statistics
-from fusedce.loss.shards import is_sharded
+from fusedce.loss.shards import has_several_classes, is_sharded
 from fusedce.loss.tokens import of_tokens, tempered
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
+    check_flag("mean_logit", mean_logit)
     problem = Problem(
         hidden,
         weight,
@@ -133,7 +134,7 @@ def fused_logprobs(
     if is_sharded(weight, process_group):
         return statistics(problem, temperature, mean_logit, process_group)
     problem = tempered(problem, temperature)
-    several = isinstance(labels, Tensor) and labels.dim() > 0 and _several(hidden, labels)
+    several = has_several_classes(problem)
     problem = checked(problem.but(labels=labels[..., 0]) if several else problem)
     if problem.temperature is not None:
         used = problem.valid()
@@ -148,17 +149,6 @@ def fused_logprobs(
         stats = dispatch.token_stats(problem, wanted)
         logprob = -stats.nll
     return of_tokens(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
-
-
-def _several(hidden: Tensor, labels: Tensor) -> bool:
-    """Whether there are labels ``(..., K)``, class indices, for ``hidden (..., H)``."""
-    return (
-        isinstance(hidden, Tensor)
-        and not hidden.is_nested
-        and not labels.is_floating_point()
-        and labels.shape[:-1] == hidden.shape[:-1]
-        and labels.shape[-1] > 0
-    )
 
 
 @explains_names

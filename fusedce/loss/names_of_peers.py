@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fusedce.contract.checks import check_ignore_index
 from fusedce.contract.explain import explains_names
-from fusedce.contract.labels import shift_labels
+from fusedce.contract.labels import check_labels, shift_labels
 from fusedce.loss.cross_entropy import fused_cross_entropy
 
 Reduction = Literal["mean", "sum", "none"]
@@ -140,14 +141,20 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(hidden, weight, tokens, shift=1, reduction="none")[:, 0]
         tensor([0., 0.])
     """
+    if not isinstance(shift, int):
+        raise TypeError(f"shift must be an int or a bool, got {type(shift).__name__}")
     offset = int(shift)
-    if offset:
+    if offset and isinstance(labels, Tensor):  # fused_cross_entropy refuses anything else
+        T = labels.shape[-1] if labels.dim() else 1
         if ignore_index is None:
             raise ValueError("ignore_index must be an int with shift: the last labels are missing")
-        if not 0 <= offset < labels.shape[-1]:
-            raise ValueError(f"shift must be in [0, {labels.shape[-1]}), got {shift}")
+        if not 0 <= offset < T:
+            raise ValueError(f"shift must be in [0, T) with T={T} (from labels), got {shift}")
+        check_labels(labels)
+        check_ignore_index(ignore_index, labels)
+        if isinstance(token_weight, Tensor) and token_weight.shape == labels.shape:
+            token_weight = token_weight.roll(-offset, -1)
         labels = shift_labels(labels, offset=offset, ignore_index=ignore_index)
-        token_weight = None if token_weight is None else token_weight.roll(-offset, -1)
     loss = fused_cross_entropy(
         hidden,
         weight,

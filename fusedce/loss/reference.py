@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce.contract.divergence import KINDS
 from fusedce.contract.results import LossSum
 
 
@@ -110,11 +111,16 @@ def reference_kl(
     Returns:
         :class:`fusedce.LossSum`.
 
+    Raises:
+        ValueError: for another ``divergence`` than these three.
+
     Examples:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
         >>> reference_kl(hidden, weight, hidden, weight).n_valid
         tensor(3)
     """
+    if divergence not in KINDS:
+        raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {divergence!r}")
     wide = torch.promote_types(dtype, torch.float32)
     if labels is None:
         labels, ignore_index = torch.zeros(hidden.shape[:-1]).long(), -1

@@ -13,7 +13,7 @@ from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.shards import device_of, met, tokens_of
+from fusedce.loss.shards import device_of, local_of, met, tokens_of
 from fusedce.loss.tokens import of_tokens, tempered
 
 
@@ -21,7 +21,7 @@ from fusedce.loss.tokens import of_tokens, tempered
 def sharded_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
-    labels: Tensor,  # (...) int64 or int32
+    labels: Tensor,  # (...) or (..., K) int64 or int32
     *,
     process_group: Any = None,
     tokens_sharded: bool = False,
@@ -55,10 +55,14 @@ def sharded_logprobs(
 
     * forward: one all-gather of under 1 KiB, in which ranks compare what they ask for, and one of 5
       float64 a token that counts (6 with ``mean_logit``);
-    * backward: those of that function; with sharded tokens the same before, too.
+    * with ``labels (..., K)`` before them, one all-reduce of K float32 a token that counts (float64
+      for float64 inputs), the logits of the K classes;
+    * backward: those of that function; with sharded tokens the same before, too, and K more numbers
+      a token in the all-reduce of upstream gradients.
 
     Args:
-        labels: ``(...)``; several classes of a token, ``(..., K)``, need the whole vocabulary.
+        labels: ``(...)``, or several classes of each token, ``(..., K)``, as in
+            :func:`fusedce.fused_logprobs`.
         hidden, weight, process_group, tokens_sharded, vocab_size, bias: as in :func:`sharded_ce`.
         ignore_index, softcap, logit_scale, temperature, mean_logit, chunk_tokens, memory_budget,
             backend: as in
@@ -104,20 +108,19 @@ def statistics(
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
     """Of a problem as it was asked, at a temperature."""
-    labels = problem.labels
-    with on_the_way(groups_of(problem.weight, process_group), device_of(labels)):
+    with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         problem = tempered(problem, temperature)
-        if isinstance(labels, Tensor) and labels.dim() == getattr(problem.hidden, "ndim", 0) > 0:
-            raise ValueError(
-                f"labels must be (...), one class a token, where the vocabulary is sharded, got "
-                f"{tuple(labels.shape)}: several classes of a token need the whole head"
-            )
+    hidden, labels = problem.hidden, problem.labels
     function = MEAN_LOGIT if mean_logit else STATISTICS
     problem, shard = met(problem, process_group, tokens_sharded, vocab_size, function)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    stats = sharded_tokens.token_stats(problem, shard, wanted)
-    here = tokens_of(labels)
-    return of_tokens((-stats.nll).view(here), stats, here, mean_logit)
+    if problem.labels.dim() == 2:
+        logprob, stats = sharded_tokens.class_stats(problem, shard, wanted)
+    else:
+        stats = sharded_tokens.token_stats(problem, shard, wanted)
+        logprob = -stats.nll
+    tokens = local_of(hidden).shape[:-1]
+    return of_tokens(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
 
 
 @explains_names

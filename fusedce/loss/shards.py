@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.sharded.agreement import SUM, agree, check_vocab_size, on_the_way
+from fusedce.backends.sharded.agreement import (
+    MEAN_LOGIT,
+    STATISTICS,
+    SUM,
+    agree,
+    check_vocab_size,
+    on_the_way,
+)
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
 from fusedce.contract.checks import (
@@ -27,6 +34,11 @@ def is_sharded(weight: object, process_group: object) -> bool:
     return process_group is not None or is_dtensor(weight)
 
 
+def is_vocabulary_shard(x: Any) -> bool:
+    """Whether ``x`` is a ``DTensor`` of which each rank of a mesh holds some rows."""
+    return is_dtensor(x) and x.device_mesh.ndim == 1 and x.placements[0].is_shard(0)
+
+
 def met(
     problem: Problem,
     process_group: Any,
@@ -40,12 +52,19 @@ def met(
 
     ``beside``: names of what is asked for beside the loss.
 
+    Labels ``(..., K)``, several classes of a token, become ``(N, K)``.
+
     Raises the same error on all ranks that share the vocabulary.
     """
     with on_the_way(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)
         layout = layout_of(problem, process_group, tokens_sharded)
         problem = autocast(layout.problem)
+        classes = None
+        if function in (STATISTICS, MEAN_LOGIT) and has_several_classes(problem):
+            classes = problem.labels
+            function = f"{function}, {classes.shape[-1]} classes each"
+            problem = problem.but(labels=classes[..., 0])
         if len(problem.weight):
             check_tensors(problem)
         else:  # a rank without rows
@@ -56,13 +75,33 @@ def met(
         c = problem.class_weight
         # Weights of all ranks' classes: how many there are is known once the ranks have met.
         check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
+        if classes is not None:
+            problem = problem.but(labels=classes)
+            layout = layout._replace(problem=problem)
         flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
+        if classes is not None:
+            flat = flat.but(labels=flat.labels.view(-1, classes.shape[-1]))
         if problem.temperature is not None:
-            t = checked_temperature(problem.temperature, problem.hidden, flat.valid())
+            used = flat.valid() if classes is None else flat.valid().any(1)
+            t = checked_temperature(problem.temperature, problem.hidden, used)
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
     shard = agree(layout, vocab_size, function, reduction, beside)
     return flat, shard
+
+
+def has_several_classes(problem: Problem) -> bool:
+    """Whether the labels are ``(..., K)`` class indices for ``hidden (..., H)``."""
+    hidden, labels = problem.hidden, problem.labels
+    return (
+        isinstance(hidden, Tensor)
+        and isinstance(labels, Tensor)
+        and not hidden.is_nested
+        and not labels.is_floating_point()
+        and labels.dim() == hidden.dim() > 0
+        and labels.shape[:-1] == hidden.shape[:-1]
+        and labels.shape[-1] > 0
+    )
 
 
 def device_of(x: object) -> torch.device | None:

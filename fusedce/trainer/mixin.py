@@ -113,6 +113,7 @@ class FusedTrainerMixin:
     # ---- training ---------------------------------------------------------------------------
 
     def _begin_run(self) -> None:
+        """Start the totals and statistics of a training run."""
         self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
@@ -263,6 +264,7 @@ class FusedTrainerMixin:
         return row[name].numel() - int(observer.losses[0][1])
 
     def _parallel_size(self, *kinds: str) -> int:
+        """The product of the sizes of these kinds of parallelism, as Trainer tells them."""
         return math.prod(getattr(self, f"get_{kind}_size", lambda: 1)() for kind in kinds)
 
     def _n_ranks(self) -> int:

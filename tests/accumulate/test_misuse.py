@@ -37,6 +37,28 @@ def test_a_factor_after_scale_is_named(streaming, factor):
         windowed(acc, streaming, loop, [weight])
 
 
+@WAYS
+def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming):
+    accelerate = pytest.importorskip("accelerate")
+    engine = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+
+    def run(acc):
+        weight = new_weight()
+
+        def loop():
+            for hidden, labels in batches(SIZES):
+                engine.backward(acc.scale(fused_ce(hidden, weight, labels)))
+
+        windowed(acc, streaming, loop, [weight])
+        return weight.grad
+
+    with pytest.raises(RuntimeError, match=r"multiplied by 0.25 after scale\(\)"):
+        run(LossAccumulator())
+    _, exact, _ = weight_and_grad(batches(SIZES))
+    for acc in (LossAccumulator(backward_divisor=4), LossAccumulator.from_accelerator(engine)):
+        assert distance(run(acc), exact) < 1e-6
+
+
 @pytest.mark.parametrize(("factor", "named"), [(0.25, True), (1 / 3, True), (8.0, False)])
 def test_a_factor_on_a_device_is_named_when_metrics_are_read(monkeypatch, factor, named):
     """A loss scale may be any 2**k; the test double is a CPU tensor that must not be read."""
@@ -113,7 +135,7 @@ def test_zero_grad_between_micro_batches(streaming, by, to_none):
             {"optimizer": optimizer, "model": model}[by].zero_grad(set_to_none=to_none)
             acc.backward(fused_ce(hidden, model.weight, labels))
 
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called between"):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called inside a window"):
         windowed(acc, streaming, loop, model.parameters())
     optimizer.zero_grad()
     acc.discard_window()
@@ -122,6 +144,71 @@ def test_zero_grad_between_micro_batches(streaming, by, to_none):
         run(acc, model.weight, batches(SIZES))
         optimizer.step()
         optimizer.zero_grad()
+    assert acc.metrics()["n_windows"] == 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@WAYS
+def test_zero_grad_after_the_last_micro_batch(streaming, to_none):
+    model, optimizer = model_and_optimizer()
+    acc = LossAccumulator()
+    acc.guard(optimizer, model)
+
+    def loop():
+        for hidden, labels in batches(SIZES):
+            acc.backward(fused_ce(hidden, model.weight, labels))
+        optimizer.zero_grad(set_to_none=to_none)
+
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called inside a window"):
+        windowed(acc, streaming, loop, model.parameters())
+
+
+def test_zeros_on_a_device_are_named_when_metrics_are_read(monkeypatch):
+    """The test double is a CPU tensor that must not be read."""
+    monkeypatch.setattr(_faults, "readable", lambda device: False)
+    model, optimizer = model_and_optimizer()
+    acc = LossAccumulator()
+    acc.guard(optimizer, model)
+    for hidden, labels in batches(SIZES):
+        acc.backward(fused_ce(hidden, model.weight, labels))
+    optimizer.zero_grad(set_to_none=False)
+    acc.finish(model.parameters())
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called inside a window"):
+        acc.metrics()
+
+
+def test_a_step_inside_the_block_may_be_followed_by_zero_grad():
+    model, optimizer = model_and_optimizer()
+    acc = LossAccumulator()
+    acc.guard(optimizer, model)
+    before = model.weight.detach().clone()
+    for to_none in (True, False):
+        with acc.window(SIZES):
+            for hidden, labels in batches(SIZES):
+                acc.backward(fused_ce(hidden, model.weight, labels))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    assert acc.metrics()["n_windows"] == 2
+    assert not torch.equal(model.weight, before)
+
+
+@WAYS
+def test_gradients_may_be_changed_by_hand_after_the_last_micro_batch(streaming):
+    """A factor, a frozen parameter, and a rank's gradients where nothing was valid."""
+    model = torch.nn.Linear(8, 31)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = LossAccumulator()
+    acc.guard(optimizer, model)
+    for sizes in (SIZES, [0, 0]):
+
+        def loop(sizes=sizes):
+            for hidden, labels in batches(sizes):
+                acc.backward(fused_ce(hidden, model.weight, labels, bias=model.bias))
+                model.weight.grad.mul_(0.5)
+                model.bias.grad.zero_()
+
+        optimizer.zero_grad()
+        windowed(acc, streaming, loop, model.parameters(), sizes)
     assert acc.metrics()["n_windows"] == 2
 
 

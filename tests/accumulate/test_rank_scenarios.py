@@ -131,6 +131,32 @@ def outside_of_forward(guarded, rank):
     return found
 
 
+def zeroed_at_the_end(rank):
+    """Rank 1 sets its gradients to zero between its last backward and the window's end.
+
+    Also whether the guard has to look at the gradients of each of DDP's backwards.
+    """
+    model = DistributedDataParallel(parallel.Model())
+    acc = LossAccumulator()
+    acc.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    unchanged, found = [], []
+    for zeroed in (False, True):
+
+        def loop(zeroed=zeroed):
+            micro = parallel.micro_batches(0, rank)
+            with acc.window([(y != -100).sum() for _, y in micro]):
+                for one in micro:
+                    acc.backward(model(*one))
+                    kept, version = acc._lifecycle.guard._kept
+                    unchanged.append(kept().grad._version == version)
+                if rank and zeroed:
+                    model.zero_grad(set_to_none=False)
+
+        found.append(ranks.error_of(loop))
+        model.zero_grad()
+    return all(unchanged), found
+
+
 def divided_on_one(rank):
     """Rank 1 divides by the micro-batches, as its old loop did."""
     acc, weight = LossAccumulator(), new_weight()
@@ -150,6 +176,7 @@ REFUSED = {
     "outside": functools.partial(outside_of_forward, True),
     "outside, unguarded": functools.partial(outside_of_forward, False),
     "divided": divided_on_one,
+    "zeroed": zeroed_at_the_end,
 }
 
 
@@ -189,6 +216,15 @@ def test_a_factor_on_one_rank_is_named_on_all():
     a, b = ranks.of(refused(), "divided")
     assert a == b
     assert "the loss was multiplied by 0.25 after scale()" in a
+
+
+def test_gradients_that_one_rank_sets_to_zero_at_the_end():
+    (kept, [a, b]), (kept_too, [c, d]) = ranks.of(refused(), "zeroed")
+    assert (a, c) == (None, None)
+    assert b == d
+    assert "zero_grad() was called inside a window" in b
+    assert kept
+    assert kept_too
 
 
 # ---- exceptions in the block --------------------------------------------------------------------

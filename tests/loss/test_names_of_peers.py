@@ -93,7 +93,7 @@ def test_token_weights_shift_with_the_labels():
 def test_a_shift_that_cannot_be():
     hidden, weight, _, labels = inputs(2, 6)
     for shift in (-1, 6):
-        with pytest.raises(ValueError, match=r"shift must be in \[0, 6\)"):
+        with pytest.raises(ValueError, match=r"shift must be in \[0, T\) with T=6"):
             linear_cross_entropy(hidden, weight, labels, shift=shift)
     with pytest.raises(ValueError, match="ignore_index must be an int with shift"):
         linear_cross_entropy(hidden, weight, labels.clamp(min=0), shift=1, ignore_index=None)

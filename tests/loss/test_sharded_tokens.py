@@ -29,6 +29,7 @@ LOSSES = {
     "plain": {},
     "all": {"softcap": 3.0, "logit_scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.05},
 }
+K = 4
 FLOOR = {torch.float64: 1e-13, torch.float32: 3e-7, torch.bfloat16: 4e-3}
 STATISTICS = {
     "plain": {},
@@ -64,6 +65,91 @@ def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=Non
         assert grad.dtype == dtype
         near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
     return [x.tolist() for x in out]
+
+
+def several(options, dtype, backend, rank):
+    """Labels ``(N, K)``: classes of both ranks, ignored ones, and one class twice."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), dtype, bias=True) | {"labels": classes_of_tokens(sum(sizes))}
+    x["hidden"] = x["hidden"].nan_to_num(0.3)
+    x["hidden"][1] = float("nan")  # all its classes are ignored
+    local, rows = own_rows(x, sizes, rank)
+    group = {"process_group": dist.group.WORLD}
+    out, grads = answers(sharded_logprobs, local, **group, backend=backend, **options)
+    every, _ = own_rows(x, [sum(sizes)], 0)
+    theirs, their_grads = answers(fused_logprobs, every, backend=backend, **options)
+    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    truth, true_grads = answers(fused_logprobs, exact, **options)
+    assert out[0].shape == (N, K)
+    for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
+        assert a.dtype == b.dtype
+        near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
+    for name, grad in grads.items():
+        part = slice(None) if name == "hidden" else rows
+        assert grad.dtype == dtype
+        near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
+    return [x.tolist() for x in out]
+
+
+def several_of_own_tokens(rank):
+    """Labels ``(n, K)`` of each rank's own tokens, none on one of them."""
+    world = dist.get_world_size()
+    sizes = UNEQUAL[world]
+    borders = {2: (0, 0, N), 4: (0, 5, 5, 20, N)}[world]
+    mine = slice(borders[rank], borders[rank + 1])
+    x = inputs(sum(sizes)) | {"labels": classes_of_tokens(sum(sizes))}
+    x["hidden"] = x["hidden"].nan_to_num(0.3)
+    local, rows = own_rows(x, sizes, rank)
+    every, _ = own_rows(x, [sum(sizes)], 0)
+    local["hidden"] = x["hidden"][mine].clone().requires_grad_()
+    local["labels"] = x["labels"][mine]
+    u = torch.randn(N, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    a = sharded_logprobs(**local, process_group=dist.group.WORLD, tokens_sharded=True)
+    b = fused_logprobs(**every)
+    ((a.logprob * u[mine]).sum() + 0.3 * a.entropy.sum()).backward()
+    ((b.logprob * u).sum() + 0.3 * b.entropy.sum()).backward()
+    torch.testing.assert_close(a.logprob, b.logprob[mine])
+    torch.testing.assert_close(local["hidden"].grad, every["hidden"].grad[mine])
+    torch.testing.assert_close(local["weight"].grad, every["weight"].grad[rows])
+
+
+def one_of_several(rank):
+    """One class a token is its label; padding is out of range; a budget has room or says so."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    V = sum(sizes)
+    x = inputs(V, torch.float32)
+    group = {"process_group": dist.group.WORLD}
+    label, _ = own_rows(x, sizes, rank)
+    one, _ = own_rows(x | {"labels": x["labels"][:, None].int()}, sizes, rank)
+    out, grads = answers(sharded_logprobs, label, **group)
+    outs, grads_of_one = answers(sharded_logprobs, one, **group)
+    torch.testing.assert_close(outs[0][:, 0], out[0], rtol=0, atol=0)
+    torch.testing.assert_close(outs[1:], out[1:], rtol=0, atol=0)
+    torch.testing.assert_close(grads_of_one, grads)
+    classes = classes_of_tokens(V - 1)
+    classes[3, 2] = V - 1
+    several, _ = own_rows(x | {"labels": classes}, sizes, rank)
+    several["hidden"] = several["hidden"].detach().nan_to_num(0.3).requires_grad_()
+    bad = ranks.error_of(sharded_logprobs, **several, **group, vocab_size=V - 1)
+    assert f"got {V - 1} at flattened position {3 * K + 2}" in bad
+    free, _ = answers(sharded_logprobs, several, **group)
+    tight, _ = answers(sharded_logprobs, several, **group, memory_budget=2**23)
+    torch.testing.assert_close(tight, free)
+    assert "memory_budget" in ranks.error_of(
+        sharded_logprobs, **several, **group, memory_budget=2**12
+    )
+    ranks_differ = several | {"labels": classes[:, : 2 + rank]}
+    error = ranks.error_of(sharded_logprobs, **ranks_differ, **group)
+    assert "'statistics of tokens, 2 classes each'" in error
+
+
+def classes_of_tokens(V):
+    rng = torch.Generator().manual_seed(5)
+    classes = torch.randint(V, (N, K), generator=rng)
+    classes[torch.rand(N, K, generator=rng) < 0.2] = -100
+    classes[1] = -100
+    classes[2, 3] = classes[2, 0]
+    return classes
 
 
 def sure(rank):
@@ -201,14 +287,16 @@ def edges(rank):
         torch.testing.assert_close(tuple(a), tuple(b))
 
 
-def collectives(rank):
+def collectives(several, rank):
     """Those of one training step, and how many of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
+    if several:
+        local["labels"] = local["labels"][:, None].expand(N, K)
     with watched_collectives() as calls:
         stats = sharded_logprobs(**local, process_group=dist.group.WORLD)
         forward = len(calls)
         stats.logprob.sum().backward()
-    return calls, forward, int(local["labels"].ne(-100).sum())
+    return calls, forward, int(local["labels"].ne(-100).view(N, -1).any(1).sum())
 
 
 def vocab_parallel(rank):
@@ -283,14 +371,47 @@ for _backend, _dtype, _names in RUNS:
         CASES[f"statistics {_name} {_backend} {_dtype}"] = functools.partial(
             equal_to_the_whole, sharded_logprobs, fused_logprobs, STATISTICS[_name], *_run
         )
-EQUAL = ("losses", "statistics", "class weights", "weights of classes", "vocabulary")
-FEW = ("statistics all torch", "reductions", "padding", "tokens", "edges")
+for _backend, _dtype, _name in (
+    ("torch", torch.float64, "all"),
+    ("torch", torch.bfloat16, "plain"),
+    ("triton", torch.float32, "all"),
+    ("triton", torch.bfloat16, "temperatures"),
+):
+    CASES[f"several {_name} {_backend} {_dtype}"] = functools.partial(
+        several, STATISTICS[_name], _dtype, _backend
+    )
+CASES |= {"several, own tokens": several_of_own_tokens, "several, one": one_of_several}
+EQUAL = (
+    "losses",
+    "statistics",
+    "several all",
+    "several plain",
+    "several temp",
+    "class weights",
+    "weights of classes",
+    "vocabulary",
+)
+FEW = (
+    "statistics all torch",
+    "several all torch",
+    "several, own",
+    "reductions",
+    "padding",
+    "tokens",
+    "edges",
+)
+
+
+COLLECTIVES = {
+    "collectives": functools.partial(collectives, False),
+    "collectives of several": functools.partial(collectives, True),
+}
 
 
 @functools.cache
 def results(world):
     chosen = CASES if world == 2 else {k: v for k, v in CASES.items() if k.startswith(FEW)}
-    return ranks.run(chosen | ({"collectives": collectives} if world == 2 else {}), world)
+    return ranks.run(chosen | (COLLECTIVES if world == 2 else {}), world)
 
 
 @pytest.mark.slow
@@ -307,11 +428,14 @@ def test_on_four_ranks_one_of_them_without_rows(name):
     ranks.of(results(4), name)
 
 
-def test_the_collectives_are_those_of_the_docstring():
-    for calls, forward, n_valid in ranks.of(results(2), "collectives"):
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_collectives_are_those_of_the_docstring(name):
+    for calls, forward, n_valid in ranks.of(results(2), name):
+        of_classes = [("all_reduce", n_valid * K, False)] if "several" in name else []
         assert calls == [
             (ALL_GATHER, 2 * LENGTH, True),
+            *of_classes,
             (ALL_GATHER, 2 * 5 * n_valid, False),  # with entropy, maximum and its class
             ("all_reduce", n_valid * H, True),
         ]
-        assert forward == 2
+        assert forward == 2 + len(of_classes)

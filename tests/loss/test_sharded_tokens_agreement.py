@@ -80,8 +80,17 @@ CASES = {
         STATS, {"labels": torch.full((N,), V)}, {"labels": torch.full((N,), V)},
         "labels must hold class indices in 0 <= label < V=6",
     ),
-    "several classes": (
-        STATS, {"labels": torch.zeros(N, 2, dtype=torch.int64)}, {}, "labels must be (...), one",
+    "several classes on one rank": (
+        STATS, {"labels": torch.zeros(N, 2, dtype=torch.int64)}, {},
+        "['statistics of tokens, 2 classes each', 'statistics of tokens']",
+    ),
+    "other classes": (
+        STATS, {"labels": torch.zeros(N, 2, dtype=torch.int64)},
+        {"labels": torch.ones(N, 2, dtype=torch.int64)}, "labels must be the same on all ranks",
+    ),
+    "several classes of a loss": (
+        LOSS, *[{"labels": torch.zeros(N, 2, dtype=torch.int64), **NONE}] * 2,
+        "labels must have the leading shape of hidden (7,), got (7, 2)",
     ),
     "backend": (LOSS, NONE, {"backend": "cuda", **NONE}, "backend must be None, 'torch'"),
     "float64 kernels": (

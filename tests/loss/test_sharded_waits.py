@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.autograd import sharded_tokens
-from fusedce.backends.sharded import exchange, per_token, tiles
+from fusedce.backends.sharded import exchange, tiles, token_stats
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, peers, training
@@ -31,7 +31,7 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (tiles, exchange, per_token, peers, triton_sharded):
+    for module in (tiles, exchange, token_stats, peers, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())

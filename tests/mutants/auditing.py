@@ -35,20 +35,32 @@ MUTANTS = [
     ),
     Mutant(
         "audit: factors on .grad unseen",
-        "            self._now.afterwards = self._multiplied_by()\n",
+        "            self._now.afterwards = self._factor_on_gradients()\n",
         "",
         "test_audit.py -k right",
     ),
     Mutant(
         "audit: lost gradients unseen",
-        "                self._now.lost = len(self._now.micro)",
-        "                pass",
+        "            self._now.lost = len(self._now.micro)",
+        "            pass",
         "test_audit.py -k lost",
     ),
     Mutant(
         "audit: every second micro-batch has lost the first",
-        "for m in self._now.micro) and self._are_gone()",
-        "for m in self._now.micro)",
+        "if had and not have:",
+        "if had:",
         "test_audit.py -k right",
+    ),
+    Mutant(
+        "audit: what an engine keeps elsewhere counts as lost",
+        "if had and not have:",
+        "if not have:",
+        "test_audit.py -k engine",
+    ),
+    Mutant(
+        "audit: gradients lost just before the step unseen",
+        "            self._count_lost()\n            self._now.afterwards",
+        "            self._now.afterwards",
+        "test_audit.py -k before_the_step",
     ),
 ]

@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     Mutant(
         "reference: it stays where a logit is far above it",
-        "if self._trusted and bool((sums > _HIGHEST).any()):",
+        "if self._trusted and bool((sums > HIGHEST).any()):",
         "if False:",
         REFERENCE,
     ),

@@ -165,4 +165,28 @@ MUTANTS = [
         "False",
         "head/test_sharded_looks.py -k generation",
     ),
+    Mutant(
+        "sharded head: the whole weight is gathered",
+        "sharded = not torch.compiler.is_compiling() and recipe.has_sharded_vocabulary()",
+        "sharded = False",
+        "test_tensor_parallel.py -k one_rank",
+    ),
+    Mutant(
+        "sharded head: classes beyond those of the loss count",
+        "sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)",
+        "sharded_loss_sum(problem, monitor=monitor)",
+        "test_tensor_parallel.py -k one_rank",
+    ),
+    Mutant(
+        "sharded head: the first classes in place of others",
+        "p.factor is None and (p.classes.start or 0) == 0",
+        "p.factor is None",
+        "test_tensor_parallel.py -k one_rank",
+    ),
+    Mutant(
+        "sharded head: an optimizer's step looks at logits",
+        "return gone or self.recipe.has_sharded_vocabulary()",
+        "return gone",
+        "test_tensor_parallel.py -k one_rank",
+    ),
 ]

@@ -126,7 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: ignored positions are looked at",
-        "wide = wide.masked_fill(~valid[:, None], 0)",
+        "wide = wide.masked_fill(~_valid(problem)[:, None], 0)",
         "pass",
         "test_sharded_agreement.py -k replicated",
     ),

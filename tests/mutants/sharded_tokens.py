@@ -7,6 +7,36 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 
 MUTANTS = [
     Mutant(
+        "classes of shards: each rank's own logits",
+        "    dist.all_reduce(z, group=counted.shard.group)  # one number",
+        "    # one number",
+        f"{TOKENS} -k several",
+    ),
+    Mutant(
+        "classes of shards: those elsewhere are the first row",
+        "return rows.masked_fill(~here, local.problem.ignore_index)",
+        "return rows",
+        f"{TOKENS} -k several",
+    ),
+    Mutant(
+        "classes of shards: their gradient left out",
+        "    chosen.add_gradients(problem, grads, classes, z, of_z)\n    return grads",
+        "    return grads",
+        f"{TOKENS} -k several",
+    ),
+    Mutant(
+        "classes of shards: upstream gradients of own tokens alone",
+        "told += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
+        "told += torch.zeros_like(z).unbind(1)",
+        f"{TOKENS} -k several",
+    ),
+    Mutant(
+        "classes of shards: ranks may ask for different ones",
+        "_checksum(x) for x in (labels, weights",
+        "_checksum(x) for x in (labels[:0], weights",
+        f"{AGREEMENT} -k classes",
+    ),
+    Mutant(
         "tokens of shards: the label is among the others",
         "torch.where(local.here, others, lse),",
         "lse,",

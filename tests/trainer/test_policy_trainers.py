@@ -8,7 +8,8 @@ from support.tiny_trainer import llama, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
-from fusedce import head_report, replace_loss_head, trainer_rl
+from fusedce import head_report, replace_loss_head
+from fusedce.trainer import policy
 from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 
 trl = pytest.importorskip("trl")
@@ -137,9 +138,9 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
         pass
 
     calls = []
-    original = trainer_rl.fused_logprobs
+    original = policy.fused_logprobs
     monkeypatch.setattr(
-        trainer_rl, "fused_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
+        policy, "fused_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
     )
     logging.getLogger("trl").setLevel(logging.ERROR)
     stock_logs, stock = run(make, base, tmp_path, tokenizer, **options)
@@ -163,10 +164,8 @@ def test_distillation_logs_and_trains_the_same(beta, options, tmp_path, tokenize
         pass
 
     calls = []
-    original = trainer_rl.fused_kl
-    monkeypatch.setattr(
-        trainer_rl, "fused_kl", lambda *a, **k: calls.append(1) or original(*a, **k)
-    )
+    original = policy.fused_kl
+    monkeypatch.setattr(policy, "fused_kl", lambda *a, **k: calls.append(1) or original(*a, **k))
     logging.getLogger("trl").setLevel(logging.ERROR)
     options = {"beta": beta, "learning_rate": 0.05} | options
     stock_logs, stock = run(distillation, trl.DistillationTrainer, tmp_path, tokenizer, **options)
@@ -202,7 +201,7 @@ def test_every_option_of_trls_divergence(num_items):
     }  # fmt: skip
     for beta in (0.0, 0.4, 1.0):
         found = []
-        for function in (trainer_rl._divergence_loss, theirs):
+        for function in (policy._divergence_loss, theirs):
             leaves = [student.clone().requires_grad_(), weight.clone().requires_grad_()]
             loss, entropy, n = function(leaves[0], teacher, leaves[1], there, mask, beta, **options)
             found.append((loss, entropy, n, *torch.autograd.grad(loss, leaves)))
@@ -214,7 +213,7 @@ def test_a_partitioned_head_and_another_trl_are_refused(tmp_path, tokenizer, mon
     weight = torch.empty(0)
     weight.ds_id = 3
     with pytest.raises(RuntimeError, match="ZeRO-3 has partitioned one"):
-        trainer_rl._divergence_loss(
+        policy._divergence_loss(
             torch.ones(1, 2, 3), torch.ones(1, 2, 3), weight, weight, torch.ones(1, 2), 0.5
         )
 
@@ -222,7 +221,7 @@ def test_a_partitioned_head_and_another_trl_are_refused(tmp_path, tokenizer, mon
         pass
 
     for name, value in (("_DIVERGENCE", "nothing"), ("_DISTILLATION", "trl.no_such_module")):
-        monkeypatch.setattr(trainer_rl, name, value)
+        monkeypatch.setattr(policy, name, value)
         with pytest.raises(RuntimeError, match="FusedDistillationMixin needs a TRL with"):
             dpo(Ours, tmp_path, tokenizer)
 
@@ -261,6 +260,6 @@ def test_another_trl_is_refused(tmp_path, tokenizer, monkeypatch):
     class Ours(FusedPolicyMixin, trl.DPOTrainer):
         pass
 
-    monkeypatch.setattr(trainer_rl, "_CALLER", "nothing")
+    monkeypatch.setattr(policy, "_CALLER", "nothing")
     with pytest.raises(RuntimeError, match=r"needs a TRL whose trainer\.utils has .*nothing"):
         dpo(Ours, tmp_path, tokenizer)

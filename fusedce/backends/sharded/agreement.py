@@ -68,10 +68,10 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
     }
 
 
-def _checksum(x: Tensor) -> Tensor:
+def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
     """``()`` int64 of ``x (n,)`` int64 or float64: depends on values and order, wraps around."""
     x = x.view(torch.int64).reshape(-1)
-    return (x * (2 * torch.arange(len(x), device=x.device) + 3)).sum()
+    return torch.sum(x * torch.arange(3, 2 * len(x) + 3, 2, device=x.device), 0, out=out)
 
 
 @contextlib.contextmanager
@@ -131,9 +131,8 @@ def _sketch(problem: Problem) -> Tensor:
     distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
     """
     hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    valid = _valid(problem).unflatten(0, (len(hidden), -1 if len(hidden) else 1)).any(1)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    wide = wide.masked_fill(~valid[:, None], 0)
+    wide = wide.masked_fill(~_valid(problem)[:, None], 0)
     eight = torch.arange(8, device=wide.device)
     rows = torch.arange(len(wide), device=wide.device)[:, None]
     columns = torch.arange(wide.shape[1], device=wide.device)
@@ -143,10 +142,13 @@ def _sketch(problem: Problem) -> Tensor:
 
 
 def _valid(problem: Problem) -> Tensor:
-    labels = problem.labels.reshape(-1)
+    """``(N,)`` bool: tokens with a label to predict, or with several classes one of them."""
+    N = problem.hidden.shape[:-1].numel()
+    labels = problem.labels.reshape(N, -1 if N else 1)
     if problem.ignore_index is None:
-        return torch.ones_like(labels, dtype=torch.bool)
-    return labels != problem.ignore_index
+        return torch.ones_like(labels[:, 0], dtype=torch.bool)
+    valid = labels != problem.ignore_index
+    return valid[:, 0] if labels.shape[1] == 1 else valid.any(1)
 
 
 def _signs(i: Tensor) -> Tensor:
@@ -172,6 +174,7 @@ def agree(
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
     valid = _valid(problem)
+    N = len(valid)
     weights, temperatures = (
         None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
         for x in (problem.token_weight, problem.temperature)
@@ -182,23 +185,24 @@ def agree(
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
-    nothing = labels.new_zeros(())
-    numbers = [
-        nothing + len(problem.weight),
-        nothing + len(labels),
-        counted.sum(),
-        valid.sum(),
-        nothing + device_budget(memory_of(labels.device)),
-        *(nothing if x is None else _checksum(x) for x in (labels, weights, temperatures)),
-    ]
-    sketch = _sketch(problem) if len(layout.groups) > 1 else nothing.new_zeros(9).double()
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64)
+    mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
+    mine[_BUDGET] = device_budget(memory_of(labels.device))
+    mine = mine.to(labels.device, non_blocking=True)
+    torch.sum(valid, 0, out=mine[_VALID])
+    torch.sum(counted, 0, out=mine[_COUNTED])
+    checked = {_LABELS: labels, _WEIGHTS: weights, _TEMPERATURES: temperatures}
+    for at, x in checked.items():
+        if x is not None:
+            _checksum(x, out=mine[at])
+    if len(layout.groups) > 1:
+        mine[_SKETCH:] = _sketch(problem).view(torch.int64)
     asked = {"function": function, "reduction": reduction, "monitor": monitor}
     settings = _settings(layout, vocab_size, **asked)
-    mine = torch.cat([torch.stack(numbers), sketch.view(torch.int64)])
     told = _meet(row(settings, mine), layout.groups)
     if (differ := differing(told)) is not None:
         name, said = differ
-        if name in ("softcap", "logit_scale") and function in (STATISTICS, MEAN_LOGIT):
+        if name in ("softcap", "logit_scale") and function.startswith(STATISTICS):
             name = f"{name} / temperature"
         raise ValueError(
             f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"

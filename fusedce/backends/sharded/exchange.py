@@ -32,6 +32,10 @@ class Shard(NamedTuple):
     valid: int  # tokens with a label to predict
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
 
+    def real(self, problem: Problem) -> int:
+        """The number of rows of ``problem.weight`` that are classes, the first ones."""
+        return min(max(self.V - self.first, 0), len(problem.weight))
+
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     """Sizes for a plan, those of the largest shard, hence the same on all ranks.

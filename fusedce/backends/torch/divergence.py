@@ -3,8 +3,8 @@
 The student's logits of a chunk of tokens are made tile by tile of the vocabulary, ``(v, C)``, and
 so are the teacher's where there is one. Once the log-sum-exps are known, a second walk over the
 tiles turns the student's logits into the gradient, in their place. One product for the teacher,
-three for the student. Tiles are small enough to stay in a core's own cache while they are walked
-over a dozen times.
+three for the student. Products are of large tiles; the passes between them go over small ones,
+which stay in a core's own cache while they are read a dozen times.
 
 With ``h = (log q - log p) / 2`` (p of the teacher, q of the student) and ``t = tanh(h)``, the
 difference ``q - p`` is ``(p + q) * t``, which does not cancel. To each class's part of a divergence
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import way_of_divergence
+from fusedce.backends.plan import compared_classes, way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import Logits, TileStats, label_entry, tiles
+from fusedce.backends.torch.tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
@@ -45,8 +45,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     rows, n_valid = valid_rows(problem)
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
+    call = call_of(problem, wanted, len(rows), waiting(problem))
     way = way_of_divergence(
-        call_of(problem, wanted, len(rows), waiting(problem)),
+        call,
         divergence.teacher_size(),
         chunk_tokens=problem.chunk_tokens,
         memory_budget=problem.memory_budget,
@@ -57,11 +58,11 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     factor = expected_upstream(problem, n_valid)
     losses = torch.zeros(N, dtype=acc, device=device)
     compare = _ToTargets if divergence.kind == TARGETS else _ToTeacher
-    compared = compare(problem, divergence, min(way.tokens, len(rows)), step)
+    compared = compare(problem, divergence, min(way.tokens, len(rows)), compared_classes(call, way))
 
     for at, chunk in enumerate(parts):
         h, C = hidden[chunk].to(acc), len(chunk)
-        compared.start(h, chunk)
+        compared.start(h, chunk, step)
         of_rows = torch.full((C,), problem.logit_scale / divergence.temperature, device=device)
         of_rows = of_rows.double() * factor
         w = None if problem.token_weight is None else problem.token_weight[chunk].double()
@@ -69,10 +70,11 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         scaled = (h * of_rows).to(gemm)
         dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
         for begin, end in tiles(V, step):
-            g = compared.gradient(begin, end)  # (v, C)
+            for first in range(begin, end, compared.step):
+                compared.gradient(first, min(first + compared.step, end))
             if not train:
                 continue
-            g = g.to(gemm)
+            g = compared.s[begin:end].to(gemm)  # (v, C)
             if dh is not None:
                 products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
             if grads.weight is not None:
@@ -87,21 +89,39 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
 
 
 class _Exponentials:
-    """Maxima of tiles of logits, and sums of the exponentials beside them."""
+    """Sums of the exponentials of tiles of logits.
+
+    All tiles share the first one's maximum as their reference (0 where that fits as well), until a
+    sum shows that it is too low: then the tile has its own. Only tiles of the latter kind, and the
+    first, are searched for their maximum.
+    """
 
     def __init__(self) -> None:
-        self.maxima: list[Tensor] = []
+        self.k: Tensor | None = None  # (C,)
+        self.references: list[Tensor] = []
         self.sums: list[Tensor] = []
 
     def add(self, z: Tensor, scratch: Tensor) -> None:
         """Take in a tile ``z (v, C)``; ``scratch`` of its shape is overwritten."""
-        k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
-        self.sums.append(torch.sub(z, k, out=scratch).exp_().sum(0))
-        self.maxima.append(k)
+        if self.k is None:
+            k = self._maxima(z)
+            self.k = k.masked_fill(k.abs() <= NEAR, 0)
+            self.shifted = bool(self.k.any())
+        k = self.k
+        shifted = torch.sub(z, k, out=scratch) if self.shifted else z
+        sums = torch.exp(shifted, out=scratch).sum(0)
+        if bool((sums > HIGHEST).any()):
+            k = self._maxima(z)
+            sums = torch.sub(z, k, out=scratch).exp_().sum(0)
+        self.references.append(k)
+        self.sums.append(sums)
+
+    def _maxima(self, z: Tensor) -> Tensor:
+        return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
     def lse(self) -> Tensor:
         """``(C,)`` float64."""
-        k = torch.stack(self.maxima).double()  # (tiles, C)
+        k = torch.stack(self.references).double()  # (tiles, C)
         top = k.amax(0)
         return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
 
@@ -133,10 +153,10 @@ class _ToTeacher:
         self.logits = Logits(self.student, Products.of(problem.hidden))
         self.teacher_logits = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
         self.of_student, self.of_teacher = (_buffer(problem, most) for _ in range(2))
-        self.scratch = [_buffer(problem, most, step) for _ in range(2)]
+        self.scratch = [_buffer(problem, most, self.step) for _ in range(2)]
 
-    def start(self, h: Tensor, chunk: Tensor) -> None:
-        """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
+    def start(self, h: Tensor, chunk: Tensor, classes: int) -> None:
+        """Make the logits of ``h (C, H)``, positions ``chunk``, by products of ``classes``."""
         problem, divergence = self.problem, self.divergence
         V, C = len(problem.weight), len(h)
         self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
@@ -145,14 +165,17 @@ class _ToTeacher:
         ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
         here = self.logits.operand(h)
         there = self.teacher_logits.operand(self.teacher.hidden[chunk])
-        for begin, end in tiles(V, self.step):
+        for begin, end in tiles(V, classes):
             s = self.logits.tile(here, begin, end, out=self.s[begin:end])
-            scratch = self.scratch[0][: s.numel()].view_as(s)
-            of_student.add(s, scratch)
-            if ce is not None:
-                ce.add(torch.mul(s, temperature, out=scratch), begin)
             t = self.teacher_logits.tile(there, begin, end, out=self.t[begin:end])
-            of_teacher.add(t, scratch)
+            for first, s_part, t_part in zip(
+                range(begin, end, self.step), s.split(self.step), t.split(self.step), strict=True
+            ):
+                scratch = self.scratch[0][: s_part.numel()].view_as(s_part)
+                of_student.add(s_part, scratch)
+                if ce is not None:
+                    ce.add(torch.mul(s_part, temperature, out=scratch), first)
+                of_teacher.add(t_part, scratch)
         lse, lse_t = of_student.lse(), of_teacher.lse()
         self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
         self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
@@ -170,14 +193,14 @@ class _ToTeacher:
         loss = self.kl.masked_fill(self.kl >= INFINITE, torch.inf)
         return loss if self.ce is None else loss + self.divergence.ce_weight * self.ce.nll
 
-    def gradient(self, begin: int, end: int) -> Tensor:
-        """``(v, C)`` of a tile, once, by the logits that are divided by the temperature."""
+    def gradient(self, begin: int, end: int) -> None:
+        """Write the gradient of a tile, by logits over the temperature, in their place."""
         if self.divergence.kind == FORWARD:
             self._walk(begin, end)
-            return self.s[begin:end]
+            return
         # q x - q mean, with q x in t
         s, t = self.s[begin:end], self.t[begin:end]
-        return torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
+        torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
 
     def _walk(self, begin: int, end: int) -> None:
         """Over a tile: its part of the divergence, and the gradient in the logits' place.
@@ -207,13 +230,12 @@ class _ToTeacher:
         q = s.sub_(self.lse).exp_()
         both = t.sub_(self.lse_t).exp_().add_(q)
         if self.divergence.kind == FORWARD:
-            part = torch.sub(tanh, 1, out=s)
-            torch.addcmul(tanh, half, part, out=part)
-            self.kl += part.mul_(both).sum(0)
-            torch.mul(both, tanh, out=s)
+            g = torch.mul(both, tanh, out=s)
+            part = torch.sub(g, both, out=both)
+            self.kl += torch.addcmul(g, half, part, out=part).sum(0)
             return
-        part = torch.add(tanh, 1)
-        self.kl -= torch.addcmul(tanh, half, part, value=-1, out=part).mul_(both).sum(0)
+        part = tanh.mul_(both)
+        self.kl -= torch.addcmul(part, half, both.add_(part), value=-1, out=part).sum(0)
         torch.mul(half.mul_(2), q, out=t)
         self.mean += t.sum(0)
 
@@ -223,7 +245,7 @@ class _ToTeacher:
         d = half.mul_(-2)  # log p - log q
         minus = torch.abs(d, out=t).neg_()
         e = torch.expm1(minus, out=scratch)
-        x = d.gt(0).to(d.dtype).mul_(1 - 2 * beta).add_(beta)  # weight of the smaller one
+        x = torch.gt(d, 0, out=torch.empty_like(d)).mul_(1 - 2 * beta).add_(beta)
         part = torch.addcmul(-minus, minus, e, value=-1).mul_(x)  # w |d| (1 + e)
         x.mul_(e)
         log = x.log1p()  # log(m / big)
@@ -248,10 +270,10 @@ class _ToTargets:
         self.student = divergence.student(problem)
         self.logits = Logits(self.student, Products.of(problem.hidden))
         self.of_student = _buffer(problem, most)
-        self.scratch = [_buffer(problem, most, step) for _ in range(2)]
+        self.scratch = [_buffer(problem, most, self.step) for _ in range(2)]
 
-    def start(self, h: Tensor, chunk: Tensor) -> None:
-        """Makes the logits of ``h (C, H)``, positions ``chunk``, and what their tiles need."""
+    def start(self, h: Tensor, chunk: Tensor, classes: int) -> None:
+        """Make the logits of ``h (C, H)``, positions ``chunk``, by products of ``classes``."""
         V, C = len(self.problem.weight), len(h)
         self.chunk, self.s = chunk, self.of_student[: V * C].view(V, C)
         largest, at, others = [], [], []
@@ -267,9 +289,10 @@ class _ToTargets:
         # of all classes but y
         total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
         stats, here = TileStats(self.y, h.dtype), self.logits.operand(h)
-        for begin, end in tiles(V, self.step):
+        for begin, end in tiles(V, classes):
             s = self.logits.tile(here, begin, end, out=self.s[begin:end])
-            stats.add(self.scratch[0][: s.numel()].view_as(s).copy_(s), begin)
+            for first, part in zip(range(begin, end, self.step), s.split(self.step), strict=True):
+                stats.add(self.scratch[0][: part.numel()].view_as(part).copy_(part), first)
         nll, lse = stats.losses(), stats.lse()
         z_loss = self.problem.z_loss
         of_all = total + of_label
@@ -283,8 +306,8 @@ class _ToTargets:
         """``(C,)`` float64, once all tiles were walked over."""
         return self.loss.masked_fill(self.loss >= INFINITE, torch.inf)
 
-    def gradient(self, begin: int, end: int) -> Tensor:
-        """``(v, C)`` of a tile, once."""
+    def gradient(self, begin: int, end: int) -> None:
+        """Write the gradient of a tile in the logits' place."""
         s = self.s[begin:end]
         slope = self.student.slope(s)
         t = self._weighed(begin, end).t()
@@ -294,7 +317,8 @@ class _ToTargets:
         g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
         at, inside = label_entry(self.y, begin, len(g))
         g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
-        return g if slope is None else g.mul_(slope)
+        if slope is not None:
+            g.mul_(slope)
 
     def _weighed(self, begin: int, end: int) -> Tensor:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""

@@ -225,7 +225,8 @@ def _take_large(block: _Block, g: Tensor, tile: Tensor, begin: int) -> _Large:
     Alone in their size, they would round the sums of products that hold them.
     """
     at, inside = label_entry(block.y, begin, len(g))
-    holds = inside | (torch.linalg.vector_norm(g, torch.inf, 0) >= block.large)
+    # (A norm of the columns costs 13 ns an element on a CPU, these two 0.1 each.)
+    holds = inside | (torch.maximum(g.amax(0), g.amin(0).neg_()) >= block.large)
     found = [(at[0, :0], at[0, :0])]
     for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
         some = g.index_select(1, tokens)

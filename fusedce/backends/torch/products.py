@@ -81,6 +81,16 @@ class Products(NamedTuple):
                 some.copy_(product)
         return out
 
+    def column_sums(self, x: Tensor) -> Tensor:
+        """``(n,)`` in ``acc``: the sums over the rows of ``x (m, n)``, whatever its dtype.
+
+        A product with ones reads bfloat16 as it is, in half the time that it takes to widen it.
+        """
+        if x.dtype == torch.bfloat16 and x.is_cpu and self.exact_bf16:
+            ones = torch.ones(1, len(x), dtype=x.dtype)
+            return self(ones, x, torch.empty(1, x.shape[1]))[0]
+        return x.sum(0, dtype=self.acc)
+
     def by_onednn(self, w: Tensor) -> bool:
         """Whether oneDNN multiplies for logits instead of BLAS: of bfloat16 that was widened.
 

@@ -18,8 +18,8 @@ APART = 0.125  # a probability; entries of that size are not rounded
 # Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
 # times gradients and weights of tokens of 1e-20.
 ABOVE = 30
-_HIGHEST = math.exp(ABOVE)
-_NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
+HIGHEST = math.exp(ABOVE)
+NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 _SAMPLE = 128  # classes that the first reference and the mean row are of
 _ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
 
@@ -177,7 +177,7 @@ class TileStats:
         if self._shifted:  # a tile of nothing but -inf gives exp(-inf) = 0: k is never -inf
             z.sub_(self.k)
         sums = z.exp_().sum(0)
-        if self._trusted and bool((sums > _HIGHEST).any()):
+        if self._trusted and bool((sums > HIGHEST).any()):
             self._trusted = False
             raise ReferenceTooLow
         self.sums.append(sums)
@@ -238,7 +238,7 @@ def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
     z = logits.of_classes(h, classes)
     z.masked_fill_(classes[:, None] == y, -math.inf)
     k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
-    return k.masked_fill_(k.abs() <= _NEAR, 0)
+    return k.masked_fill_(k.abs() <= NEAR, 0)
 
 
 def nan_at_inf(z: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         C = len(chunk)
         y = problem.labels[chunk].long()
         dh = None if grads.hidden is None else torch.zeros(C, H, dtype=acc, device=device)
-        made = _Exponentials(logits, buffer[: V * C].view(V, C), step)
+        exps = buffer[: V * C].view(V, C)
+        made = _Exponentials(logits, exps, step, balanced=mean_row is not None)
         stats = made.make(
             logits.operand(h), y, argmax=argmax is not None, dh=dh if at_once else None
         )
@@ -162,9 +163,10 @@ class _Exponentials:
     stats: TileStats
     lost: Tensor  # (C,) what rounding took from the sum of those that d_hidden is made of
 
-    def __init__(self, logits: Logits, exps: Tensor, step: int) -> None:
+    def __init__(self, logits: Logits, exps: Tensor, step: int, *, balanced: bool) -> None:
         self.logits, self.products, self.step = logits, logits.products, step
         self.exps = exps  # (V, C), to be filled
+        self._balanced = balanced  # whether `lost` is asked for
 
     def make(
         self,
@@ -190,10 +192,11 @@ class _Exponentials:
                 z.mul_(slope)
             if in_place is None:
                 tile.copy_(z)
+            if in_place is None and self._balanced:
                 exact = stats.sums[-1] if slope is None else z.sum(0)
                 if ratio is not None:
                     self.lost.mul_(ratio)
-                self.lost.add_(exact).sub_(tile.sum(0, dtype=acc))
+                self.lost.add_(exact).sub_(self.products.column_sums(tile))
             if dh is not None:
                 if ratio is not None:
                     dh.mul_(ratio[:, None])
@@ -290,7 +293,7 @@ class _Exponentials:
         exact, g = g, g.to(gemm)
         if dh is not None:
             if g.dtype != exact.dtype:
-                self.lost.add_(exact.sum(0)).sub_(g.sum(0, dtype=exact.dtype))
+                self.lost.add_(exact.sum(0)).sub_(self.products.column_sums(g))
             self.products(g.t(), self.logits.rows(begin, end, gemm), dh, add=True)
         if grads.weight is not None:
             self.products(g, h.to(gemm), grads.weight[begin:end], add=not first)

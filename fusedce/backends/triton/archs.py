@@ -47,6 +47,8 @@ class Walks(NamedTuple):
     gemm: Blocks  # the product whose epilogue writes exponentials
     gemm_with_options: Blocks  # and argmax
     candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
+    forward_narrow: Blocks | None = None  # of `forward` up to a hidden size of narrow_up_to
+    narrow_up_to: int = 0
     gemm_up_to: int = 0  # hidden size up to which training uses it: see `by_one_gemm`
 
 
@@ -86,6 +88,18 @@ def _same(blocks: Blocks) -> Walks:
     return Walks(blocks, blocks, blocks, blocks, blocks, blocks, blocks)
 
 
+def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
+    """Blocks of the forward kernel for rows that are aligned to 16 bytes.
+
+    Small hidden sizes have a short main loop, so that the epilogue counts: there two programs
+    share a multiprocessor, and one's epilogue runs beside the other's products.
+    """
+    if options:
+        return walks.forward_with_options
+    narrow = walks.forward_narrow is not None and walks.narrow_up_to >= H
+    return walks.forward_narrow if narrow and walks.forward_narrow else walks.forward
+
+
 def by_one_gemm(walks: Walks, H: int) -> bool:
     """Whether training makes its exponentials by one GEMM with an epilogue, or by cuBLAS's tiles.
 
@@ -107,6 +121,7 @@ _AMPERE_FP32 = Blocks(128, 64, 32, 8, 3)
 _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
 _HOPPER_NARROW = Blocks(128, 64, 64, 8, 4, DESCRIPTOR=True)
+_TWO_A_PROCESSOR = Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True)  # programs of a multiprocessor
 _UNALIGNED = Blocks(64, 64, 32, 4, 2)
 _UNALIGNED_FP32 = Blocks(32, 64, 32, 4, 2)
 _SMALL = Blocks(64, 64, 64, 4, 2)
@@ -120,12 +135,17 @@ _OTHER_TWO = _same(_SMALL)._replace(
     unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
 )
 # Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.
+_WIDE = Blocks(128, 128, 32, 8, 4)
 _ADA_TWO = _OTHER_TWO._replace(
-    forward=Blocks(128, 128, 32, 8, 4),
-    forward_with_options=Blocks(128, 128, 32, 8, 4),
+    forward=_WIDE,
+    forward_with_options=_WIDE,
+    gemm=_WIDE,
+    gemm_with_options=_WIDE,
     candidates=(_SMALL, *_OTHER_TWO.candidates),
 )
-_ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
+_ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(
+    stats_with_options=_SMALL_FP32, unaligned=_UNALIGNED_FP32
+)
 # fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
 _BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))._replace(unaligned=Blocks(32, 64, 32, 8, 2))
 _OTHER_FOUR = _same(_SMALL_FP32)._replace(unaligned=_UNALIGNED_FP32)
@@ -163,6 +183,8 @@ ARCHITECTURES = (
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_SMALL,
             gemm_up_to=plan.EXP_GEMM_H,
+            forward_narrow=_TWO_A_PROCESSOR,
+            narrow_up_to=1024,
             candidates=(
                 _HOPPER._replace(FLATTEN=True),
                 _HOPPER._replace(GROUP_N=8),
@@ -171,9 +193,8 @@ ARCHITECTURES = (
                 Blocks(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
                 _HOPPER_SMALL,
                 _HOPPER_SMALL._replace(FLATTEN=True),
-                # Two programs fit on a multiprocessor: one's epilogue beside the other's products.
-                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
-                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True, FLATTEN=True),
+                _TWO_A_PROCESSOR,
+                _TWO_A_PROCESSOR._replace(FLATTEN=True),
             ),
         ),
         _FOUR_BYTES,
@@ -204,9 +225,20 @@ ARCHITECTURES = (
         shared_limit=227 * KiB,
         capabilities=((10, 0), (10, 3)),
     ),
+    *(
+        Architecture(
+            f"sm_{number}",
+            _ADA_TWO,
+            _ADA_FOUR,
+            compiler=("cuda", number, 32),
+            shared_limit=99 * KiB,
+            capabilities=(divmod(number, 10),),
+        )
+        for number in (86, 89)
+    ),
     Architecture(
         "sm_120",
-        _ADA_TWO,
+        _ADA_TWO._replace(gemm_up_to=plan.EXP_GEMM_H),
         _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,

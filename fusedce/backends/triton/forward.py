@@ -81,10 +81,10 @@ def _blocks(problem: Problem, unit: int) -> Blocks:
     if unit == 1:
         return walks.unaligned
     options = has_options(problem)
-    default = walks.forward_with_options if options else walks.forward
+    V, H = problem.weight.shape
+    default = archs.forward_blocks(walks, H, options)
     if not tuning.enabled() or not walks.candidates:
         return default
-    V, H = problem.weight.shape
 
     def milliseconds(blocks: Blocks) -> float:
         rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone

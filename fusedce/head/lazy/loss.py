@@ -27,7 +27,8 @@ from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
 from fusedce.head.loss_observer import LossObserver
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce
+from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce, sharded_loss_sum
+from fusedce.loss.sharded import reduced
 
 
 class FusedCall(NamedTuple):
@@ -95,7 +96,7 @@ class FusedCall(NamedTuple):
             rows, weight, bias = recipe.operands(p.hidden)
             if p.bias is not None:
                 bias = p.bias if bias is None else bias + p.bias
-            if p.classes != slice(0, weight.shape[0]):
+            if p.classes != slice(0, weight.shape[0]) and not recipe.has_sharded_vocabulary():
                 weight = weight[p.classes]
                 bias = None if bias is None else bias[p.classes]
             if p.factor is not None:
@@ -120,6 +121,11 @@ class FusedCall(NamedTuple):
         """The loss without logits: ``()``, or per token in the shape of the labels."""
         problem = self.problem(p, recipe)
         with no_autocast(p.hidden.device):
+            sharded = recipe.has_sharded_vocabulary()
+            if sharded and (self.weight is not None or self.reduction == "none"):
+                asked = problem.but(class_weight=self.weight)
+                loss = reduced(asked, self.reduction, None, vocab_size=p.classes.stop)
+                return loss.view(self.target.shape) if self.reduction == "none" else loss
             if self.weight is not None or self.reduction == "none":
                 loss = fused_cross_entropy(
                     problem.hidden,
@@ -138,7 +144,10 @@ class FusedCall(NamedTuple):
             observer = LossObserver.current
             monitor = () if observer is None else observer.monitor
             with self._expecting():
-                out = checked_ce(problem, monitor)
+                if sharded:
+                    out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
+                else:
+                    out = checked_ce(problem, monitor)
             if observer is not None:
                 observer.observe(out, self.reduction)
             return self.reduced(*out)
@@ -146,7 +155,7 @@ class FusedCall(NamedTuple):
     def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
         """The loss sum with its gradients; ``None`` if they need a graph."""
         observer = LossObserver.current
-        if self.weight is not None or self.reduction == "none":
+        if self.weight is not None or self.reduction == "none" or recipe.has_sharded_vocabulary():
             return None
         if observer is not None and observer.monitor:
             return None
@@ -364,12 +373,19 @@ def plan_of(x: LazyLogits, wanted: bool, *args: Any, **kwargs: Any) -> LossPlan 
     if found is None:
         return None
     (p, fused_call), bias = found, None
+    if call.recipe.has_sharded_vocabulary() and not _is_sharded_loss(p):
+        return None
     if p.bias is not None:
         wants = wanted and any(s.bias.requires_grad for s in steps if isinstance(s, Bias))
         bias = p.bias.detach().requires_grad_(wants)
         p = p._replace(bias=bias)
     dtype = None if autocast_dtype(call.device) is not None else x.like.dtype
     return LossPlan(call, fused_call, p, hidden, tensors, bias, steps, dtype)
+
+
+def _is_sharded_loss(p: Projected) -> bool:
+    """Whether the loss of a sharded vocabulary takes these operands: the first classes, as is."""
+    return p.bias is None and p.factor is None and (p.classes.start or 0) == 0
 
 
 class FusedLoss(torch.autograd.Function):

@@ -32,6 +32,17 @@ class Local(NamedTuple):
     problem: Problem  # labels are rows here
     y: Tensor  # (n,) int64 labels among all classes
     here: Tensor  # (n,) bool: the label lies here, else its row stands in for it
+    first: int  # the class of the first row here
+
+    def rows_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the classes ``y`` where they lie here, 0 elsewhere; and whether they do."""
+        here = (y >= self.first) & (y < self.first + len(self.problem.weight))
+        return torch.where(here, y - self.first, 0), here
+
+    def with_labels(self, y: Tensor) -> Local:
+        """The same tokens with the labels ``y (n,)`` int64 among all classes."""
+        labels, here = self.rows_of(y)
+        return Local(self.problem.but(labels=labels), y, here, self.first)
 
 
 class Merged(NamedTuple):
@@ -43,26 +54,24 @@ class Merged(NamedTuple):
 
 def local_of(problem: Problem, rows: Tensor, shard: Shard) -> Local:
     """The tokens at ``rows``, and the rows of ``problem.weight`` that are classes."""
-    real = min(max(shard.V - shard.first, 0), len(problem.weight))
+    real = shard.real(problem)
     classes = slice(shard.first, shard.first + real)
     bias, c, t = problem.bias, problem.class_weight, problem.temperature
     every = len(rows) == len(problem.labels)
     y = problem.labels[rows].long()
-    here = (y >= classes.start) & (y < classes.stop)
     local = problem.but(
         hidden=problem.hidden if every else problem.hidden[rows],
         weight=problem.weight[:real],
-        labels=torch.where(here, y - shard.first, 0),
         bias=None if bias is None else bias[:real],
         class_weight=None if c is None else c[classes],
         temperature=None if t is None else t[rows],
         token_weight=None,
         ignore_index=-100,
     )
-    return Local(local, y, here)
+    return Local(local, y, y, shard.first).with_labels(y)
 
 
-def token_stats(local: Local, shard: Shard, wanted: Wanted) -> Merged:
+def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     """Equal on all ranks but for ``nll_here``.
 
     One all-gather of float64 numbers a token: two, one more for each of entropy and mean logit, two

@@ -1,0 +1,298 @@
+"""Hooks on a model and its optimizers that measure the weight of each token in a step.
+
+The training loop is not changed. The gradient of a token's loss with respect to its logits is
+``w * (softmax - onehot)``. Its one negative entry names the label, and its size is the weight ``w``
+that the loop gave the token by all of its divisions. A right loop gives all tokens of an
+optimizer step the weight 1 / (number of tokens of all micro-batches and ranks).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.variable import Variable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2, local_of
+from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
+from fusedce.contract.results import LossSum
+from fusedce.head.loss_observer import LossObserver
+
+logger = logging.getLogger(__name__)
+
+_COPIES = 4  # parameters whose gradients are compared before and after clipping
+
+
+@dataclass
+class _Open:
+    """The micro-batches since the last step of this rank."""
+
+    micro: list[MicroBatch] = field(default_factory=list)
+    logged: float | None = None
+    lost: int = 0  # micro-batches whose gradients were set to zero before the step
+    afterwards: float = 1.0  # factor on .grad between the last backward and the step
+
+
+class Audit:
+    """The context manager that :func:`audit` returns, and its report.
+
+    Attributes:
+        steps: one :class:`Step` for each optimizer step, once the ``with`` block has ended.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, adds: bool, loss_scale: float | Callable[[], float]
+    ) -> None:
+        self.steps: list[Step] = []
+        self._model = model
+        self._adds = adds
+        self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
+        self._ended: list[_Open] = []  # those of the steps that were made
+        self._now = _Open()
+        self._backward = -1  # id of the backward that runs, or ran last
+        # Parameters, and copies of their gradients after that backward.
+        self._grads: list[tuple[Tensor, Tensor]] = []
+        self._observer: LossObserver | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Audit:
+        self._parameters = {id(p) for p in self._model.parameters()}
+        self._handles = [
+            self._model.register_forward_pre_hook(self._before_forward),
+            self._model.register_forward_hook(
+                self._after_forward, with_kwargs=True, always_call=True
+            ),
+            register_optimizer_step_post_hook(self._after_step),
+            OnCorrection(self._after_correction),
+        ]
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if error is None:
+            self._add_up()
+            logger.warning("%s", self)
+
+    def log(self, loss: float | Tensor) -> None:
+        """Record the loss that the loop logs for the coming (or just made) optimizer step."""
+        at = self._now if self._now.micro or not self._ended else self._ended[-1]
+        at.logged = float(loss)
+
+    def callback(self) -> Any:
+        """A callback that audits ``train()``: ``Trainer(callbacks=[audit(model).callback()])``."""
+        from transformers import TrainerCallback
+
+        report = self
+
+        class AuditCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                report.__enter__()
+
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+            ) -> None:
+                if logs and "loss" in logs and args.logging_steps == 1:
+                    report.log(float(logs["loss"]))
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                report.__exit__(None, None, None)
+
+        return AuditCallback()
+
+    # ---- hooks ------------------------------------------------------------------------------
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        """Observe the fused losses of the forward that begins."""
+        if torch.is_grad_enabled() and LossObserver.current is None:
+            self._observer = LossObserver()
+            self._observer.__enter__()
+        observer = LossObserver.current
+        self._n_before = 0 if observer is None else len(observer.losses)
+
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Watch the gradient of a forward's logits, or of its loss if it has no real logits."""
+        fused = (
+            [] if LossObserver.current is None else LossObserver.current.losses[self._n_before :]
+        )
+        if self._observer is not None:
+            self._observer.__exit__()
+            self._observer = None
+        if not torch.is_grad_enabled() or out is None:  # it has raised
+            return
+        if isinstance(out, LossSum):
+            loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
+            _watch(out.loss_sum, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
+            return
+        logits = out if isinstance(out, Tensor) else _get(out, "logits")
+        if type(logits) is Tensor and logits.requires_grad:
+            held = logits.detach()
+            _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
+            return
+        loss = _get(out, "loss")
+        if loss is not None and len(fused) == 1:
+            ((loss_sum_of_all, n_valid, _),) = fused
+            self._watch_loss(loss, float(loss_sum_of_all), int(n_valid))
+            return
+        shifted = kwargs.get("shift_labels")
+        labels = kwargs.get("labels") if shifted is None else shifted
+        if loss is None or labels is None or logits is None:
+            raise ValueError(
+                f"audit needs a model that returns logits, a LossSum, or a loss and logits of the "
+                f"labels it is given; {type(module).__name__} returned {type(out).__name__}"
+            )
+        encodes = getattr(self._model.config, "is_encoder_decoder", False)
+        aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
+        observer, LossObserver.current = LossObserver.current, None  # this loss is not the model's
+        try:
+            with torch.no_grad():
+                rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
+                total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
+        finally:
+            LossObserver.current = observer
+        self._watch_loss(loss, total, int((aligned != -100).sum()))
+
+    def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
+        """Watch the gradient of a loss whose logits are never computed."""
+        value = float(loss.detach())
+        divided_by = total / value if value else math.inf
+        _watch(loss, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
+
+    def _add(self, micro: MicroBatch) -> None:
+        """Add a micro-batch whose backward runs now to the open step."""
+        micro.multiply(1 / self._loss_scale())
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._count_lost()
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._copy_gradients))  # after DDP's and FSDP's own
+        self._now.micro.append(micro)
+
+    def _copy_gradients(self) -> None:
+        """Copy some gradients after a backward."""
+        found = [p for p in self._model.parameters() if p.grad is not None]
+        found = sorted(found, key=lambda p: p.numel())[:_COPIES]
+        self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
+
+    def _count_lost(self) -> None:
+        """Count the micro-batches whose gradients have been in ``.grad`` and are not any more."""
+        had = any(bool(grad.any()) for _, grad in self._grads)
+        grads = (p.grad for p in self._model.parameters() if p.grad is not None)
+        have = held_by_fsdp2(self._model) or any(bool(local_of(grad).any()) for grad in grads)
+        if had and not have:
+            self._now.lost = len(self._now.micro)
+
+    def _after_correction(self, factor: float) -> None:
+        """Follow a correction of the gradients by ``LossAccumulator.finish``."""
+        for micro in self._now.micro:
+            micro.multiply(factor)
+        self._grads = [(p, grad * factor) for p, grad in self._grads]
+
+    def _factor_on_gradients(self) -> float:
+        """The factor between ``.grad`` now and after backward; 1 if it is not one factor."""
+        pairs = [(local_of(p.grad).double(), g) for p, g in self._grads if p.grad is not None]
+        pairs = [(now, then) for now, then in pairs if now.shape == then.shape]
+        squares = sum(float((then * then).sum()) for _, then in pairs)
+        if not squares:
+            return 1.0
+        factor = sum(float((now * then).sum()) for now, then in pairs) / squares
+        residual = sum(float((now - factor * then).square().sum()) for now, then in pairs)
+        if residual > 1e-4 * factor**2 * squares:
+            return 1.0
+        return factor * self._loss_scale()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """End the open step: after it, since a closure (Lightning) runs the last backward in it."""
+        mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
+        if mine and self._now.micro:
+            self._count_lost()
+            self._now.afterwards = self._factor_on_gradients()
+            self._ended.append(self._now)
+            self._now, self._grads = _Open(), []
+
+    # ---- the report -------------------------------------------------------------------------
+
+    def _add_up(self) -> None:
+        """Add up the steps over ranks: one ``all_gather_object``."""
+        ranks: list[list[_Open]] = [self._ended]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, self._ended)
+        averaged_over = 1 if self._adds else len(ranks)
+        for together in zip(*ranks, strict=False):
+            micro = [m for one in together for m in one.micro if m.n_tokens]
+            logged = [one.logged for one in together if one.logged is not None]
+            if micro:
+                step = step_of(micro, averaged_over, logged[0] if logged else None)
+                step.lost = sum(one.lost for one in together)
+                step.afterwards = together[0].afterwards
+                self.steps.append(step)
+
+    def verdict(self) -> str:
+        """One sentence: what the loop does to the weight of tokens."""
+        return verdict(self.steps)
+
+    def __str__(self) -> str:
+        return "\n".join(["", *table(self.steps), "", self.verdict()])
+
+
+def audit(
+    model: torch.nn.Module,
+    *,
+    gradients_added: bool = False,
+    loss_scale: float | Callable[[], float] = 1.0,
+) -> Audit:
+    """Watch anyone's training loop: ``with fusedce.audit(model) as report: train()``.
+
+    For each optimizer step: the true mean loss of its tokens, the loss whose gradient was taken,
+    what was logged, and by how much the gradient was off; as a table in the log when the block ends
+    (``print(report)``), and a verdict in words (``report.verdict()``). Works around plain loops,
+    accelerate, Lightning, Trainer (or with ``report.callback()``), ours and others'.
+
+    It reads numbers at each micro-batch, and keeps logits until backward: for a few steps, not for
+    a training run. On several ranks, one ``all_gather_object`` at the end, on all of them.
+
+    Args:
+        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
+            as ``.logits``), a :class:`LossSum`, or, with a replaced head, a loss for its labels.
+        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
+        loss_scale: what losses are multiplied by before backward and gradients divided by after
+            it: ``scaler.get_scale`` of a ``GradScaler``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: in its forward, where it returns something else.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 11)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with fusedce.audit(model) as report:
+        ...     for n in (2, 6):  # micro-batches of different lengths, averaged
+        ...         loss = F.cross_entropy(model(torch.randn(n, 4)), torch.randint(11, (n,)))
+        ...         (loss / 2).backward()
+        ...     optimizer.step()
+        >>> report.verdict()
+        'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return Audit(getattr(model, "module", model), gradients_added, loss_scale)
+
+
+def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient of ``x``."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: callback(grad.detach()))
+
+
+def _get(out: Any, name: str) -> Any:
+    return out.get(name) if isinstance(out, dict) else getattr(out, name, None)

@@ -1,0 +1,228 @@
+"""The weight of each token in an optimizer step, and what a loop's steps have optimised.
+
+A token's weight is told from the gradient of its logits (:func:`micro_batch_of`). The weights
+of a step's micro-batches on all ranks say which loss it descended (:func:`step_of`); a verdict and
+a table say so in words (:func:`verdict`, :func:`table`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ROWS = 128  # positions whose logits are read together
+_SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
+_ROUNDS = 50  # iterations of least squares
+_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+
+
+@dataclass
+class Step:
+    """One optimizer step, over the micro-batches of all ranks.
+
+    Attributes:
+        n_tokens: trained tokens; ``loss``: their mean, nats per token.
+        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
+        logged: the loss that the loop logged, if :meth:`Audit.log` was called.
+        scale: the mean weight of a token over the right one; 1 is right.
+        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
+        averaged: whether each micro-batch weighs the same, however many tokens it has.
+        lost: micro-batches whose gradients were set to zero before the step.
+        afterwards: the factor on ``.grad`` between the last backward and the step.
+
+    With class weights, the sums and means weigh each token by the weight of its class.
+    """
+
+    n_tokens: int
+    loss: float
+    descended: float
+    logged: float | None
+    scale: float
+    spread: float
+    averaged: bool
+    lost: int = 0
+    afterwards: float = 1.0
+
+
+class Token(NamedTuple):
+    """A trained token: its label, its weight in this rank's gradient, its loss in nats."""
+
+    label: int
+    weight: float
+    loss: float
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch of this rank.
+
+    Attributes:
+        loss_sum: nats.
+        n_tokens: trained tokens, or the sum of their class weights.
+        weight: the mean weight of a token in the gradient of this rank.
+        tokens: its trained tokens; empty if the model has returned no logits.
+    """
+
+    loss_sum: float
+    n_tokens: float
+    weight: float
+    tokens: list[Token] = field(default_factory=list)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all weights by ``factor``."""
+        self.weight *= factor
+        self.tokens = [t._replace(weight=t.weight * factor) for t in self.tokens]
+
+
+def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
+    """The label, weight and loss of each trained token, from logits and gradient ``(..., V)``.
+
+    A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
+    or what label smoothing puts there. So ``w`` is the slope of the gradient over the
+    probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
+    """
+    tokens: list[Token] = []
+    rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
+    for z, g in rows:
+        trained = g.min(-1).values < 0
+        g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
+        labels = g.argmin(-1, keepdim=True)
+        others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
+        slope, offset = _line(logprobs.exp(), g, others)
+        of_label = logprobs.gather(-1, labels)[:, 0]
+        gap = -torch.expm1(of_label)
+        smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
+        weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
+        target = logprobs.exp() - g / weight[:, None]
+        loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
+        known = gap > 0
+        columns = (x[known].tolist() for x in (labels[:, 0], weight, loss))
+        tokens += [Token(*one) for one in zip(*columns, strict=True)]
+    n = len(tokens)
+    mean_weight = sum(t.weight for t in tokens) / n if n else 0.0
+    return MicroBatch(sum(t.loss for t in tokens), n, mean_weight, tokens)
+
+
+def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and offset ``(rows,)`` of the least-squares line through ``y`` over ``x (rows, V)``."""
+    n = where.sum(-1)
+    mean_x, mean_y = ((v * where).sum(-1) / n for v in (x, y))
+    dx, dy = ((v - m[:, None]) * where for v, m in ((x, mean_x), (y, mean_y)))
+    slope = (dx * dy).sum(-1) / dx.square().sum(-1)
+    return slope, mean_y - slope * mean_x
+
+
+def step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -> Step:
+    """The step of these micro-batches, whose gradients ``averaged_over`` ranks have averaged."""
+    n_tokens = int(sum(m.n_tokens for m in micro))
+    micro = _without_class_weights(micro)
+    n = sum(m.n_tokens for m in micro)
+    weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
+    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+    least = min(weights)
+    return Step(
+        n_tokens=n_tokens,
+        loss=sum(m.loss_sum for m in micro) / n,
+        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+        logged=logged,
+        scale=sum(shares) / n,
+        spread=max(weights) / least if least > 0 else math.inf,
+        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+    )
+
+
+def _without_class_weights(micro: list[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches with class weights taken out, if such weights explain those of the tokens.
+
+    A token's weight is then the product of its micro-batch's and its class's. Both factors are
+    found by alternating least squares of logarithms. Micro-batches without a common class cannot
+    be compared, and count as equal.
+    """
+    tokens = [t for m in micro for t in m.tokens]
+    even = all(abs(t.weight - m.weight) <= _TOLERANCE * m.weight for m in micro for t in m.tokens)
+    if even or len(tokens) != sum(m.n_tokens for m in micro) or min(t.weight for t in tokens) <= 0:
+        return micro
+    of_micro, of_class = [0.0] * len(micro), dict.fromkeys((t.label for t in tokens), 0.0)
+    for _ in range(_ROUNDS):
+        found: dict[int, list[float]] = {label: [] for label in of_class}
+        for a, m in zip(of_micro, micro, strict=True):
+            for t in m.tokens:
+                found[t.label].append(math.log(t.weight) - a)
+        of_class = {label: sum(x) / len(x) for label, x in found.items()}
+        of_micro = [
+            sum(math.log(t.weight) - of_class[t.label] for t in m.tokens) / len(m.tokens)
+            for m in micro
+        ]
+    for a, m in zip(of_micro, micro, strict=True):
+        if any(abs(math.log(t.weight) - a - of_class[t.label]) > _TOLERANCE for t in m.tokens):
+            return micro
+    weights = {label: math.exp(x) for label, x in of_class.items()}
+    return [
+        MicroBatch(
+            sum(weights[t.label] * t.loss for t in m.tokens),
+            sum(weights[t.label] for t in m.tokens),
+            math.exp(a),
+        )
+        for a, m in zip(of_micro, micro, strict=True)
+    ]
+
+
+def _off(a: float, b: float) -> bool:
+    """Whether ``a`` differs from ``b`` by more than rounding."""
+    return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)
+
+
+def verdict(steps: Sequence[Step]) -> str:
+    """One sentence: what the loop does to the weight of tokens."""
+    if not steps:
+        return "no optimizer step was made: does the optimizer hold the model's parameters?"
+    if lost := sum(step.lost for step in steps):
+        return (
+            f"zero_grad was called before the optimizer step: the gradients of {lost} "
+            f"micro-batches were lost"
+        )
+    spread = max(step.spread for step in steps)
+    scale = sum(step.scale for step in steps) / len(steps)
+    stepped = sum(step.scale * step.afterwards for step in steps) / len(steps)
+    found = []
+    if spread > 1 + _TOLERANCE:
+        uneven = [step for step in steps if step.spread > 1 + _TOLERANCE]
+        why = (
+            "your micro-batches are averaged"
+            if all(step.averaged for step in uneven)
+            else "tokens of one step weigh differently"
+        )
+        found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
+    # A factor on .grad that does not lead to 1 may be that of clipping.
+    if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
+        found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+    off = [s for s in steps if s.logged is not None and _off(s.logged, s.loss)]
+    if off:
+        step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
+        found.append(
+            f"the loss that is logged is not that of the tokens ({step.logged:.4f} where "
+            f"{step.loss:.4f} is right)"
+        )
+    return "; ".join(found) or (
+        "every token weighs the same, and the gradient is that of the mean over all tokens"
+    )
+
+
+def table(steps: Sequence[Step]) -> list[str]:
+    """A Markdown table with a line for each step."""
+    lines = [
+        "| step | tokens | true loss | descended | logged | gradient's scale | spread |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for i, s in enumerate(steps):
+        logged = "" if s.logged is None else f"{s.logged:.4f}"
+        lines.append(
+            f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
+            f"{s.scale:.3f} | {s.spread:.2f} |"
+        )
+    return lines

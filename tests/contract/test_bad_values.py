@@ -1,0 +1,137 @@
+"""Every argument of every public loss, given every kind of wrong value, says so in words.
+
+The table is the product of functions, arguments and values: each value is either one that the
+argument takes, in ``TAKEN``, or is refused by an error that names the argument.
+"""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import fusedce
+
+N, H, V = 6, 8, 10
+FUNCTIONS = (
+    fusedce.fused_ce,
+    fusedce.fused_cross_entropy,
+    fusedce.fused_logprobs,
+    fusedce.fused_argmax,
+    fusedce.fused_kl,
+    fusedce.fused_kl_tokens,
+    fusedce.linear_cross_entropy,
+)
+VALUES = {
+    "None": None,
+    "text": "x",
+    "bytes": b"a",
+    "list": [1.0],
+    "dict": {},
+    "object": object(),
+    "module": torch.nn.Linear(2, 2),
+    "true": True,
+    "zero": 0,
+    "three": 3,
+    "minus one": -1,
+    "2.5": 2.5,
+    "1e300": 1e300,
+    "2**70": 2**70,
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "no elements": torch.zeros(0),
+    "one dimension": torch.zeros(3),
+    "three dimensions": torch.zeros(2, 2, 2),
+    "(N,) int64": torch.zeros(N, dtype=torch.int64),
+    "(N,) nan": torch.full((N,), math.nan),
+    "(V,) leaf": torch.nn.Parameter(torch.zeros(V)),
+    "(N, H) int64": torch.zeros(N, H, dtype=torch.int64),
+    "(N, H) complex": torch.zeros(N, H, dtype=torch.complex64),
+    "(N, H) bfloat16": torch.zeros(N, H, dtype=torch.bfloat16),
+    "(N, H) meta": torch.zeros(N, H, device="meta"),
+    "(N, H) sparse": torch.zeros(N, H).to_sparse(),
+}
+NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
+TAKEN = {
+    "labels": {"(N,) int64"},
+    "bias": {"None", "(V,) leaf"},
+    "token_weight": {"None", "(N,) int64", "(N,) nan"},
+    "class_weight": {"None"},
+    "teacher_bias": {"None", "(V,) leaf"},
+    "softcap": NUMBER - {"zero", "minus one"} | {"None"},
+    "teacher_softcap": NUMBER - {"zero", "minus one"} | {"None"},
+    "logit_scale": NUMBER,
+    "teacher_logit_scale": NUMBER,
+    "z_loss": NUMBER,
+    "ce_weight": NUMBER,
+    "label_smoothing": {"zero"},
+    "beta": {"zero"},
+    "temperature": NUMBER - {"zero", "minus one"},
+    "ignore_index": {"None", "zero", "three", "minus one"},
+    "chunk_tokens": {"None", "three"},
+    "memory_budget": {"None"},
+    "mean_logit": {"true"},
+    "backend": {"None"},
+    "process_group": {"None"},
+    "argmax_out": {"None", "(N,) int64"},
+    "monitor": {"dict"},  # an empty collection of names
+    "shift": {"true", "zero", "three"},
+}
+# what one function takes instead
+TAKEN_BY = {
+    ("fused_logprobs", "labels"): {"(N,) int64", "(N, H) int64"},  # H classes of each token
+    ("shifted", "ignore_index"): {"zero", "three", "minus one"},
+    ("fused_kl", "labels"): {"(N,) int64", "None"},
+    ("fused_kl_tokens", "labels"): {"(N,) int64", "None"},
+}
+
+
+def good(function) -> dict:
+    given = {
+        "hidden": torch.linspace(-1, 1, N * H).view(N, H),
+        "weight": torch.linspace(1, -1, V * H).view(V, H),
+        "labels": torch.tensor([1, 2, 5, 3, 4, 9]),
+        "teacher_hidden": torch.linspace(-2, 1, N * 5).view(N, 5),
+        "teacher_weight": torch.linspace(2, -1, V * 5).view(V, 5),
+    }
+    return {k: x for k, x in given.items() if k in inspect.signature(function).parameters}
+
+
+def shifted(*args, **kwargs):
+    """``linear_cross_entropy`` of labels that have yet to be shifted."""
+    return fusedce.linear_cross_entropy(*args, **{"shift": 1} | kwargs)
+
+
+shifted.__signature__ = inspect.signature(fusedce.linear_cross_entropy)
+FUNCTIONS = (*FUNCTIONS, shifted)
+
+
+def cases():
+    for function in FUNCTIONS:
+        for argument in inspect.signature(function).parameters:
+            yield pytest.param(function, argument, id=f"{function.__name__}-{argument}")
+
+
+def result(function, **change):
+    out = function(**good(function) | change)
+    return [x.clone() for x in (out if isinstance(out, tuple) else (out,))]
+
+
+@pytest.mark.parametrize(("function", "argument"), cases())
+def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(function, argument):
+    name = function.__name__
+    taken = TAKEN_BY.get((name, argument), TAKEN.get(argument, set()))
+    before = result(function)
+    for kind, value in VALUES.items():
+        value = value.clone() if isinstance(value, torch.Tensor) else value
+        if kind in taken:
+            result(function, **{argument: value})
+            continue
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            result(function, **{argument: value})
+        words = str(caught.value)
+        assert argument in words, (kind, words)
+        assert "fusedce::" not in words, (kind, words)  # the dispatcher's words, not ours
+    for x, y in zip(before, result(function), strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,184 @@
+"""Every public loss under every way torch has of running it; docs/trust.md holds the table.
+
+A cell "yes" is a run that gives the values and gradients of a plain call; "refused" is one that
+must raise an error in words of this library; "-" is a way that makes no sense for the function.
+"""
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedce
+
+N, H, V = 5, 6, 11
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+LABELS = torch.tensor([1, 10, -100, 0, 7])
+
+
+def inputs(dtype=torch.float32):
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((N, H), (V, H), (N, 4), (V, 4))
+    drawn = [torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for s in shapes]
+    return [x.requires_grad_() for x in drawn[:2]], drawn[2:]
+
+
+def functions(teacher):
+    """By name: one differentiable number of hidden and weight."""
+    given = torch.linspace(0.1, 1, N * V).view(N, V).to(teacher[0].dtype).softmax(-1)
+    ce, kl = fusedce.fused_cross_entropy, fusedce.fused_kl
+    return {
+        "fused_ce": lambda h, w: fusedce.fused_ce(h, w, LABELS, softcap=5.0, z_loss=0.1).loss_sum,
+        "fused_ce(...).mean()": lambda h, w: fusedce.fused_ce(h, w, LABELS).mean(),
+        "fused_cross_entropy": lambda h, w: ce(h, w, LABELS, label_smoothing=0.1),
+        'fused_cross_entropy(reduction="none")': lambda h, w: (
+            ce(h, w, LABELS, reduction="none").square().sum()
+        ),
+        "fused_cross_entropy(class probabilities)": lambda h, w: ce(h, w, given),
+        "fused_logprobs": lambda h, w: sum(
+            x.sum() for x in fusedce.fused_logprobs(h, w, LABELS, temperature=0.7)[:3]
+        ),
+        "fused_kl": lambda h, w: kl(h, w, *teacher, LABELS, divergence="jsd").loss_sum,
+        "fused_kl_tokens": lambda h, w: (
+            fusedce.fused_kl_tokens(h, w, *teacher, LABELS).square().sum()
+        ),
+        "linear_cross_entropy": lambda h, w: fusedce.linear_cross_entropy(h, w, LABELS, shift=1),
+        "fused_argmax": lambda h, w: fusedce.fused_argmax(h, w).sum(),
+    }
+
+
+NAMES = tuple(functions(inputs()[1]))
+
+
+def value_and_gradients(function, leaves):
+    out = function(*leaves)
+    if out.requires_grad:
+        out.backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def plain(name, change=lambda f: f):
+    """Value and gradients of the function as ``change`` makes it run."""
+    leaves, teacher = inputs()
+    return value_and_gradients(change(functions(teacher)[name]), leaves)
+
+
+def gradcheck(name):
+    leaves, teacher = inputs(torch.float64)
+    assert torch.autograd.gradcheck(functions(teacher)[name], leaves)
+
+
+def in_threads(name):
+    """Four threads at once, each with leaves of its own."""
+    expected, found = plain(name), [None] * 4
+
+    def work(i):
+        found[i] = plain(name)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got in found:
+        assert_equal(got, expected)
+
+
+def inference(name):
+    leaves, teacher = inputs()
+    with torch.inference_mode():
+        assert_equal([functions(teacher)[name](*leaves)], plain(name)[:1])
+
+
+def anomaly(name):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        found = plain(name)
+    assert_equal(found, plain(name))
+
+
+def func_grad(name):
+    def grad(function):
+        def run(h, w):
+            gradients, out = torch.func.grad_and_value(function, argnums=(0, 1))(h, w)
+            return torch.stack([out, *(x.square().sum() for x in gradients)])
+
+        return run
+
+    leaves, teacher = inputs()
+    found = grad(functions(teacher)[name])(*leaves)
+    out, *gradients = plain(name)
+    assert_equal(list(found), [out, *(x.square().sum() for x in gradients)])
+
+
+def exported(name):
+    leaves, teacher = inputs()
+    function = functions(teacher)[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, h, w):
+            return function(h, w)
+
+    program = torch.export.export(Module(), tuple(x.detach() for x in leaves), strict=False)
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    saved.seek(0)
+    loaded = torch.export.load(saved).module()
+    assert_equal([loaded(*(x.detach() for x in leaves))], plain(name)[:1])
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
+
+
+def changed(change):
+    return lambda name: assert_equal(plain(name, change), plain(name))
+
+
+WAYS = {
+    "gradcheck": gradcheck,
+    "compile": changed(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)),
+    "export": exported,
+    "checkpoint": changed(lambda f: lambda h, w: checkpoint(f, h, w, use_reentrant=False)),
+    "reentrant checkpoint": changed(lambda f: lambda h, w: reentrant(f, h, w)),
+    "anomaly mode": anomaly,
+    "threads": in_threads,
+    "inference mode": inference,
+    "func.grad": func_grad,
+}
+
+
+def reentrant(function, h, w):
+    return checkpoint(function, h, w, use_reentrant=True)
+
+
+def table() -> dict[tuple[str, str], str]:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().split("<!-- referees -->")[1].strip().splitlines()
+    ]
+    ways = rows[0][1:]
+    return {
+        (row[0].strip("`"), way): cell
+        for row in rows[2:]
+        for way, cell in zip(ways, row[1:], strict=True)
+    }
+
+
+def test_the_page_holds_every_function_and_way():
+    assert set(table()) == {(name, way) for name in NAMES for way in WAYS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_page_says_of_a_way_to_run_holds(name, way):
+    cell = table()[name, way]
+    assert cell in ("yes", "refused", "-")
+    if cell == "yes":
+        WAYS[way](name)
+    elif cell == "refused":
+        with pytest.raises(RuntimeError, match="fused_"):
+            WAYS[way](name)

@@ -1,0 +1,122 @@
+"""Sizes and lengths of real runs: products past 2**31 entries, thousands of steps, memory flat.
+
+They take minutes and gigabytes: ``FUSEDCE_ENDURANCE=1`` runs them.
+"""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.heads import plain_model, tokens
+
+from fusedce import LossAccumulator, fused_ce, replace_loss_head
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        os.environ.get("FUSEDCE_ENDURANCE", "0") != "1",
+        reason="takes minutes and 16 GiB: set FUSEDCE_ENDURANCE=1",
+    ),
+]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def training_step(hidden, weight, labels, **options):
+    """Loss, count and the gradient of hidden and weight."""
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    loss_sum, n_valid = fused_ce(*leaves, labels, **options)
+    loss_sum.backward()
+    return [loss_sum.detach(), n_valid, *(x.grad for x in leaves)]
+
+
+def test_more_than_2_to_the_31_logits_are_the_sum_of_their_halves():
+    N, H, V = 20_000, 4, 131_072
+    assert N * V > 2**31
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(N, H, generator=rng), torch.randn(V, H, generator=rng)
+    labels = torch.randint(V, (N,), generator=rng)
+    labels[-1] = V - 1
+    loss, count, d_hidden, d_weight = training_step(hidden, weight, labels)
+    halves = [
+        training_step(hidden[rows], weight, labels[rows])
+        for rows in (slice(None, N // 2), slice(N // 2, None))
+    ]
+    assert count == N
+    torch.testing.assert_close(loss, halves[0][0] + halves[1][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(d_hidden, torch.cat([x[2] for x in halves]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(d_weight, halves[0][3] + halves[1][3], rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_of_more_than_2_to_the_31_entries_has_the_gradient_of_its_last_rows():
+    N, H, V = 3, 16_384, 131_200
+    assert V * H > 2**31
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=rng, dtype=torch.bfloat16) / H**0.5
+    weight = torch.randn(1024, H, generator=rng, dtype=torch.bfloat16).repeat(V // 1024 + 1, 1)[:V]
+    labels = torch.tensor([V - 1, 0, V // 2])
+    loss, _, d_hidden, d_weight = training_step(hidden, weight, labels, memory_budget=2**27)
+    logits = torch.cat([hidden.float() @ w.float().T for w in weight.split(4096)], 1)
+    lse = logits.logsumexp(1)
+    expected = (lse - logits.gather(1, labels[:, None])[:, 0]).sum()
+    torch.testing.assert_close(loss.float(), expected, rtol=1e-5, atol=0)
+    p = (logits - lse[:, None]).exp()
+    p[torch.arange(N), labels] -= 1
+    for rows in (slice(0, 64), slice(V // 2 - 32, V // 2 + 32), slice(V - 64, V)):
+        exact = p[:, rows].T @ hidden.float()
+        error = (d_weight[rows].float() - exact).abs().max()
+        assert error <= 2**-8 * exact.abs().max()
+    assert d_hidden.isfinite().all()
+
+
+def test_memory_is_flat_over_a_thousand_steps():
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 32, generator=rng), torch.randn(5000, 32, generator=rng)
+    labels = torch.randint(5000, (64,), generator=rng)
+    for _ in range(100):
+        training_step(hidden, weight, labels)
+    before = resident()
+    for _ in range(1000):
+        training_step(hidden, weight, labels)
+    assert resident() - before < 8 * 2**20
+
+
+def test_a_hundred_thousand_windows_of_an_accumulator_leave_nothing():
+    weight = torch.zeros(7, 3, requires_grad=True)
+    hidden, labels = torch.ones(2, 3), torch.tensor([1, 2])
+    accumulator = LossAccumulator()
+
+    def window():
+        weight.grad = None
+        with accumulator.window([2]):
+            accumulator.backward(fused_ce(hidden, weight, labels))
+
+    for _ in range(1000):
+        window()
+    before = resident()
+    for _ in range(100_000):
+        window()
+    assert resident() - before < 8 * 2**20
+
+
+def test_a_thousand_replaced_models_made_and_dropped_leave_nothing():
+    x = tokens(2, 5)
+
+    def use():
+        model = replace_loss_head(plain_model())
+        torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+
+    for _ in range(50):
+        use()
+    before = resident()
+    for _ in range(1000):
+        use()
+    assert resident() - before < 8 * 2**20
