@@ -82,7 +82,7 @@ def rule(found: Mapping[int, tuple[float, float]], now: int) -> str:
     """
 
     def price(up_to: int) -> float:
-        ours = sum(a if H <= up_to else b for H, (a, b) in found.items())
+        ours = sum(a if up_to >= H else b for H, (a, b) in found.items())
         return ours / sum(map(min, found.values()))
 
     best = min((0, *sorted(found)), key=price)

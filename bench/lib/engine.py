@@ -25,7 +25,6 @@ from fusedce.measure import memory_method, peak_extra_bytes
 
 from .pool import Pool
 
-
 # What a row holds once its call was measured.
 MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
 
