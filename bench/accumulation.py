@@ -1,4 +1,4 @@
-"""How far gradient accumulation drifts from the batch it stands for, in nats and in weights.
+"""Drift of gradient accumulation from one large batch, in nats and in weights.
 
     python bench/accumulation.py --device cpu     # a small Llama, under 15 minutes on 2 cores
     python bench/accumulation.py --device cuda    # SmolLM-135M's configuration, up to 2048 tokens
@@ -8,7 +8,7 @@
 The same 32 sequences of a step are trained on as 32x1, 16x2, 2x16 and 1x32 (sequences in a
 micro-batch x micro-batches), naively (mean of the micro-batches' means) and through
 `fusedce.LossAccumulator`. Same initial weights, order of samples and AdamW, float32. Everything is
-compared with 32x1; what rounding alone does is shown by 32x1 with its rows permuted ("floor"). The
+compared with 32x1; "floor" is 32x1 with its rows permuted, which shows the effect of rounding. The
 JSON is written after every regime; --resume leaves out those it holds for these steps and seed.
 """
 

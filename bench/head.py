@@ -5,8 +5,8 @@
     python bench/head.py --overhead    # microseconds of Python beside fused_ce called by hand
     python bench/head.py --generate    # a decoding step beside the untouched model's
 
-A small Llama with a large vocabulary, where the logits are what fills memory. Each peak comes from
-a process of its own; times from one process, the two models taking turns.
+The model is a small Llama with a large vocabulary, whose logits fill most of the memory. Each peak
+comes from a fresh process, times from interleaved calls of both models in one process.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def overhead(repeats: int) -> None:
 
 
 def generate(repeats: int, new: int = 16) -> None:
-    """Time of a decoding step with a replaced head over that of the untouched model.
+    """Time of a decoding step with a replaced head, relative to the untouched model.
 
     A small Llama whose vocabulary is small as well, so that Python weighs most; by ``generate``,
     the two taking turns in one process, on one thread, by the time of this thread alone.

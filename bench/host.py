@@ -3,11 +3,11 @@
     python bench/host.py
     python bench/host.py --json     # how often each kernel and product is launched, nothing timed
 
-Kernels are bound and keyed as for an H100 and then not launched, products are 16 x 16, 16 labels
-are sorted, and the allocator keeps what is freed, as a GPU's does: what is left
-is the host's work, which a GPU waits for where the tiles are small. "operators" adds what stands
-around it in a user's call: checks, dispatch, torch.library and autograd. Processor time of this
-thread, the least of many calls: other processes can only add to it.
+Kernels are bound and keyed as for an H100 and are not launched, products are 16 x 16, 16 labels are
+sorted, and the allocator keeps freed memory, as a GPU's does. The rest is the host's work, which a
+GPU waits for if the tiles are small. "operators" adds the other parts of a user's call: checks,
+dispatch, torch.library and autograd. The figure is the processor time of this thread, the least of
+many calls, since other processes can only add to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _known: dict[Any, Any] = {}
 
 
 class Compiled:
-    """What a kernel's first launch gives; launched again as ``CompiledKernel`` is."""
+    """The result of a kernel's first launch, which is launched like a ``CompiledKernel``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
-    """What ``JITFunction.run`` does up to the launch of a kernel that is compiled already."""
+    """The work of ``JITFunction.run`` up to the launch of a compiled kernel."""
     binder = _binders.get(self)
     if binder is None:
         binder = jit.create_function_from_signature(self.signature, self.params, _backend)
@@ -75,7 +75,7 @@ def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compil
 
 
 def keep_freed_memory() -> None:
-    """No system call for a large buffer: glibc's allocator without mmap, and without trimming."""
+    """Set glibc's allocator to neither map nor trim, so that large buffers cost no system call."""
     trim_threshold, mmap_max = -1, -4
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_max, 0)
@@ -83,7 +83,7 @@ def keep_freed_memory() -> None:
 
 
 def least(call: Callable[[], Any], times: int = 400) -> float:
-    """Microseconds."""
+    """Processor time of a call in microseconds, the least of many."""
     found = []
     for _ in range(times):
         begin = time.thread_time()
@@ -93,7 +93,7 @@ def least(call: Callable[[], Any], times: int = 400) -> float:
 
 
 def operators(problem: Problem) -> None:
-    """A user's call."""
+    """A call as a user makes it."""
     fusedce.fused_ce(problem.hidden, problem.weight, problem.labels, backend="triton").mean()
 
 

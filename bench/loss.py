@@ -6,7 +6,7 @@
     python bench/report.py bench/results/loss-cpu.json # tables and plots from the JSON
 
 Every implementation runs in a process of its own and is checked against fp64 before it is timed;
-rounds go from one to the next, so that a drifting machine favours none. The floor is the bare
+calls are interleaved, so that a drifting machine favours none. The floor is the bare
 products on the valid rows in the same dtype. The JSON is written after every burst; --resume goes
 on from what it holds already for this code, and --seconds begins no problem after that long.
 """
@@ -79,7 +79,7 @@ def measure(
 
 
 def said(row: dict[str, Any]) -> str:
-    """A row in a few words."""
+    """A short line about a row."""
     ms, mib = milliseconds(median(row)), mebibytes(row.get("extra_peak_bytes"))
     words = [row.get("failed", ""), ms and f"{ms:>8} ms", mib and f"{mib:>6} MiB"]
     return " ".join(word for word in words if word) or "checked"

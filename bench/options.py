@@ -6,7 +6,7 @@
 
 Times are medians of interleaved calls, ours in one process and eager's in another; memory is the
 peak of one call above its inputs. The floor is the bare products in the same run: one for a forward
-pass, three for both, four where backward computes the logits again.
+pass, three for both passes, four where backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _eager_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def losses(group: str, N: int, V: int, device: str, dtype: torch.dtype) -> dict[str, Call]:
-    """The calls that are compared, by name; the first is the one the others are set against."""
+    """The calls to compare, by name; ratios are taken over the first."""
     if group == "logprobs":
         return {"eager": _eager_logprobs, "fused_logprobs": _fused_logprobs}
     options = _options(N, V, device, dtype)
@@ -89,7 +89,7 @@ def losses(group: str, N: int, V: int, device: str, dtype: torch.dtype) -> dict[
 def prepare(
     group: str, name: str, mode: str, N: int, H: int, V: int, dtype: str, device: str
 ) -> Callable[[], object]:
-    """A call that does the whole job once; warmed up on a small input."""
+    """A call that computes the loss once; it was warmed up on a small input."""
     kind = getattr(torch, dtype)
     rng = torch.Generator(device).manual_seed(0)
     weight = (torch.randn(V, H, generator=rng, device=device) / H**0.5).to(kind)

@@ -1,4 +1,4 @@
-"""Measure what agreement between ranks costs: a window over no window, requests a store serves.
+"""Cost of agreement between ranks: a window over no window, and requests that a store serves.
 
     python bench/ranks.py            # time of a window of a replaced head under DDP, as a ratio
     python bench/ranks.py --store    # requests per second that one store serves, on loopback
@@ -46,7 +46,7 @@ def make_model() -> Any:
 
 
 def loops(model: Any, micro: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """A window of the same micro-batches, three times."""
+    """The three loops over the same micro-batches: without an accumulator, declared, streaming."""
     acc = fusedce.LossAccumulator()
     n = torch.tensor(ROWS * (TOKENS - 1))
 

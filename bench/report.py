@@ -1,4 +1,4 @@
-"""Tables and pictures of what `bench/loss.py` measured; the README's tables are made by this.
+"""Tables and pictures of the results of `bench/loss.py`, for the terminal, README and docs.
 
     python bench/report.py bench/results/loss-cpu.json              # Markdown to the terminal
     python bench/report.py bench/results/loss-cpu.json --plots docs # PNGs beside the README
@@ -29,7 +29,7 @@ from fusedce.tools.peers import FLOOR, NOT_INSTALLED
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Rows with ``median`` and ``ratio``, the time over that of the bare products beside it."""
+    """Rows with ``median`` and ``ratio``: their time over the bare products' of the same run."""
     floors = {problem(r): median(r) for r in rows if r["name"] == FLOOR}
     out = []
     for row in rows:
@@ -40,7 +40,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
-    """One suite as Markdown; who is not installed is named below it."""
+    """One suite as Markdown; a line below names the peers that are not installed."""
     mine = [r for r in with_ratios(rows) if r["suite"] == suite]
     absent = [r for r in mine if r.get("failed", "").endswith(NOT_INSTALLED)]
     cells = [_cells(suite, r) for r in mine if r not in absent]
@@ -76,13 +76,13 @@ def _error(row: Row, name: str) -> str:
 
 
 def exponent(points: list[tuple[float, float]]) -> float:
-    """Slope of log y over log x, least squares: 1 is linear."""
+    """Least-squares slope of log y over log x; 1 is linear growth."""
     xs, ys = ([math.log(p[i]) for p in points] for i in (0, 1))
     return statistics.linear_regression(xs, ys).slope
 
 
 def exponents(rows: list[Row]) -> str:
-    """How time grows in the ``scaling`` suite, per implementation."""
+    """Growth of time in the ``scaling`` suite, for each implementation."""
     lines = []
     scaling = [r for r in with_ratios(rows) if r["suite"] == "scaling" and r["median"]]
     for name in dict.fromkeys(r["name"] for r in scaling):

@@ -1,10 +1,10 @@
-"""Whether repeated calls, CUDA graphs, a second stream and the memory plan hold on a device.
+"""Checks of repeated calls, CUDA graphs, a second stream and the memory plan on a device.
 
     python bench/robust.py --device cuda              # bench/results/robust-cuda.json
     python bench/robust.py --device cuda --small --check repeat    # for compute-sanitizer
 
-Every check is written when it is done. Status 1 where one fails; what a device cannot do (graphs
-and streams are CUDA's) is named as left out.
+Every check is written when it is done. The exit status is 1 if one fails; checks that a device
+cannot run (graphs and streams are CUDA's) are listed as left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Found = tuple[bool | None, str]  # None: left out
 
 
 def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss sum and both gradients."""
+    """The loss sum and both gradients."""
     leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
     loss = fusedce.fused_ce(*leaves, labels).loss_sum
     return (loss.detach(), *torch.autograd.grad(loss, leaves))
 
 
 def repeat(spec: Spec, runs: int) -> Found:
-    """The same bits in every run, of the loss and of the gradients."""
+    """Loss and gradients have the same bits in every run."""
     inputs = make_inputs(spec)
     first = step(*inputs)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def repeat(spec: Spec, runs: int) -> Found:
 
 
 def graph(spec: Spec, runs: int) -> Found:
-    """A captured step, replayed with other inputs, against the same step outside."""
+    """A captured step gives the same with other inputs as the step outside of the graph."""
     if torch.device(spec.device).type != "cuda":
         return None, "CUDA graphs are CUDA's"
     static = [x.clone() for x in make_inputs(spec)]
@@ -85,7 +85,7 @@ def graph(spec: Spec, runs: int) -> Found:
 
 
 def stream(spec: Spec, runs: int) -> Found:
-    """On a second stream beside work on the first: the same bits."""
+    """A second stream gives the same bits while the first one works."""
     if torch.device(spec.device).type != "cuda":
         return None, "streams are CUDA's"
     inputs = make_inputs(spec)
@@ -105,7 +105,7 @@ def stream(spec: Spec, runs: int) -> Found:
 
 
 def memory(spec: Spec, runs: int) -> Found:
-    """The allocator's peak beyond inputs and gradients, against the plan."""
+    """The allocator's peak beyond inputs and gradients keeps to the plan."""
     if torch.device(spec.device).type == "cpu":
         return None, "a CPU has no allocator to ask"
     inputs = make_inputs(spec)

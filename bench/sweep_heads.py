@@ -4,8 +4,8 @@
     python bench/sweep_heads.py                 # all of them: a table, and bench/results/heads.json
     python bench/sweep_heads.py gpt2 gemma2     # some model types, with the reason of a failure
 
-"fused" means that no logits were computed; "real" that the model does something with them that the
-fused loss does not know, and got real ones; both must give the same loss and gradients.
+"fused" means that no logits were computed; "real" that the model used real logits for an operation
+that the fused loss lacks; both must give the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(model_type: str, class_name: str, attempt: dict[str, Any]) -> torch.nn
 
 
 def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Loss and gradients in training, loss in evaluation; the same random numbers each time."""
+    """Loss and gradients in training, and loss in evaluation, from the same seed each time."""
     model.zero_grad()
     model.train()
     torch.manual_seed(2)

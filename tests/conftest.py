@@ -26,7 +26,7 @@ COMPILED = Path(__file__).parent / "compiled"
 def pytest_configure(config):
     """Interpret the Triton kernels where there is no GPU, before triton is imported.
 
-    Where `tests/compiled` alone is asked for, they are compiled, and what comes out is interpreted.
+    If only tests of `tests/compiled` run, Triton compiles, and the PTX is interpreted.
     """
     asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
     if all(path.is_relative_to(COMPILED) for path in asked):
@@ -57,7 +57,7 @@ def each_mode(request):
 
 @pytest.fixture
 def no_logits(monkeypatch):
-    """Fails the test where anybody computes the real logits of a replaced head."""
+    """Fail the test if real logits of a replaced head are computed."""
     from fusedce.head.call import HeadCall
     from fusedce.head.lazy.traced import TracedLogits
 

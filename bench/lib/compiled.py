@@ -1,7 +1,7 @@
 """Compile a kernel for an architecture without a GPU, and read what came out.
 
-Triton compiles for any target; `ptxas` then says registers and spills, `nvdisasm` shows machine
-code. On AMD targets both come from the assembly and its metadata.
+Triton compiles for any target; `ptxas` then reports registers and spills, and `nvdisasm` prints the
+machine code. On AMD targets both come from the assembly and its metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Target(NamedTuple):
-    """What is compiled for."""
+    """An architecture to compile for."""
 
     gpu: GPUTarget
     shared_limit: int  # bytes a block may use
@@ -47,7 +47,7 @@ _BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # byt
 
 
 def available(target: str) -> bool:
-    """Whether this Triton holds a compiler, and for AMD a linker, for it."""
+    """Whether this Triton has a compiler, and for AMD a linker, for the architecture."""
     name = "nvidia" if TARGETS[target].ptxas else "amd"
     if name not in backends:
         return False
@@ -68,7 +68,7 @@ def compile_kernel(
     constants: dict[str, Any],  # and of launch: num_warps, num_stages
     aligned: frozenset[str],  # arguments that are multiples of 16
 ) -> dict[str, Any]:
-    """One row of the report: see the keys at the end."""
+    """Compile a variant; one row of the report, whose keys stand at the end."""
     constants = dict(constants)
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
     place = kernel.arg_names.index
@@ -125,7 +125,7 @@ def _nvidia(ptx: str, arch: str) -> dict[str, Any]:
 
 
 def assemblers(arch: str) -> list[Path]:
-    """Assemblers to try, best first: Blackwell has one of its own, which is also the newer one."""
+    """Assemblers to try, in order: Blackwell has its own, which is the newer one."""
     names = ["ptxas", "ptxas-blackwell"]
     if arch.startswith("sm_1"):
         names.reverse()
@@ -151,7 +151,7 @@ def assemble(ptx: Path, arch: str, out: Path) -> str:
 
 
 def machine_code(sass: str) -> dict[str, Any]:
-    """Counts of what ``nvdisasm -c`` printed."""
+    """Counts of instructions in the output of ``nvdisasm -c``."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", sass, re.M)
     names = [name.rstrip(";") for name in lines if not name.startswith("NOP")]
     return {

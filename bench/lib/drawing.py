@@ -38,7 +38,7 @@ STYLE = {
 
 
 def styled(width: float, height: float) -> Figure:
-    """An empty one, in inches."""
+    """An empty figure; sizes are in inches."""
     mpl.rcParams.update(STYLE)
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -59,7 +59,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def bars(panel: Axes, values: Sequence[tuple[str, float]], text: Callable[[float], str]) -> None:
-    """Horizontal, in the order given, ours in blue, each with its number."""
+    """Draw horizontal bars with their numbers, in the given order, ours in blue."""
     names = [name for name, _ in values]
     colours = [OURS if name.startswith("fused_ce") else OTHER for name in names]
     drawn = panel.barh(range(len(names)), [v for _, v in values], color=colours, height=0.7)
@@ -72,7 +72,7 @@ def bars(panel: Axes, values: Sequence[tuple[str, float]], text: Callable[[float
 
 
 def log_ticks(axes: Axes, axis: str, values: Sequence[float]) -> None:
-    """A log scale with few, plain numbers on it: 1, 2, 5, 10, 20, 50 ..."""
+    """Set a log scale with few plain numbers: 1, 2, 5, 10, 20, 50 ..."""
     low, high = min(values) / 1.5, max(values) * 1.7
     steps = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5)]
     scale = axes.xaxis if axis == "x" else axes.yaxis

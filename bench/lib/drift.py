@@ -1,4 +1,4 @@
-"""Training a step's sequences in splits, naively and through one denominator, and how far apart."""
+"""Train a step's sequences in splits, naively and through one denominator, and compare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def naive(model: nn.Module, micro: list[tuple[Tensor, Tensor]]) -> tuple[float, 
 
 
 class Fused:
-    """The same through one accumulator, kept for the whole run."""
+    """Train through one accumulator, which is kept for the whole run."""
 
     def __init__(self) -> None:
         self.accumulator = LossAccumulator()
@@ -86,7 +86,7 @@ def permuted(batches: list[demo.Batch], seed: int) -> list[demo.Batch]:
 
 
 def compare(run: Run, full: Run, before: Tensor) -> dict[str, Any]:
-    """The run's curves, and how far it is from 32x1."""
+    """The run's curves, and its distances from 32x1."""
 
     def worst(kind: str) -> float:
         pairs = zip(getattr(run, kind), getattr(full, kind), strict=True)

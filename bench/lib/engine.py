@@ -1,16 +1,16 @@
-"""The one engine for time and memory: every script hands it its calls.
+"""The engine that measures time and memory for every script.
 
 A call is named as in :mod:`fusedce.measure`: ``"module:function"`` builds it from keywords. It runs
-in a process of its own (or shared by calls that are one implementation), so that a crash or an
-out-of-memory error is a row, not the end. Rounds go from one call to the next, so that a drifting
+in its own process (or one for all calls of an implementation), so that a crash or an out-of-memory
+error is a row of the table. Rounds go from one call to the next, so that a drifting
 machine favours none.
 
 On a CPU times come from :func:`fusedce.measure.median_seconds` and memory from
 :func:`fusedce.measure.peak_extra_bytes`. On an accelerator a round is a burst of calls between
 events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
 each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
-bottleneck), ``states`` the clock, power and throttling during each burst; memory is what the
-device's allocator saw. ``rounds`` holds the median of each round, for a spread.
+bottleneck), ``states`` the clock, power and throttling during each burst; memory is read from the
+device's allocator. ``rounds`` holds the median of each round, for a spread.
 """
 
 from __future__ import annotations
@@ -148,5 +148,5 @@ class Engine:
 
 
 def median(row: Mapping[str, Any]) -> float | None:
-    """Seconds: the device's own where there are any."""
+    """Median of the row's seconds; ``None`` if it failed."""
     return statistics.median(row["seconds"]) if row.get("seconds") else None

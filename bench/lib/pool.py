@@ -1,4 +1,4 @@
-"""Processes that build calls and run them: a crash or an endless loop ends one of them alone."""
+"""Processes that build calls and run them, so that a crash or an endless loop ends only one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _ORDERS = {"run": _run, "prepare": _prepare, "time": _time, "peak": _peak, "drop
 
 
 class Pool:
-    """Workers by name, started when first asked and again after a crash."""
+    """Worker processes by name, started at their first order and again after a crash."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout  # seconds for one order
@@ -94,7 +94,7 @@ class Pool:
         return "error", why
 
     def _end(self, name: str, grace: float = 5) -> None:
-        """A process whose connection closes leaves by itself; one that hangs does not."""
+        """End a process: one whose connection closes exits by itself, one that hangs is killed."""
         process, connection = self._workers.pop(name)
         connection.close()
         process.join(grace)

@@ -35,7 +35,7 @@ SUITES = {
 
 
 class Spec(NamedTuple):
-    """One problem: its sizes, what is asked, and what the data look like."""
+    """One problem: its sizes, the mode of the call, and the kind of data."""
 
     N: int
     H: int
@@ -84,7 +84,7 @@ def gradient_bytes(spec: Spec) -> int:
 def problems(
     suite: str, device: str, *, gpu: bool, dry: bool = False
 ) -> Iterator[tuple[Spec, list[str]]]:
-    """What a suite measures: each problem and the implementations to run on it.
+    """The problems of a suite, each with the implementations to run on it.
 
     ``gpu`` chooses a GPU's problems; ``dry`` shrinks them, to see the script through anywhere.
     """
@@ -138,14 +138,14 @@ def problems(
 
 
 def tiny(spec: Spec) -> Spec:
-    """The same problem in small: every suite stays made of different ones."""
+    """The problem in small sizes, such that the problems of a suite stay different."""
     chunk = None if spec.chunk_tokens is None else max(spec.chunk_tokens // 512, 1)
     N, H, V = max(spec.N // 256, 8), max(spec.H // 64, 8), max(spec.V // 512, 64)
     return spec._replace(N=N, H=H, V=V, chunk_tokens=chunk)
 
 
 def check_of(spec: Spec, *, full: bool) -> Spec:
-    """The problem on which errors are measured: fp64 logits must fit, and be quick."""
+    """A smaller problem to measure errors on, whose fp64 logits fit in memory."""
     N, V = (512, spec.V) if spec.device != "cpu" else (256 if full else 128, 8192)
     chunk = None if spec.chunk_tokens is None else max(spec.chunk_tokens * N // spec.N, 1)
     return spec._replace(N=min(N, spec.N), V=min(V, spec.V), chunk_tokens=chunk)

@@ -1,4 +1,4 @@
-"""Results on disk: written after every problem, and taken up again where they stopped."""
+"""Results on disk, which are written after every problem, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem(row: Row) -> tuple[Any, ...]:
 
 
 def source() -> str:
-    """Twelve digits of a hash of the package's code: what the rows were measured on."""
+    """Twelve digits of a hash of the package's code, which identify what was measured."""
     digest = hashlib.sha256()
     for folder in ("fusedce", "kernels"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -78,7 +78,7 @@ def instruction_sets() -> list[str]:
 
 
 def caption(data: dict[str, Any]) -> str:
-    """Device, versions and dates of the numbers, in a line."""
+    """One line with the device, versions and dates of the numbers."""
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
     dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
@@ -86,7 +86,7 @@ def caption(data: dict[str, Any]) -> str:
 
 
 def write(path: Path, data: Any) -> None:
-    """Whole or not at all: a step may be killed at any moment."""
+    """Write a file atomically, since a run may be killed at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".json.part")
     scratch.write_text(json.dumps(data, indent=1) + "\n")
@@ -98,7 +98,7 @@ def _place(data: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class Results:
-    """Rows of one file, by problem; of one device, always of this run's versions."""
+    """Rows of one file, by problem; all of one device and of this run's versions."""
 
     def __init__(self, path: Path, device: str, **more: Any) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The one writer of Markdown tables, and of the marked places they go to."""
+"""Markdown tables, and the marked places of pages into which they are written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _cell(value: object) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three digits, and no decimals from 100 ms on."""
+    """Milliseconds with three digits, and no decimals from 100 ms on."""
     if seconds is None:
         return ""
     ms = 1e3 * seconds

@@ -1,1 +1,1 @@
-"""What is asked of a loss, checked once, and what comes back: the ground floor."""
+"""Inputs and options of a loss, their checks, and its results: the lowest layer."""

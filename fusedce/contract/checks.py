@@ -321,7 +321,7 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
 
 
 def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
-    """The given budget in bytes; else that of the environment, unless ``chunk_tokens`` is given.
+    """The given budget in bytes; else the environment's, unless ``chunk_tokens`` is given.
 
     Raises:
         ValueError: the variable of the environment is not a positive whole number.

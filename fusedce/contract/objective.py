@@ -132,7 +132,7 @@ def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
 def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     """The factor ``()`` in fp32 or fp64 by which gradients are multiplied before rounding.
 
-    It is the problem's expected upstream gradient, or else that of :meth:`LossSum.mean`, as a new
+    It is the problem's expected upstream gradient, or the one of :meth:`LossSum.mean`, as a new
     tensor that an operator may return. Backward multiplies by the real upstream gradient over this
     factor, and skips the product where that is 1.
     """

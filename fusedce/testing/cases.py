@@ -26,7 +26,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "label_smoothing": (0.1, 1.0),
     "z_loss": (1e-4, 0.3),
 }
-"""Values of the options that are numbers; as often they are left out."""
+"""Values of numeric options; in half of the cases an option is left out."""
 OPTIONS = ("bias", "ignore_index", "token_weight", *NUMBERS)
 """Options of :func:`fusedce.fused_ce` that :func:`cases` draws subsets of."""
 
@@ -68,7 +68,7 @@ class Case:
     seed: int = 0
 
     def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Those of ``token_weight (...)`` and ``class_weight (V,)`` that the case has."""
+        """The case's ``token_weight (...)`` and ``class_weight (V,)``, by name."""
         rng = torch.Generator().manual_seed(self.seed + 1)
         w = 3 * torch.rand(self.leading, generator=rng)
         w[torch.rand(self.leading, generator=rng) < 0.25] = 0
@@ -144,8 +144,8 @@ def cases(
 
     Args:
         dtypes: to draw from; max_tokens, max_vocabulary, max_hidden: largest N, V, H.
-        options: which options the loss under test accepts; besides those of
-            :func:`fusedce.fused_ce`, "class_weight".
+        options: options that the loss under test accepts: some of :data:`OPTIONS`, and
+            "class_weight".
     """
     leading = draw(
         st.one_of(

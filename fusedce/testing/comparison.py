@@ -1,4 +1,4 @@
-"""A loss beside the reference: what it may be wrong by."""
+"""Comparison of a loss with the reference, and the bounds of its error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
         labels,
         None if bias is None else bias.double(),
     )
-    # ---- count, and what must be exact
+    # ---- results that must be exact
     assert ours["n_valid"].dtype == torch.int64, f"n_valid must be int64: {ours['n_valid'].dtype}"
     assert ours["n_valid"].dim() == 0, "n_valid must be 0-d"
     assert int(ours["n_valid"]) == int(exact["n_valid"]), (
@@ -72,8 +72,8 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     assert ours["loss_sum"].dtype == wide, f"loss_sum must be {wide}: {ours['loss_sum'].dtype}"
     assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
 
-    # ---- bounds: logits are sums of H products, whose absolute values set what rounding can do
-    # (smoothing takes their mean, z-loss multiplies by them, weights multiply all of it)
+    # ---- bounds: logits are sums of H products, whose absolute values bound the rounding errors;
+    # smoothing takes the mean of logits, z-loss multiplies by them, weights multiply the loss
     valid = labels.reshape(-1) != case.options.get("ignore_index", -100)
     h, w = hidden.reshape(-1, case.H)[valid].double().abs(), weight.double().abs()
     size = h @ w.T + (0 if bias is None else bias.double().abs())

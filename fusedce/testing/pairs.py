@@ -1,4 +1,4 @@
-"""Students and teachers, drawn at random, and what a divergence between them may be wrong by."""
+"""Random students and teachers, and the bounds of the error of a divergence between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "ce_weight": (0.3, -1.0),
     "beta": (0.0, 0.1, 1.0),
 }
-"""Values of the options of :func:`fusedce.fused_kl` that are numbers."""
+"""Values of the numeric options of :func:`fusedce.fused_kl`."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def assert_matches_reference_kl(
 ) -> None:
     """Assert that ``fn(hidden, weight, teacher_hidden, teacher_weight, labels, **options)`` agrees.
 
-    What it must agree with is :func:`fusedce.reference_kl`: the sum, the number of valid tokens and
-    the gradients of the mean by hidden, weight and bias.
+    The sum, the number of valid tokens and the gradients of the mean by hidden, weight and bias are
+    compared with :func:`fusedce.reference_kl`.
 
     Args:
         fn: returns ``(loss_sum, n_valid)`` and takes the options of :func:`fusedce.fused_kl`.
@@ -160,9 +160,9 @@ def assert_matches_reference_kl(
 
 
 def check_pair(fn: Loss, pair: Pair) -> None:
-    """Compare one pair: errors of twice what torch makes in the same dtype, plus a few roundings.
+    """Compare one pair. Gradients may have twice torch's error in the same dtype, plus roundings.
 
-    The loss may err by roundings of its logits, as sums of H products.
+    The loss may have the rounding errors of its logits, which are sums of H products.
     """
     tensors, options = pair.tensors()
     loss, n_valid, grads = gradients_of(fn, tensors, options)
@@ -174,7 +174,7 @@ def check_pair(fn: Loss, pair: Pair) -> None:
     assert loss.dtype == acc, f"loss_sum must be {acc}, got {loss.dtype}"
     eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
     size = 1 + 30 * pair.spread
-    # (weights of both signs may cancel in the sum, not in the sum of their sizes)
+    # weights of both signs may cancel in the sum, so that the bound takes their absolute values
     weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
     bound = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
     error = abs(float(loss) - float(exact))

@@ -48,7 +48,7 @@ class Result:
     device: str
     where: str  # machine, versions and repeats, for a caption
     memory_method: str
-    rows: list[Row]  # the first is that of the bare products
+    rows: list[Row]  # the bare products first
 
     def data(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -309,6 +309,7 @@ def comes_late(engine, declared, rank):
     return str(raised.value), notes, time.perf_counter() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", [DistributedDataParallel, pytest.param(fully_shard, marks=FSDP2_MEAN)]
 )
@@ -324,6 +325,7 @@ def test_uneven_micro_batches_end_with_the_groups_timeout_in_words(engine):
         assert "the same number of micro-batches" in notes  # torch's own error in its backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", [DistributedDataParallel, pytest.param(fully_shard, marks=FSDP2_MEAN)]
 )
@@ -344,6 +346,7 @@ def never_comes(rank):
     return ranks.timed(run_window, LossAccumulator(), new_weight(), batches([2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
 def test_the_timeout_is_the_users_with_any_backend(backend):
     """The group that the accumulator makes for itself has it, too."""

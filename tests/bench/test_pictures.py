@@ -22,6 +22,7 @@ def gaps():
     return json.loads((RESULTS / "accumulation-cpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_picture_of_the_losses(losses, tmp_path):
     drawn = pictures.of_losses(losses, "a device", tmp_path, "cpu")
     names = {path.name for path in drawn}

@@ -1,6 +1,7 @@
 """The command `fusedce`: quick to answer, plain when piped, no trace for a user's mistake."""
 
 import errno
+import json
 import resource
 import subprocess
 import sys
@@ -285,8 +286,8 @@ def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     from fusedce.tools.demo import run
 
     monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)
-    found = answer("demo", "--quick", "--steps", "3", "--out", str(tmp_path))
-    assert found["problem"] is None
+    done = call("demo", "--quick", "--steps", "3", "--out", str(tmp_path), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["problem"] is None
     assert (tmp_path / "demo.png").exists()
-    done = call("demo", "--quick", "--steps", "1", "--out", str(tmp_path))
-    assert "s in all, from one step timed here" in done.output
+    assert "s in all, from one step timed here" in done.stderr

@@ -52,6 +52,7 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_layout_of_a_kernel_repository_loads(tmp_path):
     """Import the variant's file under another name, as Hugging Face's `kernels` does."""
     pytest.importorskip("tomllib", reason="the layout is written with Python 3.11 or newer")

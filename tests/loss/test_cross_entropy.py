@@ -29,8 +29,9 @@ def inputs(leading=(11,), H=12, V=37, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_parity_with_torch(backend, reduction, smoothing, weighted):
     """1-D, 2-D and 3-D hidden; ignored: nothing, a negative number, a real class."""
-    for leading, ignore_index in itertools.product([(), (11,), (3, 5)], [-100, -1, 2]):
-        hidden, weight, bias, labels = inputs(leading)
+    every = itertools.product([(), (11,), (3, 5)], [-100, -1, 2])
+    for leading, ignore_index in itertools.islice(every, 0, None, 4 if backend == "triton" else 1):
+        hidden, weight, bias, labels = inputs(leading)  # the interpreter takes each value once
         if leading:
             labels.view(-1)[::3] = ignore_index
         elif labels == ignore_index:

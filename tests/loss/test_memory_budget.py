@@ -221,6 +221,7 @@ def test_a_token_has_the_same_bits_in_every_batch(taken, dtype, budget):
             assert x.equal(y[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", [None, 6 * 10**5, 2 * 10**6])
 def test_a_token_has_the_same_bits_in_every_batch_on_triton(dtype, budget):

@@ -12,6 +12,7 @@ all of this without running any; `tests/mutate.py` runs them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import re
@@ -53,11 +54,15 @@ def place(mutant: Mutant, files: dict[Path, str]) -> Path:
     return Path(next(iter(counts)))
 
 
+@functools.cache
+def _test_files() -> list[Path]:
+    return list((ROOT / "tests").rglob("*.py"))
+
+
 def suite(mutant: Mutant) -> Path:
     """Its test file; ``ValueError`` unless one matches, and holds the word that -k selects."""
     wanted = Path(mutant.tests.split()[0]).parts
-    tests = (ROOT / "tests").rglob(wanted[-1])
-    found = [path for path in tests if path.parts[-len(wanted) :] == wanted]
+    found = [path for path in _test_files() if path.parts[-len(wanted) :] == wanted]
     if len(found) != 1:
         raise ValueError(f"{mutant.name!r} names {'/'.join(wanted)}: {len(found)} such test files")
     selected = re.search(r"-k (\w+)$", mutant.tests)

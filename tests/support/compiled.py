@@ -63,7 +63,7 @@ def backend_on(name: str):
 
 
 def skip_one_known_step(arch, dtype, H, options):
-    """Triton specialises on H where it is one unit of loads; nobody's H is that small."""
+    """Triton specialises on H if it is one unit of loads, which no model's H is."""
     unit = 16 // dtype.itemsize if H * dtype.itemsize % 16 == 0 else 1
     if arch == "sm_90" and dtype.itemsize == 2 and unit == H and options:
         pytest.skip("Triton starts the accumulators of one step from the bias, after their fence")
@@ -83,7 +83,7 @@ class Broken:
         self.inputs = [Case((N,), H, V, torch.bfloat16).tensors()[:3] for N, H, V in sizes]
         for _, _, labels in self.inputs:
             labels[5] = -100
-        # Beside the rows of the second, NaN stands: whoever reads on past H finds it.
+        # NaN stands beside the rows of the second tensor, so that reads past H are found.
         hidden, *others = self.inputs[1]
         wide = torch.full((20, 64), torch.nan, dtype=torch.bfloat16)
         wide[:, :56] = hidden

@@ -26,7 +26,7 @@ def ce(z, y):
 
 
 def loss_and_grads(model, x, y, loss, mode="grad"):
-    """The loss, and in the mode with gradients those of all parameters."""
+    """The loss and, in the mode with gradients, the gradients of all parameters."""
     model.zero_grad()
     with MODES[mode]():
         value = loss(model(x), y)

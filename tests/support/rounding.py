@@ -1,4 +1,4 @@
-"""Errors of bfloat16 gradients over that of rounding the exact ones once: a table by option.
+"""Errors of bfloat16 gradients, relative to rounding the exact gradients once, by option.
 
 python tests/support/rounding.py          # writes the table of docs/accuracy.md
 """
@@ -98,7 +98,7 @@ def losses(labels: Tensor, V: int, rng: torch.Generator) -> Iterator[tuple[str, 
 
 
 def errors(draw: Draw, backend: str, only: str = "") -> Iterator[tuple[str, list[float]]]:
-    """The error of each gradient over that of rounding it, by the names of :func:`losses`."""
+    """The error of each gradient over its rounding error, by the names of :func:`losses`."""
     hidden, weight, bias, labels, rng = draw.tensors()
     for name, loss in losses(labels, draw.V, rng):
         if only in name:

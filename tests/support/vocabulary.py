@@ -48,7 +48,7 @@ def inputs(V, dtype=torch.float64, n=N, seed=0, **options):
         options["token_weight"] = torch.rand(n, generator=rng) - 0.3
         options["token_weight"][::5] = 0
         found["hidden"][::5] = float("nan")
-    # A row that is ignored, or of weight 0, reaches nobody, whatever it holds.
+    # A row that is ignored or has weight 0 changes no result, whatever it holds.
     found["hidden"][labels == options.get("ignore_index", -100)] = float("nan")
     return found | options
 
