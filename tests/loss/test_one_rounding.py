@@ -7,7 +7,7 @@ import torch
 from support import rounding
 from support.rounding import Draw
 
-from fusedce import fused_ce, reference_ce
+from fusedce import fused_ce, fused_logprobs, reference_ce
 from fusedce.backends import mean_logit
 from fusedce.backends.torch import products, tiles
 
@@ -38,6 +38,29 @@ def test_every_option_and_pair_on_torch():
 def test_options_one_by_one_on_torch(logits, shared):
     for name, ratios in rounding.errors(Draw(logits, shared, True, 0), "torch"):
         assert max(ratios) <= 1.12, (name, ratios)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("statistic", ["lse", "entropy"])
+@pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
+@pytest.mark.parametrize("shared", [0.0, 0.94])
+def test_statistics_alone_on_torch(statistic, logits, shared):
+    """No label's entry stands out, so rounding the entries errs as much as rounding their sum.
+
+    The two are independent of each other: together they are a square root of 2.
+    """
+    hidden, weight, bias, labels, rng = Draw(logits, shared, True, 0).tensors()
+    factors = torch.rand(len(labels), generator=rng) / len(labels)
+
+    def loss(h, w, b, backend):
+        stats = fused_logprobs(h, w, labels, bias=b, backend=backend)
+        return (getattr(stats, statistic) * factors).sum()
+
+    inputs = (hidden, weight, bias)
+    got = rounding._gradients(loss, inputs, torch.bfloat16, "torch")
+    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
+    ratios = [rounding._over_once(x, e) for x, e in zip(got, exact, strict=True)]
+    assert max(ratios) <= (1.12 if logits == "sharp" else 2**0.5 * 1.05), ratios
 
 
 @pytest.mark.slow
