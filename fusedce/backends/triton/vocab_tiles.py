@@ -171,7 +171,7 @@ class _Walk:
             stride_entry=len(self.h),
             AMPLIFY=self.amplify,
             BLOCK_V=block,
-            num_warps=self.arch.exp_warps,
+            num_warps=self.arch.token_warps,
             **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),
         )
         return stored[:C, :T]
