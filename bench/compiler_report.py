@@ -108,9 +108,12 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each architecture and version of Triton: how many kernels, and what they spill."""
+    """A line for each architecture and version of Triton: how many kernels, and what they spill.
+
+    Of a kernel that was compiled twice, the later row counts.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in {(r["arch"], r["triton"], r["kernel"]): r for r in rows}.values():
         groups.setdefault((row["arch"], row["triton"]), []).append(row)
     cells = []
     for (arch, version), mine in sorted(groups.items()):

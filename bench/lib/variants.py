@@ -237,6 +237,7 @@ def _softmax_grad(
         unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
         if dtype != "bf16":
             unused["lost"] = None
+        unused |= {"num_warps": row.token_warps}
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 

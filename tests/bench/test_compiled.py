@@ -91,7 +91,8 @@ def test_spills_and_serialised_wgmma_are_faults(change, said):
 def test_spills_of_several_versions_of_triton_stand_in_one_table():
     row = ROW | {"warnings": [], "candidate": False, "triton": "3.6.0"}
     rows = [
-        row, row | {"spill_bytes": 24}, row | {"triton": "3.7.1"},
+        row, row | {"kernel": "stats bf16", "spill_bytes": 99},
+        row | {"kernel": "stats bf16", "spill_bytes": 24}, row | {"triton": "3.7.1"},
         row | {"triton": "3.7.1", "candidate": True, "spill_bytes": 16, "kernel": "other"},
     ]  # fmt: skip
     lines = [

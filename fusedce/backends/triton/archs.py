@@ -66,6 +66,7 @@ class Architecture(NamedTuple):
         plan.EXP_BLOCK_V
     )  # vocabulary entries of a row that share one maximum in training
     exp_warps: int = 4
+    token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
     divergence_warps: int = 8
     # Float32 products at a time.
@@ -231,7 +232,6 @@ ARCHITECTURES = (
             compiler=("cuda", number, 32),
             shared_limit=99 * KiB,
             capabilities=(divmod(number, 10),),
-            exp_warps=8,
         )
         for number in (86, 89)
     ),
@@ -241,7 +241,7 @@ ARCHITECTURES = (
         _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,
-        exp_warps=8,  # with 4, token_grad of float32 spills 8 bytes
+        token_warps=8,  # with 4, float32 spills 8 bytes
         capabilities=((12, 0),),
     ),
     Architecture(

@@ -183,7 +183,7 @@ class _Walk:
             stride_lost=C,
             AMPLIFY=self.amplify,
             BLOCK_V=block,
-            num_warps=self.arch.exp_warps,
+            num_warps=self.arch.token_warps,
             **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),
         )
         if self.lost is not None and lost is not None:
