@@ -107,7 +107,7 @@ def statistics(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
-    """Of a problem as it was asked, at a temperature."""
+    """Statistics of the tokens at a temperature, of arguments as they were given."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         problem = tempered(problem, temperature)
     hidden, labels = problem.hidden, problem.labels
