@@ -1,8 +1,8 @@
-"""Exponentials of a row over all ranks of a sharded vocabulary, from sums that each rank has.
+"""Sums of a row's exponentials over all ranks of a sharded vocabulary.
 
-A rank adds up what its blocks of the row hold, `shard_sums`: one reference and one sum a row. These
-are all that ranks exchange. `merge_shards` then finds the row's loss, on every rank from the same
-numbers by the same instructions, so that its bits are equal on all of them.
+`shard_sums` merges the blocks of a rank into one reference and one sum a row, which the ranks
+exchange. `merge_shards` then computes the row's loss, on every rank from the same numbers by the
+same instructions, so that its bits are equal on all of them.
 
 References are in units of log 2, as everywhere; one of -inf belongs to a rank that holds nothing of
 a row but its label.

@@ -1,8 +1,8 @@
-"""Statistics of every token, differentiable, where every rank holds some rows of the vocabulary.
+"""Statistics of every token on a sharded vocabulary, as functions of autograd.
 
-Forward: each rank's own classes as a problem of the backend, then one exchange of a few numbers a
-token. Backward: the backend's gradients of the own classes' logits, computed anew with the
-log-sum-exp of all classes, and the parts of ``d_hidden`` added up once.
+In the forward pass each rank gives its own classes to the backend as a problem, and the ranks
+exchange a few numbers a token. In backward each rank computes the logits of its classes again, with
+the log-sum-exp of all classes, and the ranks' addends of ``d_hidden`` are summed once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fusedce.contract.rounding import acc_dtype
 
 
 class Counted(NamedTuple):
-    """The tokens of all ranks, and those of them that count."""
+    """The tokens of all ranks, and which of them count: a valid label, a weight other than 0."""
 
     problem: Problem  # of all ranks' tokens, without graph
     shard: Shard
@@ -52,14 +52,11 @@ class Counted(NamedTuple):
         """``x (n, ...)`` at this rank's tokens, ``(n_here, ...)``; ``fill`` where none counts."""
         N = len(self.problem.labels)
         every = x.new_full((N, *x.shape[1:]), fill).index_put((self.rows,), x)
-        if self.shard.tokens is None:
-            return every
-        first = dist.get_rank(self.shard.group) * max(self.shard.tokens)
-        return every[first : first + self.n_here]
+        return self.shard.own(every, self.n_here)
 
 
 def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[Tensor, Seen]:
-    """``(N,)`` losses of this rank's tokens; ``problem`` holds the weights of all classes."""
+    """``(N,)`` losses of this rank's tokens in nats; ``problem`` has the weights of all classes."""
     counted = _counted(problem, shard)
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
@@ -77,7 +74,7 @@ def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple
 
 
 def token_stats(problem: Problem, shard: Shard, wanted: Wanted) -> Stats:
-    """Of this rank's tokens; entropy, mean logit and argmax where wanted."""
+    """``(N,)`` statistics of this rank's tokens; entropy, mean logit and argmax where wanted."""
     counted = _counted(problem, shard)
     return _own(_statistics(problem, counted, wanted)[0], counted, wanted)
 
@@ -185,7 +182,7 @@ def _classes_here(local: Local, classes: Tensor) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
-    """Statistics with a graph."""
+    """Statistics of the tokens that count, as an autograd function of the head's inputs."""
 
     @staticmethod
     def forward(
@@ -207,7 +204,7 @@ class _Values(torch.autograd.Function):
         ctx.names, ctx.options = tuple(tensors), problem.but(**dict.fromkeys(tensors))
         here = (local.y, local.here, _classes_here(local, counted.classes))
         ctx.save_for_backward(*tensors.values(), *here, z, nll_here, lse, entropy, zmean)
-        # Of the whole problem nothing but its size is needed: it would keep all tokens alive.
+        # The whole problem would keep all tokens alive; backward needs its size alone.
         ctx.shard, ctx.rows, ctx.n_here = counted.shard, counted.rows, counted.n_here
         ctx.N, ctx.local_rows = len(counted.problem.labels), len(weight)
         ctx.set_materialize_grads(False)
@@ -277,7 +274,7 @@ def _grads_here(
 
 
 class _Total(torch.autograd.Function):
-    """A sum over ranks that all of them differentiate: each for what is its own."""
+    """A sum over ranks that each of them differentiates by its own addend."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -296,7 +293,7 @@ def _of_all_ranks(
     z: Tensor,  # (n, K)
     shard: Shard,
 ) -> tuple[Tensor | None, ...]:
-    """Upstream gradients of all ranks' tokens, where each has said something of its own."""
+    """Upstream gradients of all ranks' tokens, each of which has those of its own."""
     *of_stats, of_z = upstream
     zero = torch.zeros_like(lse)
     told = [zero if u is None else u for u in of_stats]
@@ -308,7 +305,7 @@ def _of_all_ranks(
 
 
 def _with_padding(grad: Tensor, rows: int) -> Tensor:
-    """A gradient of the rows that are classes as that of all rows, of which others have none."""
+    """The gradient of all ``rows`` from that of the classes; padding rows have gradient 0."""
     if len(grad) == rows:
         return grad
     padded = grad.new_zeros(rows, *grad.shape[1:])

@@ -1,4 +1,4 @@
-"""The sum of the losses where every rank holds some rows of the vocabulary."""
+"""The sum of the losses on a sharded vocabulary, with its gradients as a node of autograd."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from fusedce.contract.results import LossSum
 
 
 def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[LossSum, Seen]:
-    """Equal on all ranks; every rank receives the gradients of what it holds.
+    """The sum in nats and the number of valid tokens, equal on all ranks; what is monitored.
 
-    What is monitored is that of this rank's tokens.
+    Every rank receives the gradients of its own inputs. The monitored statistics are those of this
+    rank's tokens.
     """
     refuse_forward_mode(*problem)
     wanted = wanted_gradients(problem)
@@ -45,7 +46,7 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
 
 
 def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bool) -> bool:
-    """Whether the sum is that of the tokens' losses, whose gradients are made in backward."""
+    """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
     triton, budget = problem.backend == "triton", problem.memory_budget
     if monitored.lse or monitored.entropy or (monitored.argmax and not (triton and train)):
         return True
@@ -58,7 +59,7 @@ def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bo
 
 
 def _triton() -> ModuleType:
-    """The path by Triton's kernels, imported at its first use."""
+    """The module of the Triton path, imported at its first use."""
     from fusedce.backends.triton import sharded_sum
 
     return sharded_sum

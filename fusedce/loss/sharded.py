@@ -252,7 +252,7 @@ def reduced(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Of a problem as it was asked: the losses, their sum or their mean."""
+    """The losses, their sum or their mean, of arguments as they were given."""
     labels = problem.labels
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(labels)):
         check_reduction(reduction)

@@ -1,4 +1,4 @@
-"""What the losses on a sharded vocabulary share: whether it is one, and how its ranks meet."""
+"""Steps that all losses on a sharded vocabulary begin with: checks, and agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fusedce.contract.problem import Problem
 
 
 def is_sharded(weight: object, process_group: object) -> bool:
-    """Whether the vocabulary is: a group was given, or the weight is a ``DTensor``."""
+    """Whether the vocabulary is sharded: a group was given, or the weight is a ``DTensor``."""
     return process_group is not None or is_dtensor(weight)
 
 
@@ -48,13 +48,23 @@ def agree_on_problem(
     reduction: str | None = None,
     beside: str | None = None,
 ) -> tuple[Problem, Shard]:
-    """The problem of this rank, checked and flattened, after all ranks have compared theirs.
-
-    ``beside``: names of what is asked for beside the loss.
+    """Check and flatten this rank's problem, and compare it with those of the other ranks.
 
     Labels ``(..., K)``, several classes of a token, become ``(N, K)``.
 
-    Raises the same error on all ranks that share the vocabulary.
+    Args:
+        problem, process_group, tokens_sharded, vocab_size: as given to the public function.
+        function: one of :data:`fusedce.backends.sharded.agreement.FUNCTIONS`.
+        reduction: that of the public function, if it has one.
+        beside: names of the statistics and outputs that are asked for beside the loss.
+
+    Returns:
+        The problem of this rank's tensors, and its shard.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
+
+    Collectives: see :func:`fusedce.backends.sharded.agreement.agree`.
     """
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)
@@ -73,7 +83,7 @@ def agree_on_problem(
         problem = problem.but(backend=resolve_backend(problem.backend, problem.hidden))
         layout = layout._replace(problem=problem)
         c = problem.class_weight
-        # Weights of all ranks' classes: how many there are is known once the ranks have met.
+        # The class weights are those of all ranks' classes, whose number `agree` finds.
         check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
         if classes is not None:
             problem = problem.but(labels=classes)
@@ -105,11 +115,12 @@ def has_several_classes(problem: Problem) -> bool:
 
 
 def device_of(x: object) -> torch.device | None:
+    """The device of a tensor; ``None`` for an argument that is none."""
     return getattr(x, "device", None)
 
 
 def tokens_of(labels: Any) -> torch.Size:
-    """The shape of what each token gets here."""
+    """The shape of this rank's labels."""
     return local_of(labels).shape
 
 

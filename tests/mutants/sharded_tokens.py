@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: everybody's first tokens",
-        "first = dist.get_rank(self.shard.group) * max(self.shard.tokens)",
+        "first = dist.get_rank(self.group) * max(self.tokens)",
         "first = 0",
         TOKENS,
     ),

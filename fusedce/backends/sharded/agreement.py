@@ -1,4 +1,4 @@
-"""Whether ranks that share a vocabulary ask for the same, and hold the same."""
+"""The exchange in which ranks of a sharded vocabulary compare their arguments and tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
 def tell_peers_on_error(
     groups: list[dist.ProcessGroup], device: torch.device | None
 ) -> Iterator[None]:
-    """Tell the ranks of ``groups`` of an error before they meet to :func:`agree`."""
+    """Send an error to the ranks of ``groups``, which receive it in :func:`agree`."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -91,7 +91,7 @@ def tell_peers_on_error(
 def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
     """Gather what the ranks that share the vocabulary hold: one all-gather in each of ``groups``.
 
-    Every rank takes part in all of them, one that knows of an error too: so it gets from one
+    Every rank takes part in all of them, a rank with an error too: so the error passes from one
     dimension of the mesh to the next, and all ranks raise it.
     """
     error: Exception | None = None
@@ -161,6 +161,7 @@ def _signs(i: Tensor) -> Tensor:
 
 
 def check_vocab_size(vocab_size: object) -> None:
+    """Raise a ``TypeError`` unless ``vocab_size`` is an int or ``None``."""
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
 
@@ -172,7 +173,14 @@ def agree(
     reduction: str | None = None,
     monitor: str | None = None,
 ) -> Shard:
-    """What ranks must know of each other; raises on all of them where they do not fit."""
+    """Compare the ranks' settings and tokens, and find each rank's place in the vocabulary.
+
+    Collectives: one all-gather of under 1 KiB on each of ``layout.groups``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the ranks do not fit, or one of them has raised; the
+            same on all of them.
+    """
     problem, group = layout.problem, layout.groups[-1]
     labels = problem.labels.reshape(-1).long()
     valid = _valid(problem)

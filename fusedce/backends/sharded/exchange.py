@@ -1,4 +1,4 @@
-"""The rows of the vocabulary that a rank holds, and the collectives over all ranks."""
+"""A rank's shard of the vocabulary, and the collectives of tokens and their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends.gradients import Gradients, call_of
-from fusedce.backends.plan import DEVICE_BUDGET, Call
+from fusedce.backends.plan import DEVICE_BUDGET, Call, Way, way_of
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
@@ -22,7 +22,7 @@ REDUCE_SCATTER = (
 
 
 class Shard(NamedTuple):
-    """The rows of the vocabulary that lie here, and the ranks that hold the others."""
+    """The rows of the vocabulary on this rank, and the ranks that hold the others."""
 
     group: dist.ProcessGroup
     first: int  # the class of the first row here
@@ -37,11 +37,18 @@ class Shard(NamedTuple):
         """The number of rows of ``problem.weight`` that are classes, the first ones."""
         return min(max(self.V - self.first, 0), len(problem.weight))
 
+    def own(self, x: Tensor, n: int) -> Tensor:
+        """This rank's ``n`` tokens of ``x (N, ...)``, which holds those of all ranks."""
+        if self.tokens is None:
+            return x
+        first = dist.get_rank(self.group) * max(self.tokens)
+        return x[first : first + n]
+
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """Sizes for a plan, those of the largest shard, hence the same on all ranks.
+    """Sizes for a plan: those of the largest shard, so that all ranks make the same plan.
 
-    ``N``: of all ranks' tokens.
+    ``N``: the number of all ranks' tokens.
     """
     hidden, H = problem.hidden, problem.hidden.shape[1]
     acc = acc_dtype(hidden.dtype).itemsize
@@ -69,6 +76,15 @@ def of_classes(grads: Gradients, real: int) -> Gradients:
     return part
 
 
+def sharded_way(problem: Problem, shard: Shard) -> Way:
+    """The way to compute a sum of losses; ``problem`` holds the tokens of all ranks."""
+    return way_of(
+        sharded_call(problem, shard, len(problem.hidden)),
+        chunk_tokens=problem.chunk_tokens,
+        memory_budget=problem.memory_budget,
+    )
+
+
 def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
     """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
     on_cpu = problem.labels.device.type == "cpu"
@@ -76,9 +92,10 @@ def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
 
 
 def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
-    """The problem of every rank's tokens, each rank's filled up to ``most`` ignored ones.
+    """The problem of every rank's tokens, those of each rank padded to ``most`` by ignored ones.
 
-    Weights and temperatures travel in float64: ranks may hold them in different dtypes.
+    Collectives: an all-gather each of hidden states, labels, and token weights and temperatures if
+    there are any; these two in float64, since ranks may hold them in different dtypes.
     """
     token_weight, temperature = problem.token_weight, problem.temperature
     assert problem.ignore_index is not None
@@ -95,7 +112,7 @@ def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem
 
 
 def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
-    """``(n, ...)`` of every rank, each filled up to ``most`` tokens, one after the other."""
+    """``x (n, ...)`` of every rank, each padded to ``most`` tokens, one after the other."""
     padded = x.new_full((most, *x.shape[1:]), value)
     padded[: len(x)] = x
     return all_gather(padded, group)
@@ -109,7 +126,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RunningSums:
-    """Adds up the ranks' ``d_rows (N_valid, H)`` piece by piece, while others are computed."""
+    """All-reduces of the ranks' ``d_rows (N_valid, H)`` by pieces, while others are computed."""
 
     def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
         self._d_rows, self._group = d_rows, group
@@ -117,14 +134,14 @@ class RunningSums:
         self._works: list[dist.Work] = []
 
     def start(self, end: int) -> None:
-        """Start the sum of the rows up to ``end`` that are not under way."""
+        """Start the all-reduce of the rows before ``end`` that has not been started."""
         if self._d_rows is not None and end > self._started:
             rows = self._d_rows[self._started : end]
             self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
             self._started = end
 
     def wait(self) -> None:
-        """Wait for all sums that are under way."""
+        """Start the all-reduce of the remaining rows, and wait for all of them."""
         if self._d_rows is not None:
             self.start(len(self._d_rows))
         for work in self._works:
@@ -132,13 +149,16 @@ class RunningSums:
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from every rank's part of the valid rows."""
+    """``d_hidden`` of this rank's tokens from every rank's addend of the valid rows."""
     RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
     return of_all_tokens(d_rows, rows, N, n_here, shard)
 
 
 def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens, from that of the valid rows."""
+    """``d_hidden (n_here, H)`` of this rank's tokens, from that of the valid rows.
+
+    Collectives: a reduce-scatter of ``(N, H)`` if the tokens are sharded.
+    """
     H = d_rows.shape[1]
     if shard.tokens is None and len(rows) == N:
         return d_rows

@@ -1,4 +1,4 @@
-"""How vocabulary and tokens lie on ranks."""
+"""The placement of vocabulary and tokens on ranks, read from DTensors or groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedce.contract.problem import Problem
 
 
 class Layout(NamedTuple):
-    """What lies here, and who holds the rest of the vocabulary."""
+    """This rank's tensors, and the ranks that hold the rest of the vocabulary."""
 
     problem: Problem  # of local tensors
     groups: list[dist.ProcessGroup]  # as :func:`groups_of`, the vocabulary's last
@@ -19,7 +19,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Layout:
-    """Where everything lies, read from placements or from the group given.
+    """The placement of a problem, read from its DTensors or from the group that was given.
 
     Raises:
         ValueError: a placement or group that does not describe a sharded vocabulary.
@@ -50,7 +50,7 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
 
 
 def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
-    """Whom this rank meets, as far as they are known before anything is checked.
+    """The groups in which this rank takes part, as far as they are known before any check.
 
     Over each dimension of the mesh on which the weight is replicated, the ranks that must hold the
     same; last, those that share the vocabulary.
@@ -67,6 +67,7 @@ def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
 
 
 def is_dtensor(x: object) -> bool:
+    """Whether ``x`` is a ``DTensor``; does not import it."""
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
@@ -74,7 +75,7 @@ def shard_dim(name: str, x: Any) -> int:
     """The mesh dimension over which ``x`` has ``Shard(0)``, all others replicated.
 
     Raises:
-        ValueError: it is placed in another way.
+        ValueError: it has another placement.
     """
     sharded = [i for i, p in enumerate(x.placements) if not p.is_replicate()]
     if not sharded:
@@ -94,6 +95,7 @@ def shard_dim(name: str, x: Any) -> int:
 
 
 def _tokens_sharded(hidden: Any, dim: int) -> bool:
+    """Whether ``hidden`` is sharded over tokens on the mesh dimension of the vocabulary."""
     for i, placement in enumerate(hidden.placements):
         tokens = placement.is_shard() and placement.dim % hidden.ndim != hidden.ndim - 1
         if not placement.is_replicate() and not (i == dim and tokens):

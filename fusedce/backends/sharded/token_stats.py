@@ -1,11 +1,11 @@
-"""Statistics of every token's logits where each rank holds some rows of the vocabulary.
+"""Statistics of every token's logits on a sharded vocabulary, merged over the ranks.
 
-A rank's own rows are a vocabulary to the backend, whose kernels know nothing of other ranks: it
-finds their log-sum-exp, entropy, maximum. What ranks tell each other are these few numbers a token;
-a vocabulary is put together of its shards as the backends put one together of its tiles.
+The backend gets a rank's own rows as a vocabulary of its own, and computes their log-sum-exp,
+entropy and maximum. The ranks exchange these few numbers a token and merge shards as the backends
+merge tiles.
 
-The backend wants a label of every token. Where it lies elsewhere, the first row here stands in for
-it; what it is told about that row's gradient is then that of any other row.
+The backend needs a label of every token. Where the label lies on another rank, the first row here
+stands in for it, and backward gives that row the gradient of any other.
 
 As everywhere, the label's own exponential stays out of the sums: nothing cancels at p -> 1.
 """
@@ -46,7 +46,7 @@ class Local(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Of all classes; and what backward must know of the row that is the label here."""
+    """Statistics over all classes, and a number of this rank that backward needs."""
 
     stats: Stats
     nll_here: Tensor  # (n,) -log p of that row

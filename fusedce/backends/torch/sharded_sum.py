@@ -1,4 +1,4 @@
-"""The sum of the losses on a sharded vocabulary, in plain torch: what the Triton path is tested by.
+"""The sum of the losses on a sharded vocabulary, in plain torch; it tests the Triton path.
 
 Ranks see the same tokens. Per chunk of tokens each takes the logits of its own rows, a tile
 ``(real, C)`` and never more, and sends the others four numbers a token: the largest logit, the sum
@@ -8,9 +8,9 @@ logits, and multiplies: its rows of the weight gradient are complete, its part o
 added to the others' while the next chunk is computed. In float32: bfloat16 halves the traffic, and
 makes the error 1.4 times that of torch's whole bfloat16 loss on 2 ranks, 1.8 on 4, 2.3 on 8.
 
-Logits, gradients and rows are made by what the unsharded path is made of. Its statistics are not
-used: :class:`fusedce.backends.torch.tiles.TileStats` looks at them on the host, tile by tile, and
-here nothing waits for the device once the ranks have agreed.
+Logits, buffers of gradients and valid rows are those of the unsharded path. Its statistics are not:
+:class:`fusedce.backends.torch.tiles.TileStats` reads maxima on the host, tile by tile, and here the
+host does not wait for the device once the ranks have agreed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
-from fusedce.backends.plan import way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.sharded.exchange import (
     RunningSums,
@@ -31,7 +30,7 @@ from fusedce.backends.sharded.exchange import (
     counted_rows,
     of_all_tokens,
     of_classes,
-    sharded_call,
+    sharded_way,
 )
 from fusedce.backends.sharded.token_stats import nll_and_lse
 from fusedce.backends.torch.products import Products
@@ -44,7 +43,7 @@ from fusedce.contract.rounding import acc_dtype
 
 
 def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
-    """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
+    """The sum over all ranks' tokens in nats, and the wanted gradients of this rank's inputs."""
     n_here = len(problem.hidden)
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
@@ -52,11 +51,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     N, H = hidden.shape
     acc = acc_dtype(hidden.dtype)
     rows, n_valid = counted_rows(problem, shard)
-    way = way_of(
-        sharded_call(problem, shard, N),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
+    way = sharded_way(problem, shard)
     by_chunk = chunks_of(rows, way.tokens)
     grads = Gradients(
         problem, wanted.but(hidden=False), dtypes=waiting(problem), chunks=len(by_chunk)

@@ -1,4 +1,4 @@
-"""Ranks that hold other rows of the vocabulary: what a chunk's rows exchange with them."""
+"""Reference and sum of a row's exponentials over all ranks: one exchange per chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 
 
 class Peers:
-    """The ranks of a shard, and what is known of the rows that count before any chunk."""
+    """The other ranks of a shard, and the labels' logits of the rows that count."""
 
     def __init__(
         self,

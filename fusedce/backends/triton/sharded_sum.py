@@ -1,12 +1,12 @@
-"""The sum of the losses where every rank holds some rows of the vocabulary.
+"""The sum of the losses on a sharded vocabulary, by the Triton kernels.
 
-The kernels are those of a whole vocabulary, and run over the rows here. A row's label lies on one
-rank, which tells the others its logit before the first chunk: all ranks store exponentials relative
-to it. Per chunk they exchange one reference and one sum a row, and from these each of them finds
-the loss and its factors of the gradient.
+Each rank runs the kernels of a whole vocabulary on its own rows. The rank that holds a token's
+label sends its logit to the others before the first chunk, and all ranks store exponentials
+relative to it. Per chunk they exchange one reference and one sum a token, from which each of them
+computes the loss and the factors of the gradient.
 
-Every rank's part of ``d_hidden`` is a product of its own rows. It is added to the others' in
-float32, while the chunk's product for the weight and the next chunk are computed.
+Each rank's addend of ``d_hidden`` is a product with its own rows. The all-reduce in float32 runs
+while the chunk's product for the weight and the next chunk are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
-from fusedce.backends.plan import way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.sharded.exchange import (
     RunningSums,
@@ -28,7 +27,7 @@ from fusedce.backends.sharded.exchange import (
     all_tokens,
     of_all_tokens,
     of_classes,
-    sharded_call,
+    sharded_way,
 )
 from fusedce.backends.triton.chunks import Chunks
 from fusedce.backends.triton.compact import Rows, compact, on, raise_on_cpu
@@ -77,15 +76,11 @@ def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
 def loss_and_grads(
     problem: Problem, shard: Shard, wanted: Wanted, argmax: Tensor | None = None
 ) -> Summed:
-    """The sum over all ranks' tokens, and the wanted gradients of what lies here."""
+    """The sum over all ranks' tokens in nats, and the wanted gradients of this rank's inputs."""
     n_here, n = len(problem.hidden), shard.counted
     problem, local = _problems(problem, shard)
     (N, H), device = problem.hidden.shape, problem.hidden.device
-    way = way_of(
-        sharded_call(problem, shard, N),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
+    way = sharded_way(problem, shard)
     with on(device):
         packed = compact(problem, V=shard.V)
         raise_on_cpu(packed.n_valid, problem, shard.V)
@@ -114,7 +109,7 @@ def loss_and_grads(
                 options = RowFactors(local, shard.V, mean)
             real = shard.real(problem)
             head_gradients = of_classes(grads, real)
-            if not real:  # those of the row of zeros go nowhere
+            if not real:  # the row of zeros needs memory for a gradient, which nobody reads
                 of_zeros = problem.hidden.new_empty(1, H)
                 head_gradients.weight = of_zeros if grads.weight is not None else None
                 head_gradients.bias = None
@@ -125,8 +120,7 @@ def loss_and_grads(
             )  # fmt: skip
             total = losses.sum(dtype=torch.float64).float()
         if argmax is not None and every is not None and shard.tokens is not None:
-            first = dist.get_rank(shard.group) * max(shard.tokens)
-            argmax.copy_(every[first : first + n_here])
+            argmax.copy_(shard.own(every, n_here))
         d_hidden, d_weight, d_bias = grads.written()
         if d_rows is not None:
             sums.wait()
@@ -153,7 +147,7 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
 
 
 def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peers:
-    """The other ranks, after all have told each other the labels' logits: one all-reduce."""
+    """The labels' logits of all ranks, summed by one all-reduce."""
     y, empty = problem.labels[rows], not shard.real(problem)
     z_label = torch.zeros(len(rows), dtype=torch.float32, device=y.device)
     if not empty:
