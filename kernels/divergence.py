@@ -136,6 +136,19 @@ def parts_of(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
     return part, q, x, gap
 
 
+@triton.jit
+def leave_row_out(c, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
+    """Store 0 as the loss, the factor and the gradient of row ``c``; ``grads`` begins there."""
+    tl.store(losses + c, 0.0)
+    if row_factors is not None:
+        tl.store(row_factors + c, 0.0)
+    if grads is not None:
+        for start in range(0, width, BLOCK_V):
+            offs_v = start + tl.arange(0, BLOCK_V)
+            none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
+            tl.store(grads + offs_v, none, mask=offs_v < width)
+
+
 @triton.jit(do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share"])
 def divergence_rows_kernel(
     student,  # (C, width) fp32 products
@@ -171,13 +184,7 @@ def divergence_rows_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        tl.store(losses + c, weight)
-        if row_factors is not None:
-            tl.store(row_factors + c, 0.0)
-        if grads is not None:
-            for start in range(0, width, BLOCK_V):
-                none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
-                tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
         return
 
     label = tl.load(labels + c)
@@ -330,13 +337,7 @@ def target_rows_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        tl.store(losses + c, weight)
-        if row_factors is not None:
-            tl.store(row_factors + c, 0.0)
-        if grads is not None:
-            for start in range(0, width, BLOCK_V):
-                none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
-                tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
         return
 
     # ---- first walk: the log-sum-exp, and the sum of the targets, both without y

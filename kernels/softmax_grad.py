@@ -241,6 +241,7 @@ def softmax_rows_kernel(
     g_label = -others * inverse * logits_slope(z, scale, softcap)
     of_p = 1.0
     shift = 0.0
+    by_shift = 0.0  # shift before the row's size is taken out of it
     factor = to_p
     if terms is not None:
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
@@ -261,6 +262,7 @@ def softmax_rows_kernel(
             if shifts is not None:  # (no soft-cap beside it: the slope is the scale)
                 if scale is not None:
                     shift *= scale
+                by_shift = shift
                 if class_weight is not None:
                     g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
                 else:
@@ -285,7 +287,7 @@ def softmax_rows_kernel(
 
     likeliest = tl.full((), -1, tl.int32)
     of_likeliest = tl.zeros((), tl.float32)
-    if grads.dtype.element_ty == tl.bfloat16 and not NORMALISE:
+    if grads.dtype.element_ty == tl.bfloat16:
         # Looked for in its block by what was stored of it. With a soft-cap another entry may be the
         # largest there; then this one is no larger than its neighbours, and stays.
         p = exp(m_others, top) * inverse
@@ -299,7 +301,10 @@ def softmax_rows_kernel(
             found = tl.min(tl.where(e == stored, offs, V), axis=0)
             if found < V:
                 likeliest = found
-                of_likeliest = of_p * p * slope
+                smoothed = by_shift
+                if class_weight is not None:
+                    smoothed *= tl.load(class_weight + found)
+                of_likeliest = of_p * p * slope + smoothed
     tl.store(columns + stride_row + c, likeliest)
     tl.store(entries + stride_row + c, of_likeliest)
 

@@ -235,6 +235,8 @@ def _softmax_grad(
             yield Variant(f"exp_tile {label_}", exp_tile_kernel, dtype, constants | more | own)
             yield from _softmax_rows(row, label_, dtype, option, extra, normalised, constants)
         unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
+        if dtype != "bf16":
+            unused["lost"] = None
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 
 

@@ -160,7 +160,8 @@ def _token_grads(*flat: Any) -> tuple[Tensor, ...]:
 
 
 @_token_grads.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
+def fake_grads(*flat: Any) -> tuple[Tensor, ...]:
+    """Gradients without values, in the inputs' dtype: ``(0,)`` where none is wanted."""
     problem, wanted, _ = records(flat)
     inputs = (problem.hidden, problem.weight, problem.bias)
     return tuple(

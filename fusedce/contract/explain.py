@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -89,6 +89,20 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def takes_arguments_of(
+    other: Callable[P, object],
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function ``(*args, **kwargs)`` the parameters of ``other``, which says them once."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        returns = inspect.signature(function).return_annotation
+        signature = inspect.signature(other).replace(return_annotation=returns)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return explains_names(cast(Callable[P, R], function))
+
+    return decorate
 
 
 def not_a_tensor(name: str, given: object) -> TypeError:

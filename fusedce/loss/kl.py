@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from fusedce.autograd import divergence as operators
 from fusedce.contract.divergence import Divergence, checked_divergence
-from fusedce.contract.explain import explains_names
+from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 
@@ -95,41 +95,24 @@ def fused_kl(
         >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
         >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
     """
-    student = Problem(
-        hidden, weight, cast(Tensor, labels), bias=bias, token_weight=token_weight,
-        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+    return operators.loss_sum(*_asked(
+        hidden, weight, teacher_hidden, teacher_weight, labels,
+        divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
+        bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
+        logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
+        ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
-    )  # fmt: skip
-    teacher = Divergence(
-        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale,
-        divergence, beta, temperature, ce_weight,
-    )  # fmt: skip
-    return operators.loss_sum(*_checked(student, teacher))
+    ))  # fmt: skip
 
 
-@explains_names
+@takes_arguments_of(fused_kl)
 def fused_kl_tokens(
-    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
-    teacher_hidden: Tensor,  # (..., H of the teacher)
-    teacher_weight: Tensor,  # (V, H of the teacher) dtype of teacher_hidden
-    labels: Tensor | None = None,  # (...) int64 or int32
-    *,
-    divergence: Kind = "forward",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ce_weight: float = 0.0,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
-    teacher_bias: Tensor | None = None,  # (V,) dtype of teacher_hidden
-    softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    ignore_index: int | None = -100,
-    token_weight: Tensor | None = None,  # (...) numbers or bool
-    chunk_tokens: int | None = None,
-    memory_budget: int | None = None,  # bytes
-    backend: str | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """:func:`fused_kl` position by position: ``(...)`` nats, 0 at ignored positions.
 
@@ -147,22 +130,31 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    student = Problem(
-        hidden, weight, cast(Tensor, labels), bias=bias, token_weight=token_weight,
-        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
-    )  # fmt: skip
-    teacher = Divergence(
-        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale,
-        divergence, beta, temperature, ce_weight,
-    )  # fmt: skip
-    return operators.token_losses(*_checked(student, teacher)).view(hidden.shape[:-1])
+    asked = _asked(hidden, weight, teacher_hidden, teacher_weight, labels, **options)
+    return operators.token_losses(*asked).view(hidden.shape[:-1])
 
 
-def _checked(student: Problem, teacher: Divergence) -> tuple[Problem, Divergence]:
-    """Without labels every position has one, a class that always is."""
-    hidden, given = student.hidden, cast(object, student.labels)
-    if given is None and isinstance(hidden, Tensor):
-        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        student = student.but(labels=labels, ignore_index=None)
-    return checked_divergence(student, teacher, given)
+# Arguments that are not the student's, and the fields of `Divergence` that hold them.
+_FIELDS = {
+    "divergence": "kind", "beta": "beta", "temperature": "temperature", "ce_weight": "ce_weight",
+    "teacher_bias": "bias", "teacher_softcap": "softcap", "teacher_logit_scale": "logit_scale",
+}  # fmt: skip
+
+
+def _asked(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor | None = None,
+    **options: Any,
+) -> tuple[Problem, Divergence]:
+    """Checked records of the arguments; without labels every position gets a valid one."""
+    of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
+    student = Problem(hidden, weight, cast(Tensor, labels), **options)
+    if labels is None and isinstance(hidden, Tensor):
+        zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        student = student.but(labels=zeros, ignore_index=None)
+    return checked_divergence(
+        student, Divergence(teacher_hidden, teacher_weight, **of_teacher), labels
+    )

@@ -118,7 +118,6 @@ def fused_logprobs(
         >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
-    check_flag("mean_logit", mean_logit)
     problem = Problem(
         hidden,
         weight,
@@ -133,6 +132,7 @@ def fused_logprobs(
     )
     if is_sharded(weight, process_group):
         return statistics(problem, temperature, mean_logit, process_group)
+    check_flag("mean_logit", mean_logit)
     problem = tempered(problem, temperature)
     several = has_several_classes(problem)
     problem = checked(problem.but(labels=labels[..., 0]) if several else problem)

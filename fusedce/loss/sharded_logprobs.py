@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedce.autograd import sharded_stats
 from fusedce.backends.sharded.agreement import ARGMAX, MEAN_LOGIT, STATISTICS, tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
+from fusedce.contract.checks import check_flag
 from fusedce.contract.explain import explains_names, not_a_tensor
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
@@ -107,8 +108,9 @@ def statistics(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
-    """Of a problem as it was asked, at a temperature."""
+    """:func:`sharded_logprobs` of a problem whose arguments nobody has checked yet."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
+        check_flag("mean_logit", mean_logit)
         problem = tempered(problem, temperature)
     hidden, labels = problem.hidden, problem.labels
     function = MEAN_LOGIT if mean_logit else STATISTICS

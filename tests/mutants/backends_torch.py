@@ -210,6 +210,12 @@ MUTANTS = [
         ROUNDING,
     ),
     Mutant(
+        "rounding: a rounded tile has no sum",
+        "ones = torch.ones(1, len(x), dtype=x.dtype)",
+        "ones = torch.zeros(1, len(x), dtype=x.dtype)",
+        ROUNDING,
+    ),
+    Mutant(
         "rounding: the same, token by token",
         "d_hidden[where].addr_(large.left, mean_row)",
         "pass",

@@ -15,9 +15,15 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: what sums to 0 is left out",
-        "torch.addcmul(tanh, half, part, out=part)",
+        "torch.addcmul(g, half, part, out=part)",
         "torch.mul(half, part, out=part)",
         f"{KL} -k nearly_equal",
+    ),
+    Mutant(
+        "divergence: the first tile's reference is kept where it is too low",
+        "        if bool((sums > HIGHEST).any()):\n            k = self._maxima(z)",
+        "        if False:\n            k = self._maxima(z)",
+        f"{KL} -k far_above_the_first_tile",
     ),
     Mutant(
         "divergence: no mean in the gradient",

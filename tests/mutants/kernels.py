@@ -200,6 +200,24 @@ MUTANTS = [
         "backends/triton/test_training.py -k as_exact",
     ),
     Mutant(
+        "rows: the likeliest is not smoothed",
+        "of_likeliest = of_p * p * slope + smoothed",
+        "of_likeliest = of_p * p * slope",
+        "backends/triton/test_training.py -k as_exact",
+    ),
+    Mutant(
+        "rows: the likeliest is rounded where rows are smoothed",
+        "if grads.dtype.element_ty == tl.bfloat16:",
+        "if grads.dtype.element_ty == tl.bfloat16 and not NORMALISE:",
+        "backends/triton/test_training.py -k as_exact",
+    ),
+    Mutant(
+        "tokens: what rounding took of a row is left out",
+        "tl.sum(tl.where(offs_t < T, g - rounded.to(tl.float32), 0.0), axis=0)",
+        "0.0",
+        "loss/test_one_rounding.py -k sharp-0.9",
+    ),
+    Mutant(
         "rows: hidden states without the rows' factors",
         "(h * factor).to(scaled",
         "h.to(scaled",

@@ -14,8 +14,8 @@ MUTANTS = [
     ),
     Mutant(
         "peers: token weights stay behind the shift",
-        "else token_weight.roll(-offset, -1)",
-        "else token_weight",
+        "token_weight = token_weight.roll(-offset, -1)",
+        "pass",
         f"{PEERS} -k shift_with",
     ),
     Mutant(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedce.backends.mean_logit import sample, sampled_mean_row
 from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.projection import Projection
@@ -20,7 +21,6 @@ APART = 0.125  # a probability; entries of that size are not rounded
 ABOVE = 30
 HIGHEST = math.exp(ABOVE)
 NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
-_SAMPLE = 128  # classes that the first reference and the mean row are of
 _ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
 
 
@@ -73,14 +73,9 @@ class Logits:
         w = self.head.weight[classes].to(self.products.logits)
         return self.finished(self._product(w, h, None), classes[:, None])
 
-    def sample(self) -> Tensor:
-        """``(K,)`` classes, evenly chosen, at most `_SAMPLE`."""
-        V = len(self.head.weight)
-        return torch.arange(0, V, -(-V // _SAMPLE), device=self.head.weight.device)
-
     def mean_row(self) -> Tensor:
         """``(H,)`` in ``acc``: about the mean of the weight's rows, a sample's."""
-        return self.head.weight[self.sample()].to(self.head.acc).mean(0)
+        return sampled_mean_row(self.head.weight)
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""
@@ -234,7 +229,7 @@ def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
     With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. It
     is 0 where that fits as well: there is nothing to subtract then.
     """
-    classes = logits.sample()
+    classes = sample(logits.head.weight)
     z = logits.of_classes(h, classes)
     z.masked_fill_(classes[:, None] == y, -math.inf)
     k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)

@@ -32,7 +32,8 @@ def gradients(problem):
     found = backend.loss_and_grads(problem, wanted, None)
     x = [problem.hidden, problem.weight] + ([] if problem.bias is None else [problem.bias])
     x = [t.double().requires_grad_() for t in x]
-    options = {name: getattr(problem, name) for name in ("softcap", "logit_scale", "z_loss")}
+    names = ("softcap", "logit_scale", "z_loss", "label_smoothing", "class_weight")
+    options = {name: getattr(problem, name) for name in names}
     bias = x[2] if len(x) == 3 else None
     exact = fusedce.reference_ce(x[0], x[1], problem.labels, bias=bias, **options)
     exact = torch.autograd.grad(exact.loss_sum * found.factor.double(), x)
@@ -55,6 +56,8 @@ def error(x, exact):
         (8, 0.6, {"z_loss": 0.01}),
         (8, 0.6, {"softcap": 5.0}),
         (8, 0.6, {"softcap": 30.0, "logit_scale": 2.0}),
+        (8, 0.6, {"label_smoothing": 0.1, "logit_scale": 2.0}),
+        (8, 0.6, {"label_smoothing": 0.1, "class_weight": torch.linspace(0.5, 1.5, V)}),
         (40, 0.6, {}),
     ],
 )
