@@ -208,7 +208,7 @@ def test_ranks_are_one_big_batch(name, world):
         parallel.assert_equal_to_single_process(found, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_split_over_ranks(world):
     for worst, windows in ranks.of(results(world), "any_split"):
         assert 0 < worst < 1e-6
