@@ -37,6 +37,10 @@ from fusedce.contract.rounding import acc_dtype
 
 _BLOCK = 1024  # rows of a rounded product, which waits in memory of its own to be added
 
+# A limit below these makes oneDNN multiply bfloat16 without the units that the CPU has.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_BF16_ISA = re.compile(r"|DEFAULT|ALL|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10_.*|AVX2_VNNI_2")
+
 
 class Products(NamedTuple):
     """Products of inputs of one dtype on one device."""
@@ -106,6 +110,8 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether bf16 GEMMs run on units made for them. Elsewhere they are 3 to 4 times slower."""
     if device.type != "cpu":
         return True
+    if not all(_BF16_ISA.fullmatch(os.environ.get(name, "").strip().upper()) for name in _LIMITS):
+        return False
     return _cpu_has("_is_avx512_bf16_supported") or _cpu_has("_is_amx_tile_supported")
 
 

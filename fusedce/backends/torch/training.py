@@ -64,9 +64,13 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     step = logits.step(way)
     for chunk in chunks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[chunk])  # (C, H)
-        stats = TileStats(problem.labels[chunk].long(), acc)
+        y = problem.labels[chunk].long()
+        stats = TileStats(y, acc, k=first_reference(logits, h, y))
         for begin, end in tiles(len(problem.weight), step):
-            stats.add(logits.tile(h, begin, end), begin)
+            try:
+                stats.add(logits.tile(h, begin, end), begin)
+            except ReferenceTooLow:
+                stats.add(logits.tile(h, begin, end), begin)
         total += stats.losses().sum()
     return total.to(acc), n_valid
 

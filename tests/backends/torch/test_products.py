@@ -119,6 +119,26 @@ def test_a_limit_on_mkl_is_obeyed(monkeypatch):
             assert products._amx_for_mkl() == allowed, (name, limit)
 
 
+def test_a_limit_on_onednn_is_obeyed(monkeypatch):
+    """Below its bf16 units, oneDNN's bf16 products take ten times as long as fp32 ones."""
+    monkeypatch.setattr(products, "_cpu_has", lambda name: True)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    cpu = torch.device("cpu")
+    assert products.fast_bf16(cpu)
+    for name, limit, allowed in (
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", False),
+        ("ONEDNN_MAX_CPU_ISA", "avx512_core_vnni", False),
+        ("DNNL_MAX_CPU_ISA", "AVX512_CORE", False),
+        ("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16", True),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", True),
+        ("DNNL_MAX_CPU_ISA", "ALL", True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, limit)
+            assert products.fast_bf16(cpu) == allowed, (name, limit)
+
+
 def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
     right = products._blas("gemm_bf16bf16f32")
     if right is None:
