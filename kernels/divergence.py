@@ -137,11 +137,11 @@ def parts_of(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
 
 
 @triton.jit
-def leave_row_out(c, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
-    """Store 0 as the loss, the factor and the gradient of row ``c``; ``grads`` begins there."""
-    tl.store(losses + c, 0.0)
+def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
+    """Store 0 as the loss, the factor and the gradient of ``row``; ``grads`` begins there."""
+    tl.store(losses + row, 0.0)
     if row_factors is not None:
-        tl.store(row_factors + c, 0.0)
+        tl.store(row_factors + row, 0.0)
     if grads is not None:
         for start in range(0, width, BLOCK_V):
             offs_v = start + tl.arange(0, BLOCK_V)

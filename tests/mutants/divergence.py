@@ -69,8 +69,8 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: reverse takes the other side's complement",
-        "part = torch.add(tanh, 1)",
-        "part = torch.sub(tanh, 1)",
+        "both.add_(part)",
+        "both.sub_(part)",
         f"{KL} -k all_options_at_once",
     ),
     Mutant(
