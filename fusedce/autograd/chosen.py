@@ -112,6 +112,7 @@ def _chosen_logits(*flat: Any) -> Tensor:
         z = problem.softcap * torch.tanh(z / problem.softcap)
     if problem.temperature is not None:
         z = (z / problem.temperature[:, None]).to(head.acc)
+    z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
     return z.masked_fill_(~valid, 0)
 
 
@@ -289,7 +290,7 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
     ``V``: the number of classes, where it is not that of the rows of ``weight``.
 
     Raises:
-        ValueError: a class is out of range (on a CPU; elsewhere it is clamped).
+        ValueError: a class is out of range (on a CPU; elsewhere it is clamped, and its logit NaN).
     """
     V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()

@@ -7,6 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 from fusedce import fused_logprobs
+from fusedce.autograd import chosen
+from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 N, K, H, V = 6, 4, 8, 23
@@ -121,6 +123,20 @@ def test_a_bad_class_is_named():
         fused_logprobs(hidden, weight, labels)
     with pytest.raises(ValueError, match="got -100 at flattened position 1"):
         fused_logprobs(hidden, weight, inputs()[3], ignore_index=None)
+
+
+def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
+    """As on a GPU: its entry is NaN, and so are then the token's log-probabilities."""
+    hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
+    classes = torch.tensor([[1, 7], [-100, 3]])
+
+    def unread(problem, classes):
+        return classes != -100, classes.clamp(0, 6)
+
+    monkeypatch.setattr(chosen, "in_range", unread)
+    z = chosen.chosen_logits(Problem(hidden, weight, classes[:, 0]), classes)
+    assert z.isnan().tolist() == [[False, True], [False, False]]
+    assert z[1, 0] == 0
 
 
 @pytest.mark.slow
