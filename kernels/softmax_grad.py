@@ -45,7 +45,7 @@ from .tile import (
 
 # Of what the likeliest class is taken out of the chunk. Smaller ones are many, and half the rows of
 # a batch may agree in theirs: the sum over a run of one class is made in one order, by one program.
-APART: tl.constexpr = tl.constexpr(0.125)
+OUTLIER_P: tl.constexpr = tl.constexpr(0.125)
 
 
 @triton.jit(do_not_specialize=["hidden", "labels", "rows", "z_label", "C", "stride_hn"])
@@ -291,7 +291,7 @@ def softmax_rows_kernel(
         # Looked for in its block by what was stored of it. With a soft-cap another entry may be the
         # largest there; then this one is no larger than its neighbours, and stays.
         p = exp(m_others, top) * inverse
-        if p >= APART:
+        if p >= OUTLIER_P:
             block = tl.argmax(m, axis=0)
             slope = logits_slope(m_others, scale, softcap)
             stored = exp(m_others, block_reference(m_others, own)) * slope

@@ -13,7 +13,7 @@ from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
 
 # Rounding must not make two of what only one class can have.
-APART: tl.constexpr = tl.constexpr(0.501)
+OUTLIER_P: tl.constexpr = tl.constexpr(0.501)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def token_grad_kernel(
         tl.store(entries + c, exact)
     g = tl.where(offs_t == at, 0.0, g)
     others = tl.where((offs_t < T) & (offs_t != at), p, 0.0)
-    if tl.max(others, axis=0) > APART:
+    if tl.max(others, axis=0) > OUTLIER_P:
         found = start + tl.argmax(others, axis=0)
         tl.store(columns + stride_entry + c, (begin + found).to(columns.dtype.element_ty))
         single = tl.sum(tl.where(offs_t == found, g, 0.0), axis=0)

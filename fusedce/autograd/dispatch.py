@@ -30,7 +30,7 @@ from fusedce.contract.results import LossSum
 NOTHING = Wanted()
 
 
-class Seen(NamedTuple):
+class Monitored(NamedTuple):
     """What was looked at beside the loss, ``(N,)`` each where asked for; without gradient."""
 
     argmax: Tensor | None
@@ -42,15 +42,15 @@ def loss_sum(
     problem: Problem,
     monitored: Wanted = NOTHING,
     argmax_out: Tensor | None = None,  # int64 to fill, of N elements; with monitored.argmax
-) -> tuple[LossSum, Seen]:
+) -> tuple[LossSum, Monitored]:
     """Sum of the losses and number of valid tokens; and what is monitored."""
     problem = _prepared(problem)
     if argmax_out is not None:
         if transformed() or not argmax_out.is_contiguous():  # no operator writes into it
-            out, seen = loss_sum(problem, monitored)
-            assert seen.argmax is not None
-            argmax_out.copy_(seen.argmax.view(argmax_out.shape))
-            return out, seen
+            out, values = loss_sum(problem, monitored)
+            assert values.argmax is not None
+            argmax_out.copy_(values.argmax.view(argmax_out.shape))
+            return out, values
         argmax_out = argmax_out.view(-1)
     wanted = wanted_gradients(problem)
     one_pass = problem.plain() and not any(monitored)
@@ -58,21 +58,21 @@ def loss_sum(
     if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
         losses, stats = per_token.losses(problem, monitored, argmax_out)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
-        seen = Seen(stats.argmax, stats.lse.detach(), stats.entropy.detach())
-        return LossSum(total, stats.n_valid), seen
+        values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
+        return LossSum(total, stats.n_valid), values
     if any(wanted):
         problem = with_expected_upstream(problem)
     wanted = wanted.but(argmax=monitored.argmax)
     total, n_valid, argmax = summed.loss_sum(problem, wanted, argmax_out)
-    return LossSum(total, n_valid), Seen(argmax)
+    return LossSum(total, n_valid), Monitored(argmax)
 
 
-def sum_apart(problem: Problem, wanted: Wanted) -> summed.SumApart | None:
+def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | None:
     """The sum and the gradients in ``wanted`` beside it; ``None`` where they come another way."""
     problem = _prepared(problem)
     if transformed() or capped_smoothing(problem):
         return None
-    return summed.apart(with_expected_upstream(problem), wanted)
+    return summed.with_grads(with_expected_upstream(problem), wanted)
 
 
 def capped_smoothing(problem: Problem) -> bool:

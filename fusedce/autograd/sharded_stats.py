@@ -21,7 +21,7 @@ from fusedce.autograd.derivatives import (
     refuse_second_derivatives,
     wanted_gradients,
 )
-from fusedce.autograd.dispatch import NOTHING, Seen
+from fusedce.autograd.dispatch import NOTHING, Monitored
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes, Gradients
@@ -55,7 +55,7 @@ class Counted(NamedTuple):
         return self.shard.own(every, self.n_here)
 
 
-def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[Tensor, Seen]:
+def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[Tensor, Monitored]:
     """``(N,)`` losses of this rank's tokens in nats; ``problem`` has the weights of all classes."""
     counted = _counted(problem, shard)
     whole = counted.problem
@@ -66,7 +66,7 @@ def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple
     of_rows = whole.rows(counted.rows)
     zmean = stats.zmean if smoothing else None
     found = counted.own(token_losses(of_rows, y, stats.nll, stats.lse, zmean))
-    return found, Seen(
+    return found, Monitored(
         None if stats.argmax is None else counted.own(stats.argmax, -1),
         counted.own(stats.lse.detach()) if monitored.lse else None,
         counted.own(stats.entropy.detach()) if monitored.entropy else None,

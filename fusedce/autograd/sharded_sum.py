@@ -8,7 +8,7 @@ import torch
 
 from fusedce.autograd import sharded_stats
 from fusedce.autograd.derivatives import detached, refuse_forward_mode, wanted_gradients
-from fusedce.autograd.dispatch import NOTHING, Seen, capped_smoothing
+from fusedce.autograd.dispatch import NOTHING, Monitored, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.sharded.exchange import Shard, sharded_call
@@ -18,7 +18,9 @@ from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 
 
-def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[LossSum, Seen]:
+def loss_sum(
+    problem: Problem, shard: Shard, monitored: Wanted = NOTHING
+) -> tuple[LossSum, Monitored]:
     """The sum in nats and the number of valid tokens, equal on all ranks; what is monitored.
 
     Every rank receives the gradients of its own inputs. The monitored statistics are those of this
@@ -35,14 +37,14 @@ def loss_sum(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tup
         else:
             backend = _triton()
             if not any(wanted.gradients()):
-                return LossSum(*backend.loss(detached(problem), shard)), Seen(None)
+                return LossSum(*backend.loss(detached(problem), shard)), Monitored(None)
             n = len(problem.labels)
             argmax = torch.empty(n, dtype=torch.int64, device=device) if monitored.argmax else None
             made = backend.loss_and_grads(detached(problem), shard, wanted, argmax)
     total, n_valid, factor, *grads = made
     if any(wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
-    return LossSum(total, n_valid), Seen(argmax)
+    return LossSum(total, n_valid), Monitored(argmax)
 
 
 def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bool) -> bool:
@@ -65,9 +67,9 @@ def _triton() -> ModuleType:
     return sharded_sum
 
 
-def _sum_of_losses(problem: Problem, shard: Shard, monitored: Wanted) -> tuple[LossSum, Seen]:
-    losses, seen = sharded_stats.losses(problem, shard, monitored)
+def _sum_of_losses(problem: Problem, shard: Shard, monitored: Wanted) -> tuple[LossSum, Monitored]:
+    losses, values = sharded_stats.losses(problem, shard, monitored)
     count = weights_and_count(problem.but(class_weight=None))[1]
     mine = torch.stack([losses.sum(dtype=torch.float64), count])
     total, n_valid = sharded_stats.total(mine, shard).unbind()
-    return LossSum(total.to(losses.dtype), n_valid.detach().long()), seen
+    return LossSum(total.to(losses.dtype), n_valid.detach().long()), values

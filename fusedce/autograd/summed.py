@@ -54,7 +54,7 @@ def loss_sum(
     return total, n_valid, argmax
 
 
-class SumApart(NamedTuple):
+class SumWithGrads(NamedTuple):
     """A sum and its gradients, for somebody with a node of autograd of his own to keep them."""
 
     loss_sum: Tensor  # ()
@@ -74,12 +74,12 @@ class SumApart(NamedTuple):
         return scaled(saved, upstream, wanted, self.dtype, self.backend, ours=self.ours)
 
 
-def apart(problem: Problem, wanted: Wanted) -> SumApart:
+def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     with torch.no_grad():
         total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
     dtype = problem.hidden.dtype
     ours = not keeps_saved_tensors()
-    return SumApart(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
+    return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch, sharded_stats, sharded_sum
-from fusedce.autograd.summed import SumApart
+from fusedce.autograd.summed import SumWithGrads
 from fusedce.backends.sharded.agreement import tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
 from fusedce.contract.checks import check_argmax_out, checked
@@ -142,12 +142,12 @@ def fused_ce(
     return checked_ce(problem, monitor, argmax_out)
 
 
-def ce_apart(problem: Problem, wanted: Wanted) -> SumApart | None:
+def ce_with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads | None:
     """The same without autograd: the loss, and its gradients for a node of the caller's own.
 
     ``None`` where they do not come by themselves.
     """
-    return dispatch.sum_apart(problem, wanted)
+    return dispatch.sum_with_grads(problem, wanted)
 
 
 def checked_ce(
@@ -155,8 +155,8 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, seen = dispatch.loss_sum(problem, wanted, argmax_out)
-    return MonitoredLossSum.of(out, sums(problem, monitor, *seen)) if monitor else out
+    out, values = dispatch.loss_sum(problem, wanted, argmax_out)
+    return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
 
 
 def sharded_loss_sum(
@@ -180,11 +180,11 @@ def sharded_loss_sum(
     problem, shard = agree_on_problem(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
-    out, seen = sharded_sum.loss_sum(problem, shard, wanted)
-    if argmax_out is not None and seen.argmax is not None:
-        argmax_out.copy_(seen.argmax.view(argmax_out.shape))
+    out, values = sharded_sum.loss_sum(problem, shard, wanted)
+    if argmax_out is not None and values.argmax is not None:
+        argmax_out.copy_(values.argmax.view(argmax_out.shape))
     if not monitor:
         return out
-    found = sums(problem, monitor, *seen)
+    found = sums(problem, monitor, *values)
     total = sharded_stats.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))

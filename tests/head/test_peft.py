@@ -11,7 +11,7 @@ import peft
 from support.tiny_trainer import V, llama
 
 from fusedce import replace_loss_head, restore_loss_head
-from fusedce.loss.fused_ce import ce_apart
+from fusedce.loss.fused_ce import ce_with_grads
 
 
 def batch():
@@ -168,10 +168,10 @@ def test_frozen_head_costs_no_weight_gradient(monkeypatch):
 
     def spy(problem, wanted):
         given.append((problem.weight, wanted))
-        return ce_apart(problem, wanted)
+        return ce_with_grads(problem, wanted)
 
     model = adapted()
-    monkeypatch.setattr("fusedce.head.lazy.loss.ce_apart", spy)
+    monkeypatch.setattr("fusedce.head.lazy.loss.ce_with_grads", spy)
     replace_loss_head(model)
     loss_and_grads(model)
     ((weight, wanted),) = given

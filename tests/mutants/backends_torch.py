@@ -37,8 +37,8 @@ MUTANTS = [
     ),
     Mutant(
         "largest: rounded with its tile",
-        "APART = 0.125",
-        "APART = 2.0",
+        "OUTLIER_P = 0.125",
+        "OUTLIER_P = 2.0",
         "test_denominator.py -k however_sure",
     ),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "largest: rounded apart from the labels' rows",
-        "torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, apart))",
+        "torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, outliers))",
         "x for x in (y, h, at_label)",
         "test_denominator.py -k however_sure",
     ),

@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows: the likeliest is rounded with the others",
-        "if p >= APART:",
+        "if p >= OUTLIER_P:",
         "if p >= 2.0:",
         "backends/triton/test_training.py -k as_exact",
     ),

@@ -116,8 +116,8 @@ def _other_tokens(told: list[Told]) -> str:
     sketches = (struct.pack("9q", *one.numbers[_SKETCH:]) for one in told)
     first, *others = (struct.unpack("9d", sketch) for sketch in sketches)
     for other in others:
-        apart = sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
-        if apart > _NOISE**2 * max(first[0], other[0]):
+        distance = sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
+        if distance > _NOISE**2 * max(first[0], other[0]):
             what = what or "hidden states"
     return what and (
         f"ValueError: weight is replicated over a dimension of its mesh over which the {what} "

@@ -28,7 +28,14 @@ from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
-from fusedce.backends.torch.tiles import APART, Logits, clear_labels, label_entry, nan_at_inf, tiles
+from fusedce.backends.torch.tiles import (
+    OUTLIER_P,
+    Logits,
+    clear_labels,
+    label_entry,
+    nan_at_inf,
+    tiles,
+)
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.projection import Projection
@@ -159,7 +166,7 @@ class _Block(NamedTuple):
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
-        large = APART / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
+        large = OUTLIER_P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
         large *= abs(problem.logit_scale)
         return cls(
             rows,

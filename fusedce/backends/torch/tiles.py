@@ -14,7 +14,7 @@ from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.projection import Projection
 
-APART = 0.125  # a probability; entries of that size are not rounded
+OUTLIER_P = 0.125  # a probability; entries of that size are not rounded
 
 # Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
 # times gradients and weights of tokens of 1e-20.

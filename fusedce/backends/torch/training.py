@@ -14,7 +14,7 @@ The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
 float32 would have rounded most of the loss away. Where exponentials are rounded to bfloat16, the
-largest of the others leaves its tile, too, if its probability is `APART` or more: alone in its
+largest of the others leaves its tile, too, if its probability is `OUTLIER_P` or more: alone in its
 size, it has no neighbours to average its rounding with. The rounding errors that are left reach
 d_hidden with the rows of the head, whose common part they would add up: it is taken away.
 
@@ -40,7 +40,7 @@ from fusedce.backends.torch.per_token import token_grads, token_stats
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.tiles import (
-    APART,
+    OUTLIER_P,
     Logits,
     ReferenceTooLow,
     TileStats,
@@ -127,19 +127,21 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         made.lost.mul_(factors[-1][1])
         if dh is not None and at_once:
             dh.mul_(factors[-1][1][:, None])
-        tokens, classes, apart, added = made.without_largest(h, lse, of_p, factors)
-        excess = apart - added
+        tokens, classes, outliers, added = made.without_largest(h, lse, of_p, factors)
+        excess = outliers - added
         made.lost.index_add_(0, tokens, excess, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
             if dh is not None and not at_once:
                 made.add_to_hidden(dh, factors)
-                excess = apart
+                excess = outliers
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
             c = problem.class_weight
             made.lost.zero_()
-            apart = excess = apart + shift[tokens] * (1.0 if c is None else c[classes].to(acc))
+            outliers = excess = outliers + shift[tokens] * (
+                1.0 if c is None else c[classes].to(acc)
+            )
             for begin, end, f in made.tiles_of(factors):
                 g = _smoothed(problem, made.exps[begin:end], f, shift, stats.y, begin)
                 here = (classes >= begin) & (classes < end)
@@ -154,7 +156,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         if len(tokens):  # one sum with the labels', so that it is rounded once
             y, h, at_label = (
-                torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, apart))
+                torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, outliers))
             )
         grads.add_rows(y, h, at_label)
 
@@ -223,7 +225,7 @@ class _Exponentials:
         of_p: Tensor,  # (C,) float64
         factors: list[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and classes of entries that go apart; their gradients in ``acc``, and as stored.
+        """Tokens and classes of outliers; their gradients in ``acc``, and as stored.
 
         They are 0 among the exponentials now. There are none where nothing is rounded.
         """
@@ -237,19 +239,19 @@ class _Exponentials:
         z = self.logits.finished(z, classes)
         p = (z - lse[tokens]).exp_()
         slope = head.slope(z)
-        apart = of_p[tokens] * (p if slope is None else p * slope)
+        outliers = of_p[tokens] * (p if slope is None else p * slope)
         span = torch.bucketize(classes, begins, right=True) - 1
         rounded = exps[classes, tokens].double() * of_span[span, tokens]
         exps[classes, tokens] = 0
-        return tokens, classes, apart.to(h.dtype), rounded.to(h.dtype)
+        return tokens, classes, outliers.to(h.dtype), rounded.to(h.dtype)
 
     def _candidates(self, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens, and classes, of tiles whose sum is a probability of `APART` or more."""
+        """Tokens, and classes, of tiles whose sum is a probability of `OUTLIER_P` or more."""
         found = []
         sums = torch.stack(self.stats.sums).double()  # (tiles, C)
         spans = self.stats.factors(lse)
         factors = torch.stack([f for _, _, f in self.tiles_of(spans)])
-        for number in (held := sums.mul_(factors) >= APART).any(1).nonzero()[:, 0].tolist():
+        for number in (held := sums.mul_(factors) >= OUTLIER_P).any(1).nonzero()[:, 0].tolist():
             here, begin = held[number].nonzero()[:, 0], number * self.step
             some = self.exps[begin : begin + self.step].index_select(1, here)
             found.append((here, begin + some.float().argmax(0)))

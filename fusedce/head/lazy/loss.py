@@ -27,7 +27,7 @@ from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
 from fusedce.head.loss_observer import LossObserver
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import SumApart, ce_apart, checked_ce, sharded_loss_sum
+from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import reduced
 
 
@@ -152,7 +152,7 @@ class FusedCall(NamedTuple):
                 observer.observe(out, self.reduction)
             return self.reduced(*out)
 
-    def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumApart | None:
+    def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumWithGrads | None:
         """The loss sum with its gradients; ``None`` if they need a graph."""
         observer = LossObserver.current
         if self.weight is not None or self.reduction == "none" or recipe.has_sharded_vocabulary():
@@ -161,7 +161,7 @@ class FusedCall(NamedTuple):
             return None
         problem = self.problem(p, recipe)
         with no_autocast(p.hidden.device), self._expecting():
-            found = ce_apart(problem, wanted)
+            found = ce_with_grads(problem, wanted)
         if observer is not None and found is not None:
             observer.observe(LossSum(found.loss_sum, found.n_valid), self.reduction)
         return found
@@ -313,7 +313,7 @@ class LossWithGrads:
     state to the rows of the loss; it is skipped if these are all rows in the same order.
     """
 
-    def __init__(self, plan: LossPlan, found: SumApart) -> None:
+    def __init__(self, plan: LossPlan, found: SumWithGrads) -> None:
         self.plan, self.saved = plan, found.saved
         self.found = found._replace(saved=())
         self.whole = plan.p.hidden is plan.hidden or _is_same_rows(plan.p.hidden, plan.hidden)
