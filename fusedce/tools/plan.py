@@ -29,6 +29,7 @@ class Method:
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
     milliseconds: float | None  # predicted; None where no figures of the device are known
+    range: tuple[float, float] | None  # of these, as the least certain assumption is good or bad
     most_tokens: int | None  # the largest batch that fits; None where the memory is not known
 
     @property
@@ -112,7 +113,7 @@ def plan(
         Method(
             name,
             memory(name, tokens, of.H, of.V, b, known),
-            _milliseconds(name, tokens, of, b, known),
+            *_milliseconds(name, tokens, of, b, known),
             None if room is None else _most_tokens(name, of, b, known, room),
         )
         for name in METHODS
@@ -186,10 +187,14 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
     return tuple(found)
 
 
-def _milliseconds(name: str, N: int, of: Sizes, b: int, device: Device | None) -> float | None:
+def _milliseconds(
+    name: str, N: int, of: Sizes, b: int, device: Device | None
+) -> tuple[float | None, tuple[float, float] | None]:
+    """The prediction and its range, where figures of the device are known."""
     if device is None or b != 2:
-        return None
-    return 1e3 * predict(name, N, of.H, of.V, device).seconds
+        return None, None
+    found = predict(name, N, of.H, of.V, device)
+    return 1e3 * found.seconds, (1e3 * found.low, 1e3 * found.high) if found.high else None
 
 
 def _room(device: Device | None, states: int | None, free: float | None) -> int | None:

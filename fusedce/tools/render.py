@@ -57,7 +57,8 @@ def plan_text(found: ModelPlan) -> str:
     for m in found.methods:
         row = {"": m.name, "predicted memory of the loss": _size(m.bytes)}
         if m.milliseconds is not None:
-            row["predicted ms"] = f"{m.milliseconds:.1f}"
+            ends = "" if m.range is None else " ({:.1f} to {:.1f})".format(*m.range)
+            row["predicted ms"] = f"{m.milliseconds:.1f}{ends}"
         if m.most_tokens is not None:
             row["most tokens that fit"] = str(m.most_tokens)
         rows.append(row)

@@ -67,6 +67,14 @@ def test_a_plan_for_every_device_and_dtype(device, dtype):
     assert (ours["milliseconds"] is not None) == timed
 
 
+def test_a_time_stands_in_its_range():
+    for method in answer("plan", "4096,128256", "--device", "H100")["methods"]:
+        low, high = method["range"]
+        assert low < method["milliseconds"] < high
+        ends = f"{method['milliseconds']:.1f} ({low:.1f} to {high:.1f})"
+        assert ends in call("plan", "4096,128256", "--device", "H100").stdout
+
+
 def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
     """On a CPU, where it can be watched."""
     from fusedce.backends.torch import training
