@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import mmap
 from typing import NamedTuple
 
 import torch
@@ -85,24 +82,6 @@ def memory_of(device: torch.device) -> int | None:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
-_HUGE = 2**25  # bytes; from there on malloc, too, asks the kernel for every tensor's pages
-
-
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for the length of a call, not filled.
-
-    On Linux, a large one lies in huge pages: a CPU's training takes up to 10% less time for it.
-    """
-    elements = math.prod(shape)
-    size = elements * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=elements).view(shape)
-
-
 class Gradients:
     """Gradients of hidden, weight and bias; ``None`` where not wanted.
 
@@ -137,7 +116,7 @@ class Gradients:
             elif dtype == dtypes.weight:
                 self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
             else:
-                self.weight = scratch(tuple(weight.shape), dtype, device)
+                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 

@@ -88,8 +88,8 @@ def rows_of(file):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_step_that_is_killed_loses_no_row(tmp_path):
-    """Killed as soon as the second of three rounds has begun, then run again."""
-    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "ROUNDS": "3"}
+    """Killed once the second of twelve rounds has begun, then run again."""
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "ROUNDS": "12"}
     command = ["bash", str(SCRIPT), "--dry", "forward"]
     file = tmp_path / "loss-cpu.json"
     with subprocess.Popen(
@@ -98,17 +98,17 @@ def test_a_step_that_is_killed_loses_no_row(tmp_path):
     ) as step:  # fmt: skip
         while not any(len(r.get("rounds", ())) > 1 for r in rows_of(file).values()):
             assert step.poll() is None, "it ended before it could be killed"
-            time.sleep(0.05)
+            time.sleep(0.01)
         os.killpg(step.pid, signal.SIGKILL)
     before = rows_of(file)
     assert all(r["unfinished"] for r in before.values())
-    done = run("--dry", "forward", out=tmp_path, ROUNDS="3")
+    done = run("--dry", "forward", out=tmp_path, ROUNDS="12")
     assert done.returncode == 0, done.stdout + done.stderr
     after = rows_of(file)
     assert set(before) <= set(after)
     for key, row in after.items():
         assert "unfinished" not in row
-        assert len(row["rounds"]) == 3
+        assert len(row["rounds"]) == 12
         kept = before.get(key, {}).get("seconds", [])
         assert set(kept) <= set(row["seconds"])  # none was measured anew
     assert any(r.get("rounds") for r in before.values())

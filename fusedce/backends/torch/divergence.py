@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, scratch, waiting
+from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import compared_classes, way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.torch.products import Products
@@ -332,4 +332,4 @@ class _ToTargets:
 
 def _buffer(problem: Problem, tokens: int, classes: int | None = None) -> Tensor:
     size = tokens * (len(problem.weight) if classes is None else classes)
-    return scratch((size,), Projection.of(problem).acc, problem.hidden.device)
+    return torch.empty(size, dtype=Projection.of(problem).acc, device=problem.hidden.device)

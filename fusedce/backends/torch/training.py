@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, scratch, waiting
+from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.protocol import Summed
@@ -97,7 +97,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     mean_row = logits.mean_row() if wanted.hidden and products.gradients != acc else None
     # A product that is rounded to bfloat16 waits until the largest entries are out of it.
     at_once = mean is None and (products.gradients == acc or products.exact_bf16)
-    buffer = scratch((V * min(way.tokens, len(rows)),), stored, device)
+    buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
     if argmax is not None:
         argmax.fill_(-1)
 
