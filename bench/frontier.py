@@ -230,7 +230,7 @@ def _gradients(loss: Callable[..., Tensor], leaves: list[Tensor], labels: Tensor
 
 
 def _options_of_ways(of: Errors, dtype: str) -> dict[str, dict[str, int]]:
-    """What to ask for to get each way: tokens of a chunk, or the least budget, in bytes."""
+    """The option that selects each way: tokens of a chunk, or the least budget in bytes."""
     N, H, V, _, backend = of
     hidden, weight = (torch.empty(n, H, dtype=getattr(torch, dtype)) for n in (N, V))
     given = Problem(hidden, weight, torch.empty(N), memory_budget=0)

@@ -25,7 +25,7 @@ from fusedce.measure import memory_method, peak_extra_bytes
 
 from .pool import Pool
 
-# What a row holds once its call was measured.
+# The fields that measuring a call adds to its row.
 MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
 
 

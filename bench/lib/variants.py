@@ -203,7 +203,7 @@ def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
 def _forward(
     label: str, dtype: str, blocks: archs.Blocks, common: dict[str, Any]
 ) -> Iterator[Variant]:
-    """Of a whole vocabulary and of a shard, with TMA where the row asks for it.
+    """Variants for a whole vocabulary and for a shard, with TMA where the row asks for it.
 
     Blocks with TMA are for aligned rows, which always have it: without it they are a candidate,
     for what forces narrow loads has blocks of its own.
