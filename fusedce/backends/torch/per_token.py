@@ -37,8 +37,7 @@ from fusedce.backends.torch.tiles import (
     tiles,
 )
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:

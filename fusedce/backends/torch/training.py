@@ -50,8 +50,7 @@ from fusedce.backends.torch.tiles import (
     tiles,
 )
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
