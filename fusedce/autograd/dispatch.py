@@ -37,32 +37,21 @@ class Monitored(NamedTuple):
     entropy: Tensor | None = None
 
 
-def loss_sum(
-    problem: Problem,
-    monitored: Wanted = NOTHING,
-    argmax_out: Tensor | None = None,  # int64 to fill, of N elements; with monitored.argmax
-) -> tuple[LossSum, Monitored]:
+def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Monitored]:
     """Sum of the losses and number of valid tokens; and what is monitored."""
     problem = _prepared(problem)
-    if argmax_out is not None:
-        if transformed() or not argmax_out.is_contiguous():  # no operator writes into it
-            out, values = loss_sum(problem, monitored)
-            assert values.argmax is not None
-            argmax_out.copy_(values.argmax.view(argmax_out.shape))
-            return out, values
-        argmax_out = argmax_out.view(-1)
     wanted = wanted_gradients(problem)
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
-        losses, stats = token_ops.losses(problem, monitored, argmax_out)
+        losses, stats = token_ops.losses(problem, monitored)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), values
     if any(wanted):
         problem = with_expected_upstream(problem)
     wanted = wanted.but(argmax=monitored.argmax)
-    total, n_valid, argmax = summed.loss_sum(problem, wanted, argmax_out)
+    total, n_valid, argmax = summed.loss_sum(problem, wanted)
     return LossSum(total, n_valid), Monitored(argmax)
 
 

@@ -21,7 +21,6 @@ from fusedce.autograd.derivatives import (
     wanted_gradients,
 )
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.backends.gradients import waiting
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted, schema_of
@@ -87,12 +86,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     acc = acc_dtype(problem.hidden.dtype)
     losses = problem.hidden.new_empty(problem.labels.shape, dtype=acc)
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    grads = (
-        losses.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
-        for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
-    )
-    return losses, n_valid, losses.new_empty(()), *grads
+    return losses, n_valid, losses.new_empty(()), *summed.fake_grads(problem, wanted)
 
 
 @torch.library.custom_op(

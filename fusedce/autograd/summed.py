@@ -35,20 +35,15 @@ from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 
-def loss_sum(
-    problem: Problem, wanted: Wanted, argmax_out: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
 
-    the likeliest classes ``(N,)``, or ``(0,)``: ``argmax_out (N,)``, where that is to be filled.
+    the likeliest classes ``(N,)`` int64, or ``(0,)`` where ``wanted`` does not name them.
     """
-    arguments = (*detached(problem), *wanted)
     with torch.no_grad():
-        if argmax_out is None:
-            total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(*arguments)
-        else:
-            argmax = argmax_out
-            total, n_valid, factor, *grads = torch.ops.fusedce.summed_into(*arguments, argmax)
+        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(
+            *detached(problem), *wanted
+        )
     if any(wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
     return total, n_valid, argmax
@@ -108,67 +103,40 @@ def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[
     ),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
+    """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
     problem, wanted, _ = records(flat)
-    labels = problem.labels
+    labels, backend = problem.labels, get_backend(problem.backend)
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    total, n_valid, *grads = _computed(problem, wanted, argmax if wanted.argmax else None)
-    return total, n_valid, argmax, *grads
+    # Autocast would reach the products inside, which are in the dtype they must be in already.
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        if any(wanted.gradients()):
+            total, n_valid, *grads = backend.loss_and_grads(
+                problem, wanted, argmax if wanted.argmax else None
+            )
+            return total, n_valid, argmax, *grads
+        total, n_valid = backend.loss(problem)
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
 
 
 @_summed.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
     labels = problem.labels
+    total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
+    n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
-    total, n_valid, *grads = _fake(problem, wanted)
-    return total, n_valid, argmax, *grads
-
-
-@torch.library.custom_op(
-    "fusedce::summed_into",
-    mutates_args=("argmax_out",),
-    schema=schema_of(
-        Problem,
-        Wanted,
-        more="Tensor(a!) argmax_out",
-        returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ),
-)
-def _summed_into(*flat: Any) -> tuple[Tensor, ...]:
-    """The same with the likeliest classes where the caller wants them."""
-    problem, wanted, (argmax_out,) = records(flat)
-    return _computed(problem, wanted, argmax_out)
-
-
-@_summed_into.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _ = records(flat)
-    return _fake(problem, wanted)
-
-
-def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[Tensor, ...]:
-    """``loss_sum, n_valid``, the gradients' factor, three gradients; those (0,) without any."""
-    backend = get_backend(problem.backend)
-    # Autocast would reach the products inside, which are in the dtype they must be in already.
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        if any(wanted.gradients()):
-            return tuple(backend.loss_and_grads(problem, wanted, argmax))
-        total, n_valid = backend.loss(problem)
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
-
-
-def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(problem.hidden.dtype)
-    total = problem.hidden.new_empty((), dtype=dtype)
-    n_valid = problem.labels.new_empty((), dtype=torch.int64)
     if not any(wanted.gradients()):
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
+    return total, n_valid, argmax, torch.empty_like(total), *fake_grads(problem, wanted)
+
+
+def fake_grads(problem: Problem, wanted: Wanted) -> list[Tensor]:
+    """Gradients of a sum without values, as they wait for backward; ``(0,)`` where not wanted."""
     inputs = (problem.hidden, problem.weight, problem.bias)
-    grads = (
-        total.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
+    return [
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
         for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
-    )
-    return total, n_valid, torch.empty_like(total), *grads
+    ]
 
 
 class Attached(NamedTuple):

@@ -30,36 +30,25 @@ from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 
-def losses(
-    problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None
-) -> tuple[Tensor, Stats]:
+def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
     """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
     smoothing = problem.label_smoothing > 0
     lse = wanted.lse or not problem.of_nll_alone()
-    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing), argmax_out)
+    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing))
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
     return lost.masked_fill(~problem.valid(), 0), stats
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None) -> Stats:
-    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias.
-
-    ``argmax_out (N,)``: to be filled, outside of transforms.
-    """
+def token_stats(problem: Problem, wanted: Wanted) -> Stats:
+    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias."""
     train = any(wanted_gradients(problem))
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
-    arguments = (*detached(problem), *wanted.but(lse=wanted.lse or train))
     with torch.no_grad():
-        if argmax_out is None:
-            stats = Stats(*torch.ops.fusedce.token_stats(*arguments))
-        else:
-            nll, lse, entropy, zmean, n_valid = torch.ops.fusedce.token_stats_into(
-                *arguments, argmax_out
-            )
-            stats = Stats(nll, lse, entropy, zmean, n_valid, argmax_out)
+        wanted = wanted.but(lse=wanted.lse or train)
+        stats = Stats(*torch.ops.fusedce.token_stats(*detached(problem), *wanted))
     if not train:
         return stats
     values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
@@ -78,53 +67,24 @@ def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = No
 )
 def _token_stats(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
-    labels = problem.labels
+    labels, backend = problem.labels, get_backend(problem.backend)
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    return *_computed(problem, wanted, argmax if wanted.argmax else None), argmax
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        found = backend.token_stats(problem, wanted, argmax if wanted.argmax else None)
+    return *found[:5], argmax
 
 
 @_token_stats.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
-    N = problem.labels.shape[0] if wanted.argmax else 0
-    return *_fake(problem, wanted), problem.labels.new_empty((N,), dtype=torch.int64)
-
-
-@torch.library.custom_op(
-    "fusedce::token_stats_into",
-    mutates_args=("argmax_out",),
-    schema=schema_of(
-        Problem,
-        Wanted,
-        more="Tensor(a!) argmax_out",
-        returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ),
-)
-def _token_stats_into(*flat: Any) -> tuple[Tensor, ...]:
-    """The same with the likeliest classes where the caller wants them."""
-    problem, wanted, (argmax_out,) = records(flat)
-    return _computed(problem, wanted, argmax_out)
-
-
-@_token_stats_into.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _ = records(flat)
-    return _fake(problem, wanted)
-
-
-def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[Tensor, ...]:
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        return tuple(get_backend(problem.backend).token_stats(problem, wanted, argmax)[:5])
-
-
-def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
-    N = problem.labels.shape[0]
-    dtype = acc_dtype(problem.hidden.dtype)
+    N, dtype = problem.labels.shape[0], acc_dtype(problem.hidden.dtype)
     nll, lse, entropy, zmean = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
         for want in (True, wanted.lse, wanted.entropy, wanted.zmean)
     )
-    return nll, lse, entropy, zmean, problem.labels.new_empty((), dtype=torch.int64)
+    n_valid = problem.labels.new_empty((), dtype=torch.int64)
+    argmax = problem.labels.new_empty((N if wanted.argmax else 0,), dtype=torch.int64)
+    return nll, lse, entropy, zmean, n_valid, argmax
 
 
 class Values(NamedTuple):
