@@ -118,20 +118,10 @@ def fused_ce(
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=token_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, ignore_index=ignore_index,
+        softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     if is_sharded(weight, process_group):
         return sharded_loss_sum(problem, process_group, argmax_out, monitor)
     check_monitor(monitor)
