@@ -34,8 +34,7 @@ from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:

@@ -37,8 +37,7 @@ from fusedce.backends.torch.logit_tiles import Logits, clear_labels, label_entry
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 from fusedce.contract.rounding import acc_dtype
 
 

@@ -37,8 +37,7 @@ from fusedce.backends.torch.logit_tiles import (
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:

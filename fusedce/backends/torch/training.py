@@ -50,8 +50,7 @@ from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
