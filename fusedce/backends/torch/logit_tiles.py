@@ -1,4 +1,4 @@
-"""Tiles of logits, and what is gathered from them."""
+"""Tiles of logits, and the statistics that are gathered from them tile by tile."""
 
 from __future__ import annotations
 
