@@ -1,11 +1,11 @@
-"""Which way a loss is computed.
+"""Choice of the way in which a loss is computed.
 
 ====================================  ===========================================================
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
-options or argmax without gradient    summed up from the statistics of the tokens
+options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
-inside torch.func                     the same: only there a factor per sample is possible
+inside torch.func                     the same: it alone allows a factor per sample
 label smoothing of capped logits      the same: its gradient is no function of the exponentials
 ====================================  ===========================================================
 """
@@ -30,7 +30,7 @@ NOTHING = Wanted()
 
 
 class Monitored(NamedTuple):
-    """What was looked at beside the loss, ``(N,)`` each where asked for; without gradient."""
+    """Statistics asked for beside the loss, ``(N,)`` each, without gradient; else ``None``."""
 
     argmax: Tensor | None
     lse: Tensor | None = None
@@ -38,7 +38,7 @@ class Monitored(NamedTuple):
 
 
 def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and what is monitored."""
+    """Sum of the losses and number of valid tokens; and the monitored statistics."""
     problem = _prepared(problem)
     wanted = wanted_gradients(problem)
     one_pass = problem.plain() and not any(monitored)
@@ -56,7 +56,7 @@ def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Mo
 
 
 def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | None:
-    """The sum and the gradients in ``wanted`` beside it; ``None`` where they come another way."""
+    """The sum with the gradients in ``wanted``; ``None`` where the forward pass has none."""
     problem = _prepared(problem)
     if transformed() or capped_smoothing(problem):
         return None
@@ -64,6 +64,7 @@ def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | No
 
 
 def capped_smoothing(problem: Problem) -> bool:
+    """Whether labels are smoothed and logits capped: then no chunk's exponentials suffice."""
     return problem.softcap is not None and problem.label_smoothing > 0
 
 

@@ -1,8 +1,8 @@
 """Operators of divergences: their sum with its gradients, and token by token.
 
-The gradients of the sum are taken in the forward pass, as in :mod:`fusedce.autograd.summed`. Token
-by token the factors are known in backward alone: the sum weighted by them is computed there, so
-that its gradients are the ones that are wanted; tokens whose factor is 0 are left out.
+The gradients of the sum are computed in the forward pass, as in :mod:`fusedce.autograd.summed`.
+The factors of tokens are known in backward alone, which computes the sum weighted by them: its
+gradients are the wanted ones. Tokens whose factor is 0 are left out.
 """
 
 from __future__ import annotations

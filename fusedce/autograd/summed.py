@@ -2,17 +2,17 @@
 
 The gradients of the *sum* are computed while a chunk of logits is at hand, so backward has nothing
 left to do but to multiply them by the upstream gradient, in which the denominator arrives. That
-factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstream`) and folded in
-before the gradients are rounded; backward multiplies by what it really is over what was expected.
+factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstream`) and multiplied
+in before the gradients are rounded; backward multiplies by the real factor over the expected one.
 
-What is kept from forward to backward is those gradients and nothing else: ``N * H`` numbers in
-float32 and the head's ``V * H`` (``fusedce.backends.gradients.waiting`` says in which dtype), which
-backward would allocate anyway, but from the end of the forward pass on. That saves the logits,
-``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
-:mod:`fusedce.autograd.token_ops` pays and keeps ``(N,)`` numbers instead.
+Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
+``V * H`` (``fusedce.backends.gradients.waiting`` decides the dtype). Backward would allocate them
+anyway; here they exist from the end of the forward pass on. That saves the logits, ``N * V``, or
+computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.token_ops`
+pays, and keeps ``(N,)`` numbers instead.
 
-Two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other attaches the
-gradients to the loss.
+There are two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other
+attaches the gradients to the loss.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for somebody with a node of autograd of his own to keep them."""
+    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
 
     loss_sum: Tensor  # ()
     n_valid: Tensor  # ()
@@ -61,15 +61,16 @@ class SumWithGrads(NamedTuple):
     ours: bool  # `saved` may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Those of hidden state, weight and bias, within a backward pass; ``saved`` is used up.
+        """Gradients of hidden state, weight and bias, in a backward pass; overwrites ``saved``.
 
-        ``upstream ()``: what the gradient of ``loss_sum`` is.
+        ``upstream ()``: the gradient of ``loss_sum``.
         """
         wanted = self.wanted.gradients()
         return scaled(saved, upstream, wanted, self.dtype, self.backend, ours=self.ours)
 
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
+    """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
         total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
     dtype = problem.hidden.dtype
@@ -78,7 +79,7 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
-    """``total``, differentiable: ``grads`` hold ``factor`` times its gradients, or nothing."""
+    """``total`` with a graph: ``grads`` hold ``factor`` times its gradients, or nothing."""
     d_hidden, d_weight, d_bias = grads
     attached = Attached(
         loss_sum=total,
@@ -140,10 +141,10 @@ def fake_grads(problem: Problem, wanted: Wanted) -> list[Tensor]:
 
 
 class Attached(NamedTuple):
-    """A loss and its gradients: arguments of the operator that makes them one."""
+    """A loss and its gradients: arguments of the operator that puts them into one graph."""
 
     loss_sum: Tensor  # ()
-    factor: Tensor  # (): what the gradients are multiplied by already
+    factor: Tensor  # (): the gradients are multiplied by it already
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -196,9 +197,9 @@ def scaled(
     dtype: torch.dtype,
     backend: str,
     *,
-    ours: bool,  # the saved tensors are, and no user's
+    ours: bool,  # the saved tensors are not a user's
 ) -> list[Any]:
-    """The gradients behind their factor, times ``upstream`` over what was expected of it."""
+    """The saved gradients times ``upstream`` over the factor that was expected, in ``dtype``."""
     factor, *grads = saved
     ratio = upstream / factor
     return [
@@ -208,12 +209,12 @@ def scaled(
 
 
 def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:
-    """``grad * factor``, in place where nobody will see ``grad`` again.
+    """``grad * factor``, in place where ``grad`` is not read again.
 
-    Without ``retain_graph`` the saved gradient is ours to overwrite, which saves a second buffer
-    of the weight's size. With it, the next backward must find the gradient as it is; and a
-    compiler tracing us (with tensor subclasses) must see a pure function. So must a transform,
-    which has a factor for each sample.
+    Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
+    the weight's size. With it, the next backward must find the gradient as it is; and a compiler
+    that traces this function (with tensor subclasses) must see a pure function. So must a
+    transform, which has a factor for each sample.
     """
     if batched(factor):
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
