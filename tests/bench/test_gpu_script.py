@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedce.tools.peers import IMPLEMENTATIONS, missing
+from fusedce.tools.bench import IMPLEMENTATIONS, missing
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
