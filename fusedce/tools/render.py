@@ -74,7 +74,10 @@ def plan_text(found: ModelPlan) -> str:
     for m in found.methods:
         held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
         lines.append(f"{m.name} holds: {held}")
-    lines += ["Each memory_budget (bytes beside inputs and gradients) and what it gives:", _frontier(found)]
+    lines += [
+        "Each memory_budget (beside inputs and gradients) and what it gives:",
+        _frontier(found),
+    ]
     if found.floor_milliseconds is not None:
         floor = found.floor_milliseconds
         lines.append(f"The three bare products alone: {floor:.1f} ms, predicted.")

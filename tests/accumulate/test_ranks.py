@@ -264,7 +264,7 @@ def test_what_losses_carry_is_in_the_metrics():
     assert found["entropy"] == pytest.approx(float(-(p.exp() * p).sum() / n), rel=1e-5)
     z_loss = 0.01 * z.logsumexp(1).square().sum() / n
     assert found["z_loss"] == pytest.approx(float(z_loss), rel=1e-5)
-    # Of the second loss one rank's two tokens are all that was monitored.
+    # Only one rank's two tokens of the second loss were monitored.
     assert named["a/mean_token_accuracy"] >= 0.5
     assert "a/entropy" not in named
     assert named["b/correct_tokens"] / named["b/mean_token_accuracy"] == pytest.approx(2)

@@ -288,7 +288,7 @@ def edges(rank):
 
 
 def collectives(several, rank):
-    """Those of one training step, and how many of them in the forward pass."""
+    """The collectives of one training step, and the number of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
     if several:
         local["labels"] = local["labels"][:, None].expand(N, K)
@@ -300,7 +300,7 @@ def collectives(several, rank):
 
 
 def vocab_parallel(rank):
-    """As tensor-parallel trainers test it: the loss of every token, scaled by a random mask."""
+    """The test of tensor-parallel trainers: the loss of every token, scaled by a random mask."""
     V, world = 16, dist.get_world_size()
     rng = torch.Generator().manual_seed(7)
     hidden = torch.randn(4, 5, H, generator=rng)
