@@ -138,9 +138,9 @@ def plan(
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
     """
-    from fusedce.tools.pictures import can_draw, draw_plan
     from fusedce.tools.plan import device_here
     from fusedce.tools.plan import plan as make
+    from fusedce.tools.render import can_draw, draw_plan
 
     if picture is not None:
         can_draw(picture)
@@ -176,7 +176,7 @@ def bench(
     sizes = _shape(shape)
     device = _device(device)
     from fusedce.tools.bench import bench as run
-    from fusedce.tools.pictures import can_draw, draw_bench
+    from fusedce.tools.render import can_draw, draw_bench
 
     if picture is not None:
         can_draw(picture)
@@ -218,7 +218,7 @@ def doctor(as_json: bool) -> None:
 def audit(steps: int, as_json: bool) -> None:
     """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
     _demo_needs("audit")
-    from fusedce.tools.demo.audit import run
+    from fusedce.tools.audit import run
 
     found = run(steps=steps)
     if as_json:
@@ -249,7 +249,7 @@ def demo(
     import torch
 
     where = torch.device(_device(device) if device is not None else _cuda_or_cpu())
-    from fusedce.tools.demo.run import run
+    from fusedce.tools.demo import run
 
     status = run(
         steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,

@@ -18,12 +18,12 @@ from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
 from fusedce.accumulate.gradients import (
     FIRST_ESTIMATE,
+    Guard,
     drop_gradients,
     held_by_fsdp2,
     scale_gradients,
     trained_of,
 )
-from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, names_of, stacked, sums_of
 from fusedce.accumulate.window import Window, leaves_of
 from fusedce.contract.groups import Ranks

@@ -13,10 +13,11 @@ from fusedce.autograd.summed import SumWithGrads
 from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
+from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, local_of
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 
 @explains_names

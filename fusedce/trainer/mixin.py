@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
-from fusedce.head.loss_observer import LossObserver
 from fusedce.head.replace import attach
+from fusedce.head.report import LossObserver
 from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ def test_a_folder_keeps_its_own_scales(tmp_path):
     config = {"model_type": "gemma2", "final_logit_softcapping": 2.5}
     config |= {"hidden_size": 2304, "vocab_size": 256000}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    from fusedce.tools.check import small_config
     from fusedce.tools.model_sizes import class_of, config_of
-    from fusedce.tools.tiny_models import small_config
 
     of = config_of(str(tmp_path))
     assert class_of(str(tmp_path), of).__name__ == "Gemma2ForCausalLM"

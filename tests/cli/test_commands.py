@@ -283,9 +283,9 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 @pytest.mark.slow
 def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     """A demo of few and short sequences shows the same as the full one."""
-    from fusedce.tools.demo import run
+    from fusedce.tools import demo
 
-    monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)
+    monkeypatch.setattr(demo, "QUICK_SEQUENCES", 8)
     done = call("demo", "--quick", "--steps", "3", "--out", str(tmp_path), "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["problem"] is None

@@ -106,7 +106,7 @@ def test_the_frontier_runs_from_the_least_budget_to_one_chunk(tmp_path):
     times = [p["milliseconds"] for p in points]
     assert times == sorted(times, reverse=True)  # more memory is never slower
     text = call("plan", "4096,128256").output
-    assert "What a memory_budget buys" in text
+    assert "Each memory_budget (beside inputs and gradients) and what it gives:" in text
     none = call("plan", "4096,128256", "--device", "cpu", "--picture", str(picture))
     assert none.exit_code == 2
     assert "--picture needs predicted times" in none.stderr

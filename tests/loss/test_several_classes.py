@@ -181,7 +181,7 @@ def test_a_bad_class_is_named():
 
 
 def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
-    """As on a GPU: its entry is NaN, and so are then the token's log-probabilities."""
+    """A GPU does the same: the entry is NaN, and so are the token's log-probabilities."""
     hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
     classes = torch.tensor([[1, 7], [-100, 3]])
 

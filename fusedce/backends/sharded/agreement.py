@@ -19,7 +19,7 @@ from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, word
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
 from fusedce.backends.sharded.exchange import Shard
-from fusedce.contract.groups import Ranks
+from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 
@@ -312,11 +312,6 @@ def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
     mesh = weight.device_mesh
     others = (i for i in range(mesh.ndim) if i not in sharded and mesh.size(i) > 1)
     return [mesh.get_group(i) for i in (*others, *sharded)]
-
-
-def is_dtensor(x: object) -> bool:
-    """Whether ``x`` is a ``DTensor``; does not import it."""
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def shard_dim(name: str, x: Any) -> int:

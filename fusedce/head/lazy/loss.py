@@ -24,8 +24,8 @@ from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, LogitsSource, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits, Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
-from fusedce.head.loss_observer import LossObserver
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
+from fusedce.head.report import LossObserver
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import reduced
