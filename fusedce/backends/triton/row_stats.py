@@ -44,7 +44,11 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     if argmax is not None:
         top = zeros(True)
         best = torch.empty(splits, N, dtype=torch.int32, device=device)
-    planes = iter(torch.empty(2 + wanted.entropy + wanted.zmean, splits, N, device=device).unbind())
+    planes = iter(
+        torch.empty(
+            2 + wanted.entropy + wanted.zmean, splits, N, dtype=torch.float32, device=device
+        ).unbind()
+    )
     partials = {
         "maxima": next(planes),
         "sums": next(planes),
