@@ -155,8 +155,18 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(problem, wanted, argmax_out)
-    return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
+    beside = argmax_out is not None and _shares_memory(argmax_out, problem.labels)
+    out, values = dispatch.loss_sum(problem, wanted, None if beside else argmax_out)
+    if monitor:
+        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
+    if beside and argmax_out is not None and values.argmax is not None:
+        argmax_out.copy_(values.argmax.view(argmax_out.shape))  # now that labels were read
+    return out
+
+
+def _shares_memory(argmax_out: Tensor, labels: Tensor) -> bool:
+    """Whether both lie in one storage. A compiler's functionalisation takes care of that itself."""
+    return not torch.compiler.is_compiling() and torch._C._is_alias_of(argmax_out, labels)
 
 
 def sharded_loss_sum(

@@ -86,6 +86,12 @@ MUTANTS = [
         "test_functional.py -k counts",
     ),
     Mutant(
+        "argmax: written over labels that are still read",
+        "torch._C._is_alias_of(argmax_out, labels)",
+        "argmax_out is None",
+        "test_options.py -k in_the_memory",
+    ),
+    Mutant(
         "argmax: filled beside and copied",
         "if transformed() or not argmax_out.is_contiguous():",
         "if True:",

@@ -130,7 +130,7 @@ class _Chunk:
         if divergence.kind == TARGETS:
             c = problem.class_weight
             self.common |= {
-                "class_weight": None if c is None else c.float(),
+                "class_weight": None if c is None else c.float().contiguous(),
                 "smoothing": problem.label_smoothing,
                 "z_loss": problem.z_loss,
             }
