@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch, sharded_stats, sharded_sum
+from fusedce.autograd.derivatives import transformed
 from fusedce.autograd.summed import SumWithGrads
 from fusedce.backends.sharded.agreement import tell_peers_on_error
 from fusedce.backends.sharded.layout import groups_of
@@ -165,8 +166,10 @@ def checked_ce(
 
 
 def _shares_memory(argmax_out: Tensor, labels: Tensor) -> bool:
-    """Whether both lie in one storage. A compiler's functionalisation takes care of that itself."""
-    return not torch.compiler.is_compiling() and torch._C._is_alias_of(argmax_out, labels)
+    """Whether both lie in one storage. Compilers and transforms write beside the inputs anyway."""
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    return argmax_out.untyped_storage()._cdata == labels.untyped_storage()._cdata
 
 
 def sharded_loss_sum(

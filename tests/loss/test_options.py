@@ -209,9 +209,9 @@ def test_argmax_out_in_the_memory_of_labels(backend, grad):
     best = torch.empty_like(labels)
     right = fused_ce(hidden, weight, labels, backend=backend, argmax_out=best)
     shifted = torch.cat([labels[:1], labels])
-    for given, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
+    for read, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
         out = fused_ce(
-            hidden, weight, given, backend=backend, argmax_out=argmax, monitor=("correct",)
+            hidden, weight, read, backend=backend, argmax_out=argmax, monitor=("correct",)
         )
         torch.testing.assert_close(tuple(out), tuple(right), rtol=0, atol=0)
         assert argmax.equal(best)

@@ -87,8 +87,8 @@ MUTANTS = [
     ),
     Mutant(
         "argmax: written over labels that are still read",
-        "torch._C._is_alias_of(argmax_out, labels)",
-        "argmax_out is None",
+        "return argmax_out.untyped_storage()._cdata == labels.untyped_storage()._cdata",
+        "return False",
         "test_options.py -k in_the_memory",
     ),
     Mutant(

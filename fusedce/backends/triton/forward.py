@@ -90,7 +90,9 @@ def _blocks(problem: Problem, unit: int) -> Blocks:
         rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
         rows = torch.randn(tuning.ROWS, H, dtype=torch.float32, device=device, generator=rng)
         labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
-        sample = problem.but(hidden=rows.to(dtype), labels=labels, ignore_index=-100, token_weight=None)
+        sample = problem.but(
+            hidden=rows.to(dtype), labels=labels, ignore_index=-100, token_weight=None
+        )
         call = functools.partial(loss, sample, blocks)
         with on(device):
             return float(triton.testing.do_bench(call, return_mode="median"))
