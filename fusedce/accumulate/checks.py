@@ -50,7 +50,7 @@ def _as_count(i: int, count: Any) -> Tensor:
             whole = None
         if whole is None:
             raise TypeError(f"counts[{i}] must be an integer or a tensor, got {describe(count)}")
-        count = torch.tensor(whole)
+        count = torch.tensor(whole, device="cpu")
     if _faults.readable(count.device) and count < 0:
         raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
     return count

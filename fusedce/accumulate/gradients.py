@@ -329,7 +329,7 @@ class Guard:
         factors = torch.stack([grad.detach().double() / x for x in upstream])
         readable = _faults.readable(grad.device)
         if readable and ((factors - 1).abs() <= _TOLERANCE).any():
-            return torch.tensor(True)
+            return torch.tensor(True, device=grad.device)
         if readable or self._scalers is None:
             self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
         scales = (x._scale for x in self._scalers if x._scale is not None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch, sharded
+from fusedce.autograd.derivatives import transformed
 from fusedce.autograd.summed import SumWithGrads
 from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
@@ -155,8 +156,20 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(problem, wanted, argmax_out)
-    return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
+    beside = argmax_out is not None and _shares_memory(argmax_out, problem.labels)
+    out, values = dispatch.loss_sum(problem, wanted, None if beside else argmax_out)
+    if monitor:
+        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
+    if beside and argmax_out is not None and values.argmax is not None:
+        argmax_out.copy_(values.argmax.view(argmax_out.shape))  # now that labels were read
+    return out
+
+
+def _shares_memory(argmax_out: Tensor, labels: Tensor) -> bool:
+    """Whether both lie in one storage. Compilers and transforms write beside the inputs anyway."""
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    return argmax_out.untyped_storage()._cdata == labels.untyped_storage()._cdata
 
 
 def sharded_loss_sum(

@@ -211,9 +211,15 @@ MUTANTS = [
     ),
     Mutant(
         "rounding: a rounded tile has no sum",
-        "ones = torch.ones(1, len(x), dtype=x.dtype)",
-        "ones = torch.zeros(1, len(x), dtype=x.dtype)",
+        "ones = x.new_ones(1, len(x))",
+        "ones = x.new_zeros(1, len(x))",
         ROUNDING,
+    ),
+    Mutant(
+        "products: column sums in the user's default dtype",
+        "x.new_empty(1, x.shape[1], dtype=self.acc)",
+        "torch.empty(1, x.shape[1])",
+        "test_defaults.py -k names_its_dtype",
     ),
     Mutant(
         "rounding: the same, token by token",

@@ -199,7 +199,7 @@ def agree(
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
-    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64)
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
     mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
     mine[_BUDGET] = device_budget(memory_of(labels.device))
     mine = mine.to(labels.device, non_blocking=True)

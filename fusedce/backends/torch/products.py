@@ -91,8 +91,8 @@ class Products(NamedTuple):
         A product with ones reads bfloat16 as it is, in half the time that it takes to widen it.
         """
         if x.dtype == torch.bfloat16 and x.is_cpu and self.exact_bf16:
-            ones = torch.ones(1, len(x), dtype=x.dtype)
-            return self(ones, x, torch.empty(1, x.shape[1]))[0]
+            ones = x.new_ones(1, len(x))
+            return self(ones, x, x.new_empty(1, x.shape[1], dtype=self.acc))[0]
         return x.sum(0, dtype=self.acc)
 
     def by_onednn(self, w: Tensor) -> bool:
@@ -121,10 +121,12 @@ def bf16_gemm() -> Callable[..., None] | None:
     gemm = _blas("gemm_bf16bf16f32") if _amx_for_mkl() else None
     if gemm is None:
         return None
-    a = torch.linspace(-1, 1, 48 * 100).view(48, 100).bfloat16()
-    b = torch.linspace(1, -2, 100 * 32).view(100, 32).bfloat16()
+    # A user's default dtype and device are not those of the library.
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    a = torch.linspace(-1, 1, 48 * 100, **cpu).view(48, 100).bfloat16()
+    b = torch.linspace(1, -2, 100 * 32, **cpu).view(100, 32).bfloat16()
     exact = a.double() @ b.double()
-    found = _call(gemm, a, b, torch.full((48, 32), torch.nan))
+    found = _call(gemm, a, b, torch.full((48, 32), torch.nan, **cpu))
     right = torch.allclose(found.double(), exact, 1e-5, 1e-4)
     return gemm if right else None
 
@@ -205,7 +207,7 @@ def _call(
     if not m * n * k:
         return out if add else out.zero_()
     rows = out.stride(1) == 1 and out.stride(0) >= n
-    given = out if rows else torch.empty(m, n).copy_(out)
+    given = out if rows else out.new_empty(m, n).copy_(out)
     (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
     integer, real = ctypes.c_int64, ctypes.c_float
     gemm(
