@@ -107,11 +107,12 @@ def _sites(text: str) -> Iterator[tuple[tuple[int, int], str, int]]:
                 yield start, name, occurrence
 
 
-def verdict(mutant: Generated) -> str:
+def verdict(mutant: Generated, quick: bool) -> str:
     folder = next(folder for folder in FOLDERS if Path(mutant.file).is_relative_to(folder))
     few, all_of_them = FOLDERS[folder]
     few = SHARDED if "sharded" in mutant.file else few
-    for tests, chosen in ((few, "not slow"), (all_of_them, "not slow"), (all_of_them, "slow")):
+    stages = [(few, "not slow"), (all_of_them, "not slow"), (all_of_them, "slow")]
+    for tests, chosen in stages[: 1 if quick else None]:
         paths = [str(mutants.ROOT / "tests" / name) for name in tests.split()]
         begin = time.monotonic()
         code, output = run_tests(Path(mutant.file), mutant.text, ["-m", chosen, *paths], SECONDS)
@@ -131,13 +132,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--list", action="store_true", help="show them, run nothing")
     parser.add_argument("--number", type=int, action="append", help="only this; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="only the first tests of a folder")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     verdicts: Counter[str] = Counter()
     for number, mutant in enumerate(draw(given.count, given.seed)):
         if given.number and number not in given.number:
             continue
-        found = "" if given.list else verdict(mutant)
+        found = "" if given.list else verdict(mutant, given.quick)
         verdicts[found.split(" ")[0]] += 1
         place = f"{mutant.file}:{mutant.line} {mutant.operator}"
         print(f"{number:3d} {found}\n    {place}: {mutant.change()}", flush=True)

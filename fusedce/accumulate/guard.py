@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.checks import check_module
 from fusedce.accumulate.gradients import local_of
 
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
@@ -48,8 +49,7 @@ class Guard:
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_module(module)
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)

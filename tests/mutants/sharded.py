@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a rank that is gone in backward is told in gloo's words",
-        "    with waiting_for_ranks(group):\n        dist.all_reduce(x, group=group)",
-        "    if True:\n        dist.all_reduce(x, group=group)",
+        "with waiting_for_ranks(self._group):",
+        "if True:",
         "test_faults_between_ranks.py -k between_forward_and_backward",
     ),
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
