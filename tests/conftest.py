@@ -75,7 +75,15 @@ def pytest_runtest_setup(item):
     random.seed(0)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_sessionfinish():
+    from support import coverage
+
+    coverage.write()
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--hypothesis-profile") == "fuzz":
+        random.Random(config.getoption("--hypothesis-seed") or 0).shuffle(items)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA, ROCm or XPU device here")

@@ -3,49 +3,67 @@
     python tests/fuzz.py 600            # seconds; what follows goes to pytest
     python tests/fuzz.py 60 tests/loss
 
-Each round has a seed of its own, which is printed and repeats it. What failed is kept in
-`.hypothesis/` and tried first the next time; a failure ends the script with 1.
+Each round runs every property once, in a random order: losses, accumulators, programs over a
+replaced head, schedules of ranks. It has a seed of its own, which is printed and repeats it. A
+failing example is kept in `.hypothesis/` and tried first the next time, and ends the script with
+status 1. The last lines say what the examples covered.
 """
 
+import os
 import secrets
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+GRACE = 60  # seconds that an interrupted round has to end
 
 
-def one_round(seed: int, seconds: float, arguments: list[str]) -> int | None:
+def command_of(seed: int, arguments: list[str]) -> list[str]:
+    options = ("--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", "-m", "hypothesis")
+    return [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *arguments]
+
+
+def one_round(seed: int, seconds: float, arguments: list[str], coverage: Path) -> int | None:
     """Exit status of pytest; ``None`` if the time is over before it ends."""
-    command = [
-        *(sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-m", "hypothesis"),
-        *("--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", *arguments),
-    ]
-    process = subprocess.Popen(command, cwd=TESTS.parent)
+    environment = os.environ | {"FUSEDCE_COVERAGE": str(coverage), "FUSEDCE_SEED": str(seed)}
+    process = subprocess.Popen(command_of(seed, arguments), cwd=TESTS.parent, env=environment)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait()
+        process.send_signal(signal.SIGINT)  # pytest then still writes what it covered
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         return None
 
 
 def main() -> int:
     seconds, arguments = float(sys.argv[1]), sys.argv[2:]
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        seed = secrets.randbelow(2**32)
-        print(f"== fuzz: seed {seed}, {left:.0f} s left", flush=True)
-        status = one_round(seed, left, arguments)
-        if status:
-            print(
-                f"== fuzz: seed {seed} failed; again with\n   pytest -m hypothesis "
-                f"--hypothesis-profile=fuzz --hypothesis-seed={seed} {' '.join(arguments)}"
-            )
-            return 1
-    print(f"== fuzz: nothing found in {seconds:.0f} s")
-    return 0
+    seeds, failed = [], False
+    with tempfile.TemporaryDirectory() as folder:
+        coverage = Path(folder) / "coverage.jsonl"
+        while not failed and (left := end - time.monotonic()) > 0:
+            seeds.append(secrets.randbelow(2**32))
+            print(f"== fuzz: seed {seeds[-1]}, {left:.0f} s left", flush=True)
+            failed = bool(one_round(seeds[-1], left, arguments, coverage))
+        print(f"== fuzz: covered with the seeds {', '.join(map(str, seeds))}")
+        sys.path.insert(0, str(TESTS))
+        from support.coverage import table
+
+        print(table(coverage))
+    if failed:
+        again = " ".join(["pytest", *command_of(seeds[-1], arguments)[3:]])
+        print(f"== fuzz: seed {seeds[-1]} failed; again with\n   {again}")
+    else:
+        print(f"== fuzz: nothing found in {seconds:.0f} s")
+    return int(failed)
 
 
 if __name__ == "__main__":

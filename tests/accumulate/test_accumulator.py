@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coverage import covered
 from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
 
 from fusedce import LossAccumulator, count_valid, fused_ce
@@ -30,6 +31,7 @@ def epochs(draw):
 @settings(max_examples=40, deadline=None)
 @given(windows=epochs())
 def test_any_split_is_the_big_batch(run, windows):
+    covered("LossAccumulator", run.__name__)
     acc = LossAccumulator()
     tokens, losses = 0, 0.0
     for i, sizes in enumerate(windows):

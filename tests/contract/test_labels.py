@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.coverage import counted
 
 from fusedce import count_valid, shift_labels
 from fusedce.contract.labels import bad_label_code, bad_label_message
@@ -29,6 +32,36 @@ def test_packed_documents_predict_nothing_across_borders():
         assert shift_labels(labels, offset=offset, cu_seqlens=cu_seqlens).tolist() == out
     assert count_valid(labels, cu_seqlens=cu_seqlens) == 5
     assert count_valid(labels, cu_seqlens=cu_seqlens[:-1]) == 5  # the rest is a document too
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    documents=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    offset=st.integers(0, 4),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+    ignore_index=st.sampled_from([-100, 0, 7]),
+    named_by=st.sampled_from(["position_ids", "cu_seqlens"]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_documents_are_those_shifted_one_by_one(
+    documents, offset, dtype, ignore_index, named_by, seed
+):
+    rng = torch.Generator().manual_seed(seed)
+    each = [torch.randint(10, (n,), generator=rng).to(dtype) for n in documents]
+    borders = torch.tensor([0, *documents]).cumsum(0)
+    # a document of no token has no position, and a border twice
+    options = {
+        "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in documents])[None]},
+        "cu_seqlens": {"cu_seqlens": borders.int()},
+    }[named_by] | {"offset": offset, "ignore_index": ignore_index}
+    wanted = [[*x[offset:].tolist(), *[ignore_index] * min(offset, len(x))] for x in each]
+    wanted = [label for document in wanted for label in document]
+    labels = torch.cat(each)[None]
+    assert counted(shift_labels)(labels, **options).tolist() == [wanted]
+    valid = sum(label != ignore_index for label in wanted)
+    assert counted(count_valid)(labels, **options) == valid
+    alone = sum(int(count_valid(x, offset=offset, ignore_index=ignore_index)) for x in each)
+    assert alone == valid
 
 
 def test_count_is_after_the_shift():

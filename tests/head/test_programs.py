@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from support import programs
+from support.coverage import covered
 from support.heads import MODES, plain_model, tokens
 from torch.utils.checkpoint import CheckpointError
 
-from fusedce import replace_loss_head
+from fusedce import replace_loss_head, restore_loss_head
 
 COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
 
@@ -19,11 +20,12 @@ COUNT = int(os.environ.get("FUSEDCE_PROGRAMS", 300))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore")
 @settings(
-    max_examples=COUNT, deadline=None, derandomize=True, database=None,
+    max_examples=COUNT, deadline=None, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(programs.programs)
 def test_any_program(mode, program):
+    covered("replace_loss_head", f"programs in mode {mode}")
     native = plain_model(bias=program[3])
     with torch.no_grad():
         native[1].weight.mul_(2)
@@ -38,3 +40,7 @@ def test_any_program(mode, program):
         return  # torch refuses the second run in words: it fuses what the first run did, or not
     assert not isinstance(got, type), f"refused with {got}"
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+    covered("restore_loss_head")
+    logits = restore_loss_head(replaced)(x)
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, native(x), rtol=2e-4, atol=2e-5)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coverage import counted
 from support.oracle import finished_logits, token_stats
 
 from fusedce import TokenStats, fused_logprobs
@@ -32,7 +33,7 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None):
         loss = sum((u.to(x.dtype) * x).sum() for u, x in zip(upstream, out, strict=False))
         return out, torch.autograd.grad(loss, leaves)
 
-    (ours, d_ours) = run(fused_logprobs, backend=backend, chunk_tokens=chunk_tokens)
+    (ours, d_ours) = run(counted(fused_logprobs), backend=backend, chunk_tokens=chunk_tokens)
     (torchs, d_torchs) = run(token_stats)
     (exact, d_exact) = run(token_stats, lambda x: x.double())
     scale = abs(case.options.get("logit_scale", 1.0)) / temperature

@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.coverage import counted, covered
 
 import fusedce
 from fusedce import (
@@ -12,6 +15,7 @@ from fusedce import (
     fused_logprobs,
     linear_cross_entropy,
 )
+from fusedce.testing import OPTIONS, cases
 
 BACKENDS = ["torch", "triton"]
 H, V = 8, 13
@@ -78,6 +82,50 @@ def test_a_shift_is_that_of_the_sliced_tensors(backend, shift, reduction):
         torch.autograd.grad(expected, leaves, upstream),
         rtol=1e-5, atol=1e-6,
     )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(options=(*OPTIONS, "class_weight"), max_vocabulary=100),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    shift=st.integers(0, 3),
+)
+def test_any_call_gives_the_bits_of_ours(case, reduction, shift):
+    """The function and the module call ours: their values and gradients are the same bits."""
+    hidden, weight, labels, bias = case.tensors()
+    options = case.options | case.weights() | {"reduction": reduction, "backend": "torch"}
+    shift = min(shift, max(labels.shape[-1] - 1, 0)) if labels.dim() else 0
+    ignore_index = case.options.get("ignore_index", -100)
+
+    def run(function):
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+        loss = function(*leaves[:2], bias=leaves[2] if bias is not None else None)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+    def moved(h, w, bias):
+        aligned, rest = labels, dict(options)
+        if shift:
+            aligned = fusedce.shift_labels(labels, offset=shift, ignore_index=ignore_index)
+            if "token_weight" in rest:
+                rest["token_weight"] = rest["token_weight"].roll(-shift, -1)
+        loss = fused_cross_entropy(h, w, aligned, bias=bias, **rest)
+        return loss.roll(shift, -1) if reduction == "none" and shift else loss
+
+    def peers(h, w, bias):
+        return counted(linear_cross_entropy)(h, w, labels, bias=bias, shift=shift, **options)
+
+    def module(h, w, bias):
+        covered("FusedLinearCrossEntropyLoss")
+        rest = {k: v for k, v in options.items() if k != "token_weight"}
+        loss = FusedLinearCrossEntropyLoss(**rest)
+        return loss(w, h, labels, bias, token_weight=options.get("token_weight"))
+
+    hidden = hidden.nan_to_num()  # a shift makes other positions the ignored ones
+    for got, expected in zip(run(peers), run(moved), strict=True):
+        assert torch.equal(got, expected)
+    if not shift:
+        for got, expected in zip(run(module), run(moved), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_token_weights_shift_with_the_labels():

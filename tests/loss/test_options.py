@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coverage import counted
 from support.operators import opcheck_sum
 
 from fusedce import fused_argmax, fused_ce, fused_cross_entropy, reference_ce
@@ -23,14 +24,14 @@ ALL = ("hidden", "weight", "bias")
 def summed(hidden, weight, labels, **options):
     """``fused_cross_entropy`` as a loss of ``fusedce.testing``: it has all options."""
     n_valid = (labels != options.get("ignore_index", -100)).sum()
-    loss = fused_cross_entropy(hidden, weight, labels, reduction="sum", **options)
+    loss = counted(fused_cross_entropy)(hidden, weight, labels, reduction="sum", **options)
     return loss, n_valid
 
 
 def summed_by_token(hidden, weight, labels, **options):
     """The same through the other way: gradients from logits that backward computes again."""
     n_valid = (labels != options.get("ignore_index", -100)).sum()
-    loss = fused_cross_entropy(hidden, weight, labels, reduction="none", **options)
+    loss = counted(fused_cross_entropy)(hidden, weight, labels, reduction="none", **options)
     return loss.sum(), n_valid
 
 

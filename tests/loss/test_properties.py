@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coverage import counted
 
 import fusedce
 from fusedce.backends import plan
@@ -33,7 +34,7 @@ def bf16_units(request, monkeypatch):
 def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
     monkeypatch.setattr(plan, "tile_classes", lambda *_: tile)
-    assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
+    assert_matches_reference(partial(counted(fusedce.fused_ce), backend="torch"), max_examples=150)
 
 
 @pytest.mark.slow
@@ -41,7 +42,7 @@ def test_torch_backend_matches_the_reference(tile, monkeypatch):
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
 def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):
-    check(partial(fusedce.fused_ce, backend="torch", chunk_tokens=chunk_tokens), case)
+    check(partial(counted(fusedce.fused_ce), backend="torch", chunk_tokens=chunk_tokens), case)
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):
     chunk_tokens=st.none() | st.integers(1, 9),
 )
 def test_triton_backend_matches_the_reference(case, chunk_tokens):
-    check(partial(fusedce.fused_ce, backend="triton", chunk_tokens=chunk_tokens), case)
+    check(partial(counted(fusedce.fused_ce), backend="triton", chunk_tokens=chunk_tokens), case)
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
         n = round(cut * len(labels))
         w_a, w_b = (None, None) if token_weight is None else (token_weight[:n], token_weight[n:])
         options["backend"] = backend
-        a = fusedce.fused_ce(hidden[:n], weight, labels[:n], token_weight=w_a, **options)
+        a = counted(fusedce.fused_ce)(hidden[:n], weight, labels[:n], token_weight=w_a, **options)
         b = fusedce.fused_ce(hidden[n:], weight, labels[n:], token_weight=w_b, **options)
         return a.loss_sum + b.loss_sum, a.n_valid + b.n_valid
 
