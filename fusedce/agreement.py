@@ -166,6 +166,16 @@ def timeout_for(group: dist.ProcessGroup) -> timedelta | None:
     return min(found, default=None)
 
 
+def not_all_came(group: dist.ProcessGroup | None, purpose: str) -> str:
+    """The words for a rank whose wait for others has failed; it has come to do ``purpose``."""
+    timeout = None if group is None else timeout_for(group)
+    over = "" if timeout is None else f" ({timeout.total_seconds():g} s)"
+    return (
+        f"this rank has come to {purpose}, and not all others have: the process group's "
+        f"timeout{over} is over, or one of them has ended"
+    )
+
+
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     """The group's timeout, where its backend tells it."""
     if group is None:

@@ -199,13 +199,8 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            group = self.ranks.group()
-            timeout = None if group is None else agreement.timeout_for(group)
-            over = "" if timeout is None else f" ({timeout.total_seconds():g} s)"
-            self.shared_error = RuntimeError(
-                f"this rank has come to {purpose}, and not all others have: the process group's "
-                f"timeout{over} is over, or one of them has ended. {_ADVICE}"
-            )
+            words = agreement.not_all_came(self.ranks.group(), purpose)
+            self.shared_error = RuntimeError(f"{words}. {_ADVICE}")
             raise self.shared_error from error
 
     def note_wait(self, error: BaseException) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.checks import check_module
 from fusedce.contract.groups import local_of
 
 FIRST_ESTIMATE = 1024  # tokens per rank, the denominator of a first streaming window
@@ -188,8 +189,7 @@ class Guard:
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_module(module)
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.checks import as_window
+from fusedce.accumulate.checks import as_window, check_module
 from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
 from fusedce.accumulate.gradients import (
@@ -203,6 +203,7 @@ class Lifecycle:
 
     def discard(self, module: torch.nn.Module | None) -> None:
         """Drop an open streaming window: see :meth:`LossAccumulator.discard_window`."""
+        check_module(module)
         if self.window is not None and self.window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self.announced = None

@@ -7,6 +7,7 @@ and fp16, come from :mod:`fusedce.prediction`. Only the look-up of a class needs
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -100,6 +101,8 @@ def plan(
     for name, value in (("tokens", tokens), ("gpus", gpus)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+    if free is not None and not 0 < free < math.inf:
+        raise UserError(f"free must be a positive number of GiB, got {free}")
     if dtype not in BYTES:
         raise UserError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
     if device != "cpu" and device not in DEVICES:

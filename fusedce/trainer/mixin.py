@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.contract.checks import check_flag
 from fusedce.head.replace import attach
 from fusedce.head.report import LossObserver
 from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
@@ -58,6 +59,7 @@ class FusedTrainerMixin:
             attribute, ``None``).
 
     Raises (when training begins):
+        TypeError: an attribute has another type.
         ValueError: the model's loss is not one fused cross-entropy (its logits go elsewhere), or a
             setting defines another loss: ``compute_loss_func``, ``label_smoothing_factor``,
             TRL's ``loss_type`` other than "nll".
@@ -99,6 +101,7 @@ class FusedTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_flag("log_token_stats", self.log_token_stats)
         _refuse_other_settings(self)
         if hasattr(self.args, "loss_type"):
             logger.warning(

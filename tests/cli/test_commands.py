@@ -72,7 +72,7 @@ def test_shells_can_complete(shell):
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
-        (["bench", "--shape", "0,8,9"], "sizes and repeats must be at least 1"),
+        (["bench", "--shape", "0,8,9"], "sizes of --shape must be at least 1, got 0,8,9"),
         (["bench", "--picture", "/proc/none/x.png"], "cannot write --picture /proc/none/x.png"),
         (["bench", "--picture", "."], "'--picture'"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded.exchange import Shard, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
@@ -100,8 +100,9 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
     """
     error: Exception | None = None
     for group in groups:
-        table, work = send(mine, group)
-        work.wait()
+        with waiting_for_ranks(group):
+            table, work = send(mine, group)
+            work.wait()
         told = table.read()
         words = next((one.error for one in told if one.error), "")
         if not words and group is not groups[-1]:
