@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.divergence import forward_parts
+from fusedce.contract.divergence import forward_terms
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
 
@@ -230,7 +230,7 @@ def distillation_loss(
     # log(1 - exp(covered)); rounding may take the known classes' probability to 1 and beyond
     p_tail = torch.log(-torch.expm1(covered.clamp(max=-(2.0**-24))))
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    loss = forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
+    loss = forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
     total = loss.masked_fill(~counted, 0).sum()
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return LossSum(total.to(wide), counted.sum())

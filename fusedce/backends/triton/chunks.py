@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.mean_logit import MeanLogit
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
 from fusedce.backends.triton.launch import (
     CachedLaunch,
-    multiple,
     padded,
     pointwise,
     power_of_2,
@@ -57,11 +57,11 @@ class Chunks:
         self.amplify = amplification(weight.dtype, problem.logit_scale)
         self.tiles = Tiles(self.weight, C, self.arch, of_logits=gemm_blocks(problem) is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
-        self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
+        self.grads = torch.empty(C, multiple_of_16(V), dtype=weight.dtype, device=device)
         exps = self.grads
         if problem.label_smoothing and problem.softcap is None:
             # What smoothing leaves of a probability is rounded, not the probability itself.
-            exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
+            exps = torch.empty(C, multiple_of_16(V), dtype=torch.float32, device=device)
         self.normalise = weight.dtype == torch.float16 or exps is not self.grads
         self.exponentials = Exponentials(
             problem,
@@ -133,7 +133,7 @@ class Chunks:
             first=first,
             H=H,
             V=V,
-            width=multiple(V),
+            width=multiple_of_16(V),
             stride_hn=h.stride(0),
             stride_row=C,
             stride_terms=C,

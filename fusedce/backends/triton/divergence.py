@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import way_of_divergence
+from fusedce.backends.plan import multiple_of_16, way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
-    multiple,
     on,
     power_of_2,
     raise_on_cpu,
@@ -116,7 +115,7 @@ class _Chunk:
         self.weight, self.divergence, self.train = weight, divergence, train
         self.arch = archs.architecture(device)
         V = len(weight)
-        self.V, self.width = V, multiple(V)
+        self.V, self.width = V, multiple_of_16(V)
         # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
         self.block = min(power_of_2(V), self.arch.divergence_block_v)
         self.normalise = weight.dtype == torch.float16 and train
