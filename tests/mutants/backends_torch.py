@@ -211,8 +211,14 @@ MUTANTS = [
     ),
     Mutant(
         "rounding: a rounded tile has no sum",
-        "ones = torch.ones(1, len(x), dtype=x.dtype)",
-        "ones = torch.zeros(1, len(x), dtype=x.dtype)",
+        "self(torch.ones(1, len(rows), dtype=some.dtype), some, sums, add=True)",
+        "self(torch.zeros(1, len(rows), dtype=some.dtype), some, sums, add=True)",
+        ROUNDING,
+    ),
+    Mutant(
+        "rounding: no tile of many tokens has an outlier",
+        "return tile.view(torch.int16).amax(0).view(tile.dtype)",
+        "return tile[0].clone().zero_()",
         ROUNDING,
     ),
     Mutant(

@@ -78,7 +78,7 @@ class Products(NamedTuple):
         gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
         if gemm is not None:
             return _call(gemm, a, b, out, add=add)
-        step = max(_BLOCK // b.shape[1], 1)
+        step = max(_BLOCK // max(b.shape[1], 1), 1)
         for rows, some in zip(a.split(step), out.split(step), strict=True):
             product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
             if add:
