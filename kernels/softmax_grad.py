@@ -9,8 +9,8 @@ factor, and writes the hidden state times the factor, which the gradient of the 
 
 Two entries of a row are alone in their size and have no neighbours to average their rounding with:
 the label's, and that of the likeliest of the other classes. They leave the chunk (0 stands there)
-and reach the gradients in float32, with :mod:`fusedce.kernels.hidden_grad` and
-:mod:`fusedce.kernels.label_grad`. Errors of bfloat16 gradients, over that of rounding the exact
+and reach the gradients in float32, with :mod:`fusedce.kernels.input_grads` and
+:mod:`fusedce.kernels.input_grads`. Errors of bfloat16 gradients, over that of rounding the exact
 ones once: 1.00 to 1.09, where both were rounded with the others 1.2 to 1.5 (peaked logits).
 
 References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above

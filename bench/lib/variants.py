@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.operands import power_of_2
+from fusedce.backends.triton.launch import power_of_2
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
-from fusedce.kernels.hidden_grad import hidden_grad_kernel
-from fusedce.kernels.label_grad import label_grad_kernel
-from fusedce.kernels.scale import scale_kernel
+from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel, scale_kernel
 from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,

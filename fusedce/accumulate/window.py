@@ -20,8 +20,8 @@ from torch.autograd.variable import Variable
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import Pending, explain
 from fusedce.accumulate.totals import Sums, add, key, stacked, sums_of
-from fusedce.contract.denominator import expecting
 from fusedce.contract.monitors import MonitoredLossSum
+from fusedce.contract.objective import expecting
 
 Losses = dict[str, MonitoredLossSum]
 """The losses of a micro-batch by name: ``loss_sum ()`` and ``n_valid ()`` int64, and monitors."""

@@ -17,13 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.autograd import chosen, per_token, summed
+from fusedce.autograd import class_logits, summed, token_ops
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import tiles_of
-from fusedce.contract.denominator import with_expected_upstream
-from fusedce.contract.objective import Stats, folded
+from fusedce.contract.objective import Stats, folded, with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 
@@ -56,7 +55,7 @@ def loss_sum(
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
-        losses, stats = per_token.losses(problem, monitored, argmax_out)
+        losses, stats = token_ops.losses(problem, monitored, argmax_out)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), values
@@ -81,12 +80,12 @@ def capped_smoothing(problem: Problem) -> bool:
 
 def token_losses(problem: Problem) -> Tensor:
     """``(N,)`` losses, each with an upstream gradient of its own."""
-    return per_token.losses(_prepared(problem), NOTHING)[0]
+    return token_ops.losses(_prepared(problem), NOTHING)[0]
 
 
 def token_stats(problem: Problem, wanted: Wanted) -> Stats:
     """Statistics of every token."""
-    return per_token.token_stats(_prepared(problem), wanted)
+    return token_ops.token_stats(_prepared(problem), wanted)
 
 
 def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tensor, Stats]:
@@ -97,19 +96,19 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
     if problem.ignore_index == torch.iinfo(classes.dtype).min:  # no class is ignored
         classes = classes.clamp(min=problem.ignore_index + 1)
     problem = _prepared(problem)
-    z = chosen.chosen_logits(problem, classes)
+    z = class_logits.chosen_logits(problem, classes)
     if problem.memory_budget is not None:
         gradients = wanted_gradients(problem)
-        beside = chosen.bytes_beside(problem, classes.shape[1])
+        beside = class_logits.bytes_beside(problem, classes.shape[1])
         if not torch.compiler.is_compiling():  # raises where it is too small, naming the whole
             call = call_of(problem, gradients, len(classes), triton=problem.backend == "triton")
             tiles_of(call._replace(fixed=beside), memory_budget=problem.memory_budget)
         problem = problem.but(memory_budget=problem.memory_budget - beside)
     valid = problem.but(labels=classes).valid()
-    best = chosen.likeliest(z, valid)
+    best = class_logits.likeliest(z, valid)
     problem = problem.but(labels=classes.gather(1, best)[:, 0])
-    z, stats = chosen.with_stats(problem, classes, z, wanted)
-    return chosen.logprobs(z, best, stats.nll, valid), stats
+    z, stats = class_logits.with_stats(problem, classes, z, wanted)
+    return class_logits.logprobs(z, best, stats.nll, valid), stats
 
 
 def _prepared(problem: Problem) -> Problem:

@@ -22,8 +22,8 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import waiting
-from fusedce.contract.denominator import with_expected_upstream
 from fusedce.contract.divergence import Divergence
+from fusedce.contract.objective import with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted, schema_of
 from fusedce.contract.results import LossSum
 from fusedce.contract.rounding import acc_dtype

@@ -9,7 +9,7 @@ What is kept from forward to backward is those gradients and nothing else: ``N *
 float32 and the head's ``V * H`` (``fusedce.backends.gradients.waiting`` says in which dtype), which
 backward would allocate anyway, but from the end of the forward pass on. That saves the logits,
 ``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
-:mod:`fusedce.autograd.per_token` pays and keeps ``(N,)`` numbers instead.
+:mod:`fusedce.autograd.token_ops` pays and keeps ``(N,)`` numbers instead.
 
 Two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other attaches the
 gradients to the loss.

@@ -1,4 +1,13 @@
-"""The operators token by token: statistics, statistics with a graph, gradients."""
+"""Statistics of every token's logits, differentiable each with a gradient of its own.
+
+What the backward pass of :mod:`fusedce.autograd.summed` gets for nothing, a gradient of the forward
+pass, is of a sum with one upstream factor. Here each token has its own factors, which are known
+only in backward: it computes the logits a second time, tile by tile, and stores none.
+
+The file holds the functions that the layers above call, the operators of ``torch.library`` behind
+them (statistics, statistics with a graph, gradients), and both as functions of autograd for
+transforms of ``torch.func``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,59 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.autograd.derivatives import refuse_second_derivatives
+from fusedce.autograd.derivatives import (
+    detached,
+    no_second_derivative,
+    refuse_second_derivatives,
+    transformed,
+    wanted_gradients,
+)
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import of_inputs
-from fusedce.contract.objective import Upstream
+from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
+
+
+def losses(
+    problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None
+) -> tuple[Tensor, Stats]:
+    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
+    smoothing = problem.label_smoothing > 0
+    lse = wanted.lse or not problem.of_nll_alone()
+    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing), argmax_out)
+    y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
+    lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
+    # Weights of ignored positions, and of the class their label was clamped to, may be anything.
+    return lost.masked_fill(~problem.valid(), 0), stats
+
+
+def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None) -> Stats:
+    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias.
+
+    ``argmax_out (N,)``: to be filled, outside of transforms.
+    """
+    train = any(wanted_gradients(problem))
+    if transformed():  # inside vmap a tensor does not know that a transform around wants it
+        train = torch.is_grad_enabled()
+    arguments = (*detached(problem), *wanted.but(lse=wanted.lse or train))
+    with torch.no_grad():
+        if argmax_out is None:
+            stats = Stats(*torch.ops.fusedce.token_stats(*arguments))
+        else:
+            nll, lse, entropy, zmean, n_valid = torch.ops.fusedce.token_stats_into(
+                *arguments, argmax_out
+            )
+            stats = Stats(nll, lse, entropy, zmean, n_valid, argmax_out)
+    if not train:
+        return stats
+    values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
+    attach = TokenValues.apply if transformed() else torch.ops.fusedce.token_values
+    nll, lse, entropy, zmean = attach(*problem, *values)
+    return Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
+
+
+# ---- operators -----------------------------------------------------------------------------------
 
 
 @torch.library.custom_op(
@@ -227,3 +283,115 @@ def upstream_of(
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
     return Upstream(alpha, beta, gamma, at_label, used, -torch.expm1(-nll))
+
+
+# ---- inside transforms of torch.func ------------------------------------------------------------
+#
+# Operators of torch.library have no derivatives there, functions of autograd do. Transforms record
+# every backward pass; so the gradients are a function too, whose own derivative is refused.
+#
+# Under vmap, samples that share the head are tokens of one problem: everything that goes by tokens
+# is flattened, and one call does the work of all samples. Where the head has samples of its own, or
+# a gradient of the head is wanted of each sample, they are computed one after the other.
+
+
+_BY_TOKENS = ("hidden", "labels", "token_weight", "temperature")
+_BEFORE = len(Problem._fields)
+
+
+def _vmap_token_stats(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+    B = info.batch_size
+    if not _share_the_head(in_dims):
+        return _one_by_one(torch.ops.fusedce.token_stats, B, in_dims, flat)
+    flat = _flattened(B, in_dims, flat)
+    *stats, n_valid, argmax = torch.ops.fusedce.token_stats(*flat)
+    own = Problem(*flat[:_BEFORE]).valid().view(B, -1).sum(1)
+    # A bad label (negative, on a GPU) is every sample's: their losses stay apart, its is NaN.
+    return (
+        (
+            *(x.view(B, -1) for x in stats),
+            torch.where(n_valid < 0, n_valid, own),
+            argmax.view(B, -1),
+        ),
+        (0,) * 6,
+    )
+
+
+torch.library.register_vmap(_token_stats, _vmap_token_stats)
+
+
+class TokenValues(torch.autograd.Function):
+    """``token_values``: statistics with a graph."""
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in flat[_BEFORE:])
+
+    setup_context = staticmethod(setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        return input_grads(ctx, upstream, TokenGrads.apply)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        B = info.batch_size
+        if not _share_the_head(in_dims):
+            return _one_by_one(TokenValues.apply, B, in_dims, flat)
+        values = TokenValues.apply(*_flattened(B, in_dims, flat))
+        return tuple(x.view(B, -1) for x in values), (0,) * 4
+
+
+class TokenGrads(torch.autograd.Function):
+    """``token_grads``, once differentiable."""
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = torch.ops.fusedce.token_grads(*flat)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> None:
+        raise no_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        B = info.batch_size
+        wanted = Wanted(*flat[_BEFORE : _BEFORE + len(Wanted._fields)])
+        if not _share_the_head(in_dims) or wanted.weight or wanted.bias:
+            return _one_by_one(TokenGrads.apply, B, in_dims, flat)
+        d_hidden, d_weight, d_bias = TokenGrads.apply(*_flattened(B, in_dims, flat))
+        if wanted.hidden:
+            d_hidden = d_hidden.view(B, -1, d_hidden.shape[-1])
+        return (d_hidden, d_weight, d_bias), (0 if wanted.hidden else None, None, None)
+
+
+def _share_the_head(in_dims: tuple[Any, ...]) -> bool:
+    batched = {name for name, d in zip(Problem._fields, in_dims, strict=False) if d is not None}
+    return batched <= set(_BY_TOKENS)
+
+
+def _flattened(B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The samples' tokens, one sample after the other; the head as it is."""
+    made = list(flat)
+    for i, (x, d) in enumerate(zip(flat, in_dims, strict=True)):
+        by_tokens = i >= _BEFORE or Problem._fields[i] in _BY_TOKENS
+        if isinstance(x, Tensor) and by_tokens:
+            each = x.expand(B, *x.shape) if d is None else x.movedim(d, 0)
+            made[i] = each.reshape(-1, *each.shape[2:])
+    return tuple(made)
+
+
+def _one_by_one(
+    operation: Any, B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    results = [
+        operation(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
+        for i in range(B)
+    ]
+    stacked = tuple(torch.stack(x) for x in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)

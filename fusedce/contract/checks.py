@@ -215,6 +215,12 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_reduction(reduction: object) -> None:
+    """Raise ``ValueError`` unless ``reduction`` is one of the three that torch has."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
 def check_number(name: str, value: float) -> float:
     """``value`` as a float, checked against the range of the option ``name``.
 

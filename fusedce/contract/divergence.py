@@ -17,8 +17,7 @@ from fusedce.contract.checks import (
     check_tensors,
     checked,
 )
-from fusedce.contract.problem import Problem
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection
 from fusedce.contract.rounding import acc_dtype
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch, divergence
-from fusedce.contract.checks import check_tensor_types, checked
+from fusedce.contract.checks import check_reduction, check_tensor_types, checked
 from fusedce.contract.divergence import checked_targets
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
@@ -16,7 +16,6 @@ from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.sharded import reduced
 from fusedce.loss.sharded_problem import is_sharded
-from fusedce.loss.tokens import check_reduction
 
 
 @explains_names

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded_stats, sharded_sum
+from fusedce.autograd import dispatch, sharded
 from fusedce.autograd.summed import SumWithGrads
-from fusedce.backends.sharded.agreement import tell_peers_on_error
-from fusedce.backends.sharded.layout import groups_of
+from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
@@ -180,11 +179,11 @@ def sharded_loss_sum(
     problem, shard = agree_on_problem(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
-    out, values = sharded_sum.loss_sum(problem, shard, wanted)
+    out, values = sharded.loss_sum(problem, shard, wanted)
     if argmax_out is not None and values.argmax is not None:
         argmax_out.copy_(values.argmax.view(argmax_out.shape))
     if not monitor:
         return out
     found = sums(problem, monitor, *values)
-    total = sharded_stats.total(torch.stack(list(found.values())), shard)
+    total = sharded.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))

@@ -11,15 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import sharded_stats, sharded_sum
-from fusedce.backends.sharded.agreement import LOSSES, SUM, tell_peers_on_error
-from fusedce.backends.sharded.layout import groups_of
+from fusedce.autograd import sharded
+from fusedce.backends.sharded.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
+from fusedce.contract.checks import check_reduction
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, tokens_of
-from fusedce.loss.tokens import check_reduction
 
 
 @explains_names
@@ -141,9 +140,9 @@ def sharded_ce(
         memory_budget=memory_budget,
         backend=backend,
     )
-    return sharded_sum.loss_sum(
-        *agree_on_problem(problem, process_group, tokens_sharded, vocab_size)
-    )[0]
+    return sharded.loss_sum(*agree_on_problem(problem, process_group, tokens_sharded, vocab_size))[
+        0
+    ]
 
 
 @explains_names
@@ -260,16 +259,16 @@ def reduced(
         agreed = agree_on_problem(
             problem, process_group, tokens_sharded, vocab_size, SUM, reduction
         )
-        out, _ = sharded_sum.loss_sum(*agreed)
+        out, _ = sharded.loss_sum(*agreed)
         return out.loss_sum if reduction == "sum" else out.mean()
     problem, shard = agree_on_problem(
         problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction
     )
-    losses, _ = sharded_stats.losses(problem, shard)
+    losses, _ = sharded.losses(problem, shard)
     if reduction == "none":
         return losses.view(tokens_of(labels))
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
-    loss_sum, weights, count = sharded_stats.total(mine, shard).unbind()
+    loss_sum, weights, count = sharded.total(mine, shard).unbind()
     if reduction == "mean":
         loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
     return loss_sum.to(losses.dtype)

@@ -14,10 +14,12 @@ from fusedce.backends.sharded.agreement import (
     SUM,
     agree,
     check_vocab_size,
+    groups_of,
+    is_dtensor,
+    layout_of,
     tell_peers_on_error,
 )
 from fusedce.backends.sharded.exchange import Shard
-from fusedce.backends.sharded.layout import groups_of, is_dtensor, layout_of
 from fusedce.contract.checks import (
     autocast,
     check_options,

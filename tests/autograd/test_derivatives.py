@@ -15,7 +15,7 @@ from fusedce import (
     shift_labels,
 )
 from fusedce.backends import gradients
-from fusedce.contract.denominator import expecting
+from fusedce.contract.objective import expecting
 from fusedce.testing import Case
 
 

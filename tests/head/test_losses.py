@@ -14,7 +14,7 @@ from torch import nn
 import fusedce
 import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
-from fusedce.contract.denominator import expecting
+from fusedce.contract.objective import expecting
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.loss_observer import LossObserver
 

@@ -137,12 +137,11 @@ def test_every_kernel_compiles(arch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_slow_cases_say_so_once(dtype):
-    from fusedce.backends import triton as launch
-    from fusedce.backends.triton import operands
+    from fusedce.backends.triton import forward, launch
 
-    operands._say_once.cache_clear()
+    launch._say_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
-    exact = launch.loss(Problem(hidden, weight, labels))[0]
+    exact = forward.loss(Problem(hidden, weight, labels))[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     wide = hidden.new_empty(20, 48)[:, ::2].copy_(hidden)
     for h, w, message in (
@@ -150,8 +149,8 @@ def test_slow_cases_say_so_once(dtype):
         (wide, weight, "hidden has stride 2 in its last dimension"),
     ):
         with pytest.warns(UserWarning, match=message):
-            first = launch.loss(Problem(h, w, labels))[0]
+            first = forward.loss(Problem(h, w, labels))[0]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            launch.loss(Problem(h, w, labels))
+            forward.loss(Problem(h, w, labels))
         assert first == exact  # with and without tensor descriptors, to the bit

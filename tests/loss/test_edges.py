@@ -66,7 +66,7 @@ def test_the_weight_of_an_absent_class_may_be_anything(reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_computed_where_nothing_is_valid(backend, monkeypatch):
-    from fusedce.backends.torch.tiles import Logits
+    from fusedce.backends.torch.logit_tiles import Logits
 
     hidden, weight, labels = inputs()
     labels.fill_(-100)

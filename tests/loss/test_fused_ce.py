@@ -8,7 +8,7 @@ from support.operators import opcheck_sum
 import fusedce
 from fusedce import LossSum, fused_ce, reference_ce
 from fusedce.backends import gradients as buffers
-from fusedce.contract.denominator import expecting
+from fusedce.contract.objective import expecting
 from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]

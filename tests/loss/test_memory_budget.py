@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends import plan
-from fusedce.backends.torch import per_token, products, training
+from fusedce.backends.torch import products, stats_and_grads, training
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
@@ -60,7 +60,7 @@ def tiles_alone(monkeypatch, R, T):
 
     for module in (training, triton_training):
         monkeypatch.setattr(module, "way_of", way)
-    for module in (per_token, vocab_tiles):
+    for module in (stats_and_grads, vocab_tiles):
         monkeypatch.setattr(module, "tiles_of", way)
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 from fusedce import fused_logprobs
-from fusedce.autograd import chosen
+from fusedce.autograd import class_logits
 from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
@@ -188,8 +188,8 @@ def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
     def unread(problem, classes):
         return classes != -100, classes.clamp(0, 6)
 
-    monkeypatch.setattr(chosen, "in_range", unread)
-    z = chosen.chosen_logits(Problem(hidden, weight, classes[:, 0]), classes)
+    monkeypatch.setattr(class_logits, "in_range", unread)
+    z = class_logits.chosen_logits(Problem(hidden, weight, classes[:, 0]), classes)
     assert z.isnan().tolist() == [[False, True], [False, False]]
     assert z[1, 0] == 0
 

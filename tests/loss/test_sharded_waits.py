@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedce.autograd import sharded_stats
+from fusedce.autograd import sharded
 from fusedce.backends.sharded import exchange, token_stats
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.backends.torch.rows import valid_rows
-from fusedce.backends.triton import archs, rank_sums, training
+from fusedce.backends.triton import archs, exponentials, training
 from fusedce.backends.triton import sharded_sum as triton_sharded
 from fusedce.backends.triton.archs import BY_NAME
-from fusedce.backends.triton.relaunch import Relaunch
+from fusedce.backends.triton.launch import CachedLaunch
 from fusedce.contract.labels import bad_label_code
 from fusedce.contract.problem import Problem, Wanted
 
@@ -32,7 +32,7 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (torch_sharded, exchange, token_stats, rank_sums, triton_sharded):
+    for module in (torch_sharded, exchange, token_stats, exponentials, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
@@ -66,7 +66,7 @@ def launches(monkeypatch):
     def again(self, grid, **changing):
         seen.append((self._kernel.name, grid))
 
-    monkeypatch.setattr(Relaunch, "__call__", again)
+    monkeypatch.setattr(CachedLaunch, "__call__", again)
     return seen
 
 
@@ -157,7 +157,7 @@ def test_the_launches_over_tiles_are_those_of_a_whole_vocabulary(alone, launches
 
 
 def test_nothing_waits_for_the_losses_of_tokens(alone, launches, monkeypatch):
-    monkeypatch.setattr(sharded_stats, "resolve_backend", lambda backend, hidden: backend)
+    monkeypatch.setattr(sharded, "resolve_backend", lambda backend, hidden: backend)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     problem = Problem(
         torch.empty(N, H, device="meta", requires_grad=True),
@@ -168,7 +168,7 @@ def test_nothing_waits_for_the_losses_of_tokens(alone, launches, monkeypatch):
         backend="triton",
     )
     shard = Shard(None, 0, V, V // 2, None, counted=9, valid=9)
-    losses, _ = sharded_stats.losses(problem, shard)
+    losses, _ = sharded.losses(problem, shard)
     assert losses.shape == (N,)
 
 

@@ -241,13 +241,13 @@ MUTANTS = [
         "known denominator: a window does not say",
         "self._expecting = expecting(expected)",
         "self._expecting = expecting(None)",
-        "contract/test_denominator.py -k declared",
+        "contract/test_expected_upstream.py -k declared",
     ),
     Mutant(
         "known denominator: the engine's division forgotten",
         "return (1 / self.divisor(),)",
         "return (1.0,)",
-        "contract/test_denominator.py -k declared",
+        "contract/test_expected_upstream.py -k declared",
     ),
     Mutant(
         "factor: not noted",

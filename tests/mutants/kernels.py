@@ -230,7 +230,7 @@ MUTANTS = [
         "backends/triton/test_training.py -k as_exact",
     ),
     Mutant(
-        "relaunch: a tile's place is one Triton compiles anew for",
+        "launch: a tile's place is one Triton compiles anew for",
         '"best", "first", "first_block", "most",',
         '"best", "most",',
         "backends/triton/test_specialization.py -k one_compilation",
@@ -245,19 +245,19 @@ MUTANTS = [
         "label_grad: every entry of a run adds the rest of it",
         "if goes_on | (column < 0)",
         "if (column < 0)",
-        "test_label_grad.py",
+        "test_input_grads.py",
     ),
     Mutant(
         "label_grad: a run ends with its first block",
         "more = (start < n) & (tl.load",
         "more = (start < 0) & (tl.load",
-        "test_label_grad.py",
+        "test_input_grads.py",
     ),
     Mutant(
         "label_grad: the second entries of rows are the first",
         "places // C * stride_row + rows",
         "rows",
-        "test_label_grad.py",
+        "test_input_grads.py",
     ),
     Mutant(
         "label_grad: entries are not added",
@@ -275,6 +275,6 @@ MUTANTS = [
         "label_grad: every block of H adds to the bias",
         "more_of_bias, mask=tl.program_id(1) == 0)",
         "more_of_bias)",
-        "test_label_grad.py",
+        "test_input_grads.py",
     ),
 ]

@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "classes of shards: their gradient left out",
-        "    chosen.add_gradients(problem, grads, classes, z, of_z)\n    return grads",
+        "    class_logits.add_gradients(problem, grads, classes, z, of_z)\n    return grads",
         "    return grads",
         f"{TOKENS} -k several",
     ),

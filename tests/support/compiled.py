@@ -29,7 +29,7 @@ def backend_on(name: str):
     TF32.
     """
     from fusedce.backends import choose
-    from fusedce.backends.triton import archs, head_gradients, operands
+    from fusedce.backends.triton import archs, head_gradients, launch
 
     row = archs.BY_NAME[name]
     with contextlib.ExitStack() as stack:
@@ -43,12 +43,12 @@ def backend_on(name: str):
             (choose, "why_not_triton", lambda *_: None),
             (archs, "architecture", lambda _: device.row),
             (archs, "processors", lambda _: 3),
-            (operands, "interpreted", lambda _: False),
-            (operands, "_cuda", lambda _: True),
-            (operands, "tf32_allowed", lambda: device.tf32),
+            (launch, "interpreted", lambda _: False),
+            (launch, "_cuda", lambda _: True),
+            (launch, "tf32_allowed", lambda: device.tf32),
         ):
             stack.enter_context(mock.patch.object(of, attribute, value))
-        for module in ("forward", "training", "row_stats", "divergence"):
+        for module in ("forward", "training", "divergence"):
             module = import_module(f"{_BACKEND}.{module}")
             stack.enter_context(mock.patch.object(module, "raise_on_cpu"))
         head_gradients.compile_for_sums.cache_clear()

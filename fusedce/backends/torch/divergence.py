@@ -29,13 +29,12 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import compared_classes, way_of_divergence
 from fusedce.backends.protocol import Diverged
+from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:

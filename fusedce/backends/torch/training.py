@@ -36,10 +36,7 @@ from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.protocol import Summed
-from fusedce.backends.torch.per_token import token_grads, token_stats
-from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.tiles import (
+from fusedce.backends.torch.logit_tiles import (
     OUTLIER_P,
     Logits,
     ReferenceTooLow,
@@ -49,9 +46,11 @@ from fusedce.backends.torch.tiles import (
     label_entry,
     tiles,
 )
+from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:

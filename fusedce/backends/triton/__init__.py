@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.compact import on
 from fusedce.backends.triton.divergence import divergence_and_grads
-from fusedce.backends.triton.forward import loss
-from fusedce.backends.triton.row_stats import token_stats
+from fusedce.backends.triton.forward import loss, token_stats
+from fusedce.backends.triton.launch import on
 from fusedce.backends.triton.training import loss_and_grads
 from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.kernels.scale import scale_kernel
+from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
     "divergence_and_grads",

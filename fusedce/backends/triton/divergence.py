@@ -17,9 +17,16 @@ from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.compact import capturing, compact, on, raise_on_cpu
 from fusedce.backends.triton.head_gradients import add_to_bias
-from fusedce.backends.triton.operands import multiple, power_of_2, span
+from fusedce.backends.triton.launch import (
+    capturing,
+    compact,
+    multiple,
+    on,
+    power_of_2,
+    raise_on_cpu,
+    span,
+)
 from fusedce.backends.triton.products import add_product, product
 from fusedce.backends.triton.training import rows_and_factor
 from fusedce.contract.divergence import KINDS, TARGETS, Divergence

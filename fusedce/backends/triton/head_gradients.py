@@ -1,6 +1,6 @@
 """The gradient of the head by a chunk: a product, and the entries that are not in it.
 
-The latter, by :mod:`fusedce.kernels.label_grad`, are added to the product, which is small beside
+The latter, by :mod:`fusedce.kernels.input_grads`, are added to the product, which is small beside
 them: in a buffer of two bytes (that of a single chunk) its rounding is not felt.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import ChunkGradient, Chunks
-from fusedce.backends.triton.operands import power_of_2
+from fusedce.backends.triton.launch import power_of_2
 from fusedce.backends.triton.products import add_product
-from fusedce.kernels.label_grad import label_grad_kernel
+from fusedce.kernels.input_grads import label_grad_kernel
 
 _COLUMNS = 16384  # of a chunk's gradient that are widened at a time
 

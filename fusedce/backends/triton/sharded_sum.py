@@ -29,13 +29,10 @@ from fusedce.backends.sharded.exchange import (
     of_classes,
     sharded_way,
 )
-from fusedce.backends.triton.chunks import Chunks
-from fusedce.backends.triton.compact import Rows, compact, on, raise_on_cpu
-from fusedce.backends.triton.exponentials import label_logits
+from fusedce.backends.triton.chunks import Chunks, RowFactors
+from fusedce.backends.triton.exponentials import Peers, label_logits, merge
 from fusedce.backends.triton.forward import row_sums
-from fusedce.backends.triton.operands import pointwise
-from fusedce.backends.triton.rank_sums import Peers, merge
-from fusedce.backends.triton.row_factors import RowFactors
+from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_on_cpu
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
 from fusedce.contract.problem import Problem, Wanted

@@ -16,13 +16,11 @@ from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.protocol import Summed
-from fusedce.backends.triton.chunks import Chunks
-from fusedce.backends.triton.compact import Rows, capturing, compact, on, raise_on_cpu
+from fusedce.backends.triton.chunks import Chunks, RowFactors
 from fusedce.backends.triton.exponentials import gemm_blocks
+from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import add_head_gradients
-from fusedce.backends.triton.operands import span
-from fusedce.backends.triton.row_factors import RowFactors
-from fusedce.backends.triton.row_stats import token_stats
+from fusedce.backends.triton.launch import Rows, capturing, compact, on, raise_on_cpu, span
 from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.contract.problem import Problem, Wanted
 

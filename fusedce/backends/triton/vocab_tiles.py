@@ -21,13 +21,21 @@ from fusedce.backends.mean_logit import sampled_mean_row
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import amplification
-from fusedce.backends.triton.compact import capturing, compact, on
 from fusedce.backends.triton.head_gradients import add_entries, add_to_bias
-from fusedce.backends.triton.operands import multiple, padded, pointwise, power_of_2, span
+from fusedce.backends.triton.launch import (
+    capturing,
+    compact,
+    multiple,
+    on,
+    padded,
+    pointwise,
+    power_of_2,
+    span,
+)
 from fusedce.backends.triton.products import add_product, add_to, product
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.hidden_grad import hidden_grad_kernel
+from fusedce.kernels.input_grads import hidden_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
 

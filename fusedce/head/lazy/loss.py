@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable, forward_ad
 
 from fusedce.contract.checks import autocast_dtype
-from fusedce.contract.denominator import Factor, expected, expecting
+from fusedce.contract.objective import Factor, expected, expecting
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.head.call import HeadCall
@@ -229,7 +229,7 @@ def _project(hidden: Tensor, V: int, steps: LogitsSteps) -> Projected | None:
 # ---- the number by which a model will divide its losses --------------------------------------
 # Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
 # Knowing it beforehand saves a rounding, and a wrong expectation costs one: the number of one call
-# is therefore kept until the next (fusedce.contract.denominator).
+# is therefore kept until the next (fusedce.contract.objective).
 
 _items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
     "fusedce_num_items_in_batch", default=None

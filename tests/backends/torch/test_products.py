@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
 from fusedce.backends.torch import products
+from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.tiles import Logits
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Projection
 
 H = 96
 WAYS = ("bf16 with float32 results", "bf16 units", "no bf16 units")

@@ -7,7 +7,7 @@ import fusedce
 from fusedce.backends import gradients as buffers
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import training
-from fusedce.backends.triton.compact import Rows
+from fusedce.backends.triton.launch import Rows
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.testing import Case

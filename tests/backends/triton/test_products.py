@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.products import product
-from fusedce.backends.triton.tiles import Tiles
+from fusedce.backends.triton.products import Tiles, product
 
 H = 24
 ROW = archs.BY_NAME["interpreter"]

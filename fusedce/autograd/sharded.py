@@ -1,31 +1,34 @@
-"""Statistics of every token on a sharded vocabulary, as functions of autograd.
+"""Losses and statistics of tokens on a sharded vocabulary, as functions of autograd.
 
 In the forward pass each rank gives its own classes to the backend as a problem, and the ranks
 exchange a few numbers a token. In backward each rank computes the logits of its classes again, with
-the log-sum-exp of all classes, and the ranks' addends of ``d_hidden`` are summed once.
+the log-sum-exp of all classes, and the ranks' addends of ``d_hidden`` are summed once. The sum of
+the losses takes its gradients in the forward pass where it can (:func:`loss_sum`).
 """
 
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.autograd import chosen
+from fusedce.autograd import class_logits
 from fusedce.autograd.derivatives import (
     detached,
     refuse_forward_mode,
     refuse_second_derivatives,
     wanted_gradients,
 )
-from fusedce.autograd.dispatch import NOTHING, Monitored
+from fusedce.autograd.dispatch import NOTHING, Monitored, capped_smoothing
+from fusedce.autograd.summed import with_gradients
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes, Gradients
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.sharded.exchange import (
     Shard,
     all_tokens,
@@ -34,8 +37,10 @@ from fusedce.backends.sharded.exchange import (
     sum_over_ranks,
 )
 from fusedce.backends.sharded.token_stats import Local, local_of, stats_over_ranks
-from fusedce.contract.objective import Stats, folded, token_losses
+from fusedce.backends.torch import sharded_sum as torch_sharded
+from fusedce.contract.objective import Stats, folded, token_losses, weights_and_count
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.results import LossSum
 from fusedce.contract.rounding import acc_dtype
 
 
@@ -119,14 +124,14 @@ def _counted(problem: Problem, shard: Shard) -> Counted:
     classes = problem.labels[:, None][:, :0]
     if problem.labels.dim() == 2:
         classes = problem.labels
-        counts, _ = chosen.in_range(problem, classes, shard.V)  # raises on all ranks
+        counts, _ = class_logits.in_range(problem, classes, shard.V)  # raises on all ranks
         one = classes.gather(1, counts.int().argmax(1, keepdim=True))[:, 0]
         problem = problem.but(labels=one)
     rows, _ = counted_rows(problem, shard)
     budget, K = problem.memory_budget, classes.shape[1]
     if budget is not None:  # the backend gets what other ranks' tokens and classes leave
         call = sharded_call(problem, shard, len(problem.labels))
-        call = call._replace(fixed=call.fixed + (chosen.bytes_beside(problem, K) if K else 0))
+        call = call._replace(fixed=call.fixed + (class_logits.bytes_beside(problem, K) if K else 0))
         tiles_of(call, memory_budget=budget)  # raises on all ranks where it is too small
         problem = problem.but(memory_budget=budget - call.fixed)
     return Counted(problem, shard, rows, n_here, classes[rows])
@@ -144,7 +149,7 @@ def _statistics(problem: Problem, counted: Counted, wanted: Wanted) -> tuple[Sta
         z = _class_logits(local, counted)
         valid = counted.problem.but(labels=counted.classes).valid()
         if z.shape[1]:
-            best = chosen.likeliest(z, valid)
+            best = class_logits.likeliest(z, valid)
             local = local.with_labels(counted.classes.gather(1, best)[:, 0])
         stats, nll_here = stats_over_ranks(local, shard, wanted)
     if any(gradients):
@@ -154,7 +159,7 @@ def _statistics(problem: Problem, counted: Counted, wanted: Wanted) -> tuple[Sta
         stats = Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
     if not z.shape[1]:
         return stats, z
-    return stats, chosen.logprobs(z, best, stats.nll, valid)
+    return stats, class_logits.logprobs(z, best, stats.nll, valid)
 
 
 def _class_logits(local: Local, counted: Counted) -> Tensor:
@@ -167,7 +172,7 @@ def _class_logits(local: Local, counted: Counted) -> Tensor:
     if not classes.shape[1]:
         return z
     if len(problem.weight):
-        z = chosen.chosen_logits(problem, _classes_here(local, classes))
+        z = class_logits.chosen_logits(problem, _classes_here(local, classes))
     dist.all_reduce(z, group=counted.shard.group)  # one number and zeros: exact
     bad = counted.problem.but(labels=classes).valid()
     bad &= (classes < 0) | (classes >= counted.shard.V)
@@ -261,7 +266,7 @@ def _grads_here(
     classes, z, of_z = of_classes
     dtypes = Dtypes(acc, dtype, dtype)
     if of_z is not None:
-        dtypes = chosen.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
+        dtypes = class_logits.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
     made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
     if of_z is None:
         return made
@@ -269,7 +274,7 @@ def _grads_here(
     grads.hidden, grads.weight, grads.bias = (
         x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
     )
-    chosen.add_gradients(problem, grads, classes, z, of_z)
+    class_logits.add_gradients(problem, grads, classes, z, of_z)
     return grads.written()
 
 
@@ -311,3 +316,60 @@ def _with_padding(grad: Tensor, rows: int) -> Tensor:
     padded = grad.new_zeros(rows, *grad.shape[1:])
     padded[: len(grad)] = grad
     return padded
+
+
+def loss_sum(
+    problem: Problem, shard: Shard, monitored: Wanted = NOTHING
+) -> tuple[LossSum, Monitored]:
+    """The sum in nats and the number of valid tokens, equal on all ranks; what is monitored.
+
+    Every rank receives the gradients of its own inputs. The monitored statistics are those of this
+    rank's tokens.
+    """
+    refuse_forward_mode(*problem)
+    wanted = wanted_gradients(problem)
+    if _from_tokens(problem, shard, monitored, train=any(wanted.gradients())):
+        return _sum_of_losses(problem, shard, monitored)
+    device = problem.hidden.device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if problem.backend != "triton":
+            made, argmax = torch_sharded.loss_and_grads(detached(problem), shard, wanted), None
+        else:
+            backend = _triton()
+            if not any(wanted.gradients()):
+                return LossSum(*backend.loss(detached(problem), shard)), Monitored(None)
+            n = len(problem.labels)
+            argmax = torch.empty(n, dtype=torch.int64, device=device) if monitored.argmax else None
+            made = backend.loss_and_grads(detached(problem), shard, wanted, argmax)
+    total, n_valid, factor, *grads = made
+    if any(wanted.gradients()):
+        total = with_gradients(total, factor, problem, grads)
+    return LossSum(total, n_valid), Monitored(argmax)
+
+
+def _from_tokens(problem: Problem, shard: Shard, monitored: Wanted, *, train: bool) -> bool:
+    """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
+    triton, budget = problem.backend == "triton", problem.memory_budget
+    if monitored.lse or monitored.entropy or (monitored.argmax and not (triton and train)):
+        return True
+    if triton and capped_smoothing(problem):
+        return True
+    if budget is None:
+        return False
+    N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
+    return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES
+
+
+def _triton() -> ModuleType:
+    """The module of the Triton path, imported at its first use."""
+    from fusedce.backends.triton import sharded_sum
+
+    return sharded_sum
+
+
+def _sum_of_losses(problem: Problem, shard: Shard, monitored: Wanted) -> tuple[LossSum, Monitored]:
+    each, values = losses(problem, shard, monitored)
+    count = weights_and_count(problem.but(class_weight=None))[1]
+    mine = torch.stack([each.sum(dtype=torch.float64), count])
+    of_all, n_valid = total(mine, shard).unbind()
+    return LossSum(of_all.to(each.dtype), n_valid.detach().long()), values

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedce.kernels.label_grad import label_grad_kernel
+from fusedce.kernels.input_grads import label_grad_kernel
 
 C, H, V = 45, 40, 20
 LABELS = {

@@ -1,4 +1,4 @@
-"""Tiles of logits, and what is gathered from them."""
+"""Tiles of logits, and the statistics that are gathered from them tile by tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedce.backends.mean_logit import sample, sampled_mean_row
 from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Projection
 
 OUTLIER_P = 0.125  # a probability; entries of that size are not rounded
 

@@ -1,11 +1,11 @@
-"""Layouts of the inputs, and how they are read and multiplied."""
+"""Arguments of kernels: layouts of inputs, precision of products, repeated launches."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fusedce.backends.triton.operands import alignment, input_precision, span
+from fusedce.backends.triton.launch import CachedLaunch, alignment, input_precision, span
 from fusedce.contract.problem import Problem
 
 
@@ -70,3 +70,43 @@ def test_a_span_of_all_is_no_view_and_any_other_one_is_cut():
     assert torch.equal(span(x, 0, 2), x[:2])
     assert torch.equal(span(x, 1, 3), x[1:])
     assert torch.equal(span(x, 0, 3, dim=1), x[:, :3])
+
+
+class Kernel:
+    """Called by keyword, as Triton's are; what it compiles is called by place."""
+
+    arg_names = ("x", "n", "y", "BLOCK")
+
+    def __init__(self, compiles):
+        self.compiles, self.launches = compiles, []
+
+    def __getitem__(self, grid):
+        def first(**given):
+            options = {k: given.pop(k) for k in ("num_warps",)}
+            assert options == {"num_warps": 4}
+            self.launches.append(("asked", grid, *(given[k] for k in self.arg_names)))
+            return Compiled(self) if self.compiles else None
+
+        return first
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *given: self.kernel.launches.append(("again", grid, *given))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_later_launches_differ_in_what_changes_alone(compiles):
+    kernel = Kernel(compiles)
+    launch = CachedLaunch(kernel, y=None, x=7, BLOCK=64, num_warps=4)
+    for n in (3, 5, 9):
+        launch((n, 1, 1), n=n)
+    how = "again" if compiles else "asked"
+    assert kernel.launches == [
+        ("asked", (3, 1, 1), 7, 3, None, 64),
+        (how, (5, 1, 1), 7, 5, None, 64),
+        (how, (9, 1, 1), 7, 9, None, 64),
+    ]

@@ -26,9 +26,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.plan import tiles_of
-from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
-from fusedce.backends.torch.tiles import (
+from fusedce.backends.torch.logit_tiles import (
     OUTLIER_P,
     Logits,
     clear_labels,
@@ -36,9 +34,10 @@ from fusedce.backends.torch.tiles import (
     nan_at_inf,
     tiles,
 )
+from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:

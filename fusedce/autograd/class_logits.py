@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import per_token, token_ops
+from fusedce.autograd import token_ops
 from fusedce.autograd.derivatives import (
     detached,
     refuse_second_derivatives,
@@ -31,8 +31,7 @@ from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, of_
 from fusedce.backends.plan import tiles_of
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Problem, Wanted, records, schema_of
-from fusedce.contract.projection import Projection
+from fusedce.contract.problem import Problem, Projection, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, without a budget
@@ -60,7 +59,7 @@ def with_stats(
     """``z`` and the statistics of the tokens, both differentiable."""
     train = any(wanted_gradients(problem))
     with torch.no_grad():
-        stats = per_token.token_stats(problem, wanted.but(lse=wanted.lse or train))
+        stats = token_ops.token_stats(problem, wanted.but(lse=wanted.lse or train))
     if not train:
         return z, stats
     values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)

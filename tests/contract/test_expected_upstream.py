@@ -7,7 +7,7 @@ import torch
 
 import fusedce
 from fusedce.backends import gradients as buffers
-from fusedce.contract.denominator import expecting
+from fusedce.contract.objective import expecting
 from fusedce.testing import Case
 
 BACKENDS = ("torch", "triton")

@@ -1,0 +1,136 @@
+"""Gradients of hidden states and head, where products alone do not give them.
+
+A chunk holds the gradient of its logits in two bytes. The label's entry of a row is alone in its
+size, and so is the likeliest other class's of a row that is sure and wrong; rounded with the others
+they would be most of the error of ``grads.T @ hidden``: ``p - 1`` may lie in the middle between two
+numbers. Of each row :mod:`fusedce.kernels.softmax_grad` keeps them in float32, outside of the
+matrix, and leaves out the row's own factor. `label_grad_kernel` adds the entries to the gradient of
+the head, `hidden_grad_kernel` to that of the hidden states, and `scale_kernel` multiplies a
+finished gradient by the factor that backward brings.
+
+Entries of one class meet in one row of the head's gradient. They are sorted by class beforehand (a
+stable sort: in a run of one class they are in the order of the chunk), the program of the first of
+a run walks through it and the others leave. So no two programs write to one address, and sums are
+added in one order: the same bits from run to run. Bytes moved for n entries: 2 n H to read the
+hidden states, and 8 n H at most (4 in a buffer of two bytes) to add to rows of float32, beside the
+6 C H V FLOPs of the chunk's products. A run is read `BLOCK_C` entries at a time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=[
+        "hidden", "columns", "order", "entries", "n", "C", "stride_hn", "stride_row"
+    ]
+)  # fmt: skip
+def label_grad_kernel(
+    hidden,  # (C, H)
+    columns,  # (n,) int, sorted
+    order,  # (n,) int64: where each stood in (K, C)
+    entries,  # (K, C) fp32
+    d_weight,  # (V, H) to add to, or None
+    d_bias,  # (V,) fp32 to add to, or None
+    n,
+    C,
+    H,
+    V,
+    stride_hn,
+    stride_row,  # of entries
+    factor,  # of all of them
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    start = tl.program_id(0)
+    column = tl.load(columns + start)
+    goes_on = (start > 0) & (tl.load(columns + tl.maximum(start - 1, 0)) == column)
+    # (A bad label has no row, and has poisoned all of them through the product.)
+    if goes_on | (column < 0) | (column >= V):
+        return
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < H
+    of_weight = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    of_bias = tl.zeros((), dtype=tl.float32)
+    more = start < n
+    while more:
+        offs_c = start + tl.arange(0, BLOCK_C)
+        mask_c = offs_c < n
+        mask_c &= tl.load(columns + offs_c, mask=mask_c, other=0) == column
+        places = tl.load(order + offs_c, mask=mask_c, other=0)
+        rows = places % C
+        entry = tl.load(entries + places // C * stride_row + rows, mask=mask_c, other=0.0)
+        if d_weight is not None:
+            at = hidden + rows[:, None] * stride_hn + offs_h[None, :]
+            h = tl.load(at, mask=mask_c[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
+            of_weight += tl.sum(entry[:, None] * h, axis=0)
+        of_bias += tl.sum(entry, axis=0)
+        start += BLOCK_C
+        more = (start < n) & (tl.load(columns + tl.minimum(start, n - 1)) == column)
+    if d_weight is not None:
+        at = d_weight + column.to(tl.int64) * H + offs_h
+        total = tl.load(at, mask=mask_h, other=0.0).to(tl.float32) + of_weight * factor
+        tl.store(at, total.to(d_weight.dtype.element_ty), mask=mask_h)
+    if d_bias is not None:
+        more_of_bias = tl.load(d_bias + column) + of_bias * factor
+        tl.store(d_bias + column, more_of_bias, mask=tl.program_id(1) == 0)
+
+
+@triton.jit(
+    do_not_specialize=["columns", "entries", "row_factors", "rows", "begin", "first", "stride_row"]
+)
+def hidden_grad_kernel(
+    products,  # (rows, H) fp32: gradient of the logits from row `begin` on @ weight, AMPLIFY times
+    weight,  # (V, H)
+    columns,  # (ENTRIES, C) int: entries of that gradient which are not in it
+    entries,  # (ENTRIES, C) fp32: what they are
+    row_factors,  # (C,) fp32 or None: of the products
+    rows,  # (N,) int32: where each row belongs
+    d_hidden,  # (N, H) out
+    begin,
+    first,  # number of the chunk's first row
+    H,
+    V,
+    stride_wv,
+    stride_dn,
+    stride_row,  # of columns and entries
+    factor,  # of all rows
+    AMPLIFY: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    c = begin + tl.program_id(0)
+    products += tl.program_id(0).to(tl.int64) * H
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < H
+    g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
+    if row_factors is not None:
+        g *= tl.load(row_factors + c)
+    for entry in tl.static_range(ENTRIES):
+        column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
+        known = column < V  # (of a bad label the entry is NaN)
+        at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
+        w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
+        g += tl.load(entries + entry * stride_row + c) * w
+    row = tl.load(rows + first + c).to(tl.int64)
+    out = d_hidden + row * stride_dn + offs_h
+    tl.store(out, (g * factor).to(d_hidden.dtype.element_ty), mask=mask_h)
+
+
+@triton.jit
+def scale_kernel(
+    x,  # (n,) any floating dtype, in place
+    g,  # () fp32
+    n,
+    BLOCK: tl.constexpr,
+):
+    """A program takes one block after another: few of them have to find that the factor is 1."""
+    factor = tl.load(g).to(tl.float32)
+    if factor == 1.0:
+        return
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, tl.cast(n, tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = offs < n
+        value = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x + offs, (value * factor).to(x.dtype.element_ty), mask=mask)
