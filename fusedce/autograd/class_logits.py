@@ -294,7 +294,7 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
     V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
-        bad = (valid & ((classes < 0) | (classes >= V))).view(-1)
+        bad = (valid & ((classes < 0) | (classes >= V))).reshape(-1)
         if bad.any():
             at, own = int(bad.nonzero()[0, 0]), classes.reshape(-1)
             code = bad_label_code(at, int(own[at]))

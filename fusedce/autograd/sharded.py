@@ -31,6 +31,7 @@ from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.plan import TILES, tiles_of, way_of
 from fusedce.backends.sharded.exchange import (
     Shard,
+    all_reduce,
     all_tokens,
     counted_rows,
     sharded_call,
@@ -176,7 +177,7 @@ def _class_logits(local: Local, counted: Counted) -> Tensor:
         return z
     if len(problem.weight):
         z = class_logits.chosen_logits(problem, _classes_here(local, classes))
-    dist.all_reduce(z, group=counted.shard.group)  # one number and zeros: exact
+    all_reduce(z, counted.shard.group)  # one number and zeros: exact
     bad = counted.problem.but(labels=classes).valid()
     bad &= (classes < 0) | (classes >= counted.shard.V)
     return z.masked_fill_(bad, math.nan)
@@ -287,7 +288,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
         everyones = mine.clone()
-        dist.all_reduce(everyones, group=group)
+        all_reduce(everyones, group)
         return everyones
 
     @staticmethod
@@ -310,7 +311,7 @@ def _of_all_ranks(
     rows = [zero if u is None else u for u in of_stats]
     rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)
     table = torch.stack(rows)
-    dist.all_reduce(table, group=shard.group)
+    all_reduce(table, shard.group)
     of_all = (*table[: len(of_stats)].unbind(), table[len(of_stats) :].t())
     return tuple(u if bool(u.ne(0).any()) else None for u in of_all)
 

@@ -203,6 +203,8 @@ def upstream_of(
     stands in for each of those: ``values.nll`` is its ``-log p``, and it has no onehot.
     """
     V = problem.weight.shape[0]
+    # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
+    upstreams = Upstreams(*(u if len(x) else None for u, x in zip(upstreams, values, strict=True)))
     nll = values.nll.double()
     p_label = torch.exp(-nll)
     alpha = torch.zeros_like(p_label)

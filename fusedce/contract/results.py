@@ -38,7 +38,8 @@ class LossSum(NamedTuple):
         """
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):
-            denominator = torch.scalar_tensor(denominator, dtype=torch.int64)
+            device = self.n_valid.device
+            denominator = torch.scalar_tensor(denominator, dtype=torch.int64, device=device)
         if isinstance(denominator, Tensor):
             if denominator.numel() != 1:
                 raise ValueError(

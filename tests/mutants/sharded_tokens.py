@@ -8,7 +8,7 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 MUTANTS = [
     Mutant(
         "classes of shards: each rank's own logits",
-        "    dist.all_reduce(z, group=counted.shard.group)  # one number",
+        "    all_reduce(z, counted.shard.group)  # one number",
         "    # one number",
         f"{TOKENS} -k several",
     ),
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: others' upstream unheard",
-        "dist.all_reduce(table, group=shard.group)",
+        "all_reduce(table, shard.group)",
         "pass",
         TOKENS,
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: own sum alone",
-        "dist.all_reduce(everyones, group=group)",
+        "all_reduce(everyones, group)",
         "pass",
         TOKENS,
     ),

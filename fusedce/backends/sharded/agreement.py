@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded.exchange import Shard, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
@@ -100,8 +100,9 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
     """
     error: Exception | None = None
     for group in groups:
-        table, work = send(mine, group)
-        work.wait()
+        with waiting_for_ranks(group):
+            table, work = send(mine, group)
+            work.wait()
         told = table.read()
         words = next((one.error for one in told if one.error), "")
         if not words and group is not groups[-1]:
@@ -199,7 +200,7 @@ def agree(
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
-    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64)
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
     mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
     mine[_BUDGET] = device_budget(memory_of(labels.device))
     mine = mine.to(labels.device, non_blocking=True)

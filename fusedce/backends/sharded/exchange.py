@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import ALL_GATHER
+from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
 from fusedce.backends.plan import DEVICE_BUDGET, Call, Way, way_of
 from fusedce.backends.torch.rows import valid_rows
@@ -121,8 +123,28 @@ def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup)
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
+    with waiting_for_ranks(group):
+        getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
     return out
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up the ranks' ``x`` in place."""
+    with waiting_for_ranks(group):
+        dist.all_reduce(x, group=group)
+
+
+@contextlib.contextmanager
+def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Explain an error of a collective: other ranks have not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{not_all_came(group, 'compute a loss over a sharded vocabulary')}. Look at what the "
+            f"other ranks do: each that shares the vocabulary needs the same calls and backwards, "
+            f"in the same order, and one that has failed says why in its own output"
+        ) from error
 
 
 class RunningSums:
@@ -144,8 +166,9 @@ class RunningSums:
         """Start the all-reduce of the remaining rows, and wait for all of them."""
         if self._d_rows is not None:
             self.start(len(self._d_rows))
-        for work in self._works:
-            work.wait()
+        with waiting_for_ranks(self._group):
+            for work in self._works:
+                work.wait()
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
@@ -168,5 +191,6 @@ def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shar
         return d_hidden
     mine = d_rows.new_empty(max(shard.tokens), H)
     if N:
-        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
+        with waiting_for_ranks(shard.group):
+            getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
     return mine[:n_here]

@@ -93,7 +93,7 @@ def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     if wanted.argmax:
         tops, classes = more
         argmax = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
-    n_valid = torch.full((), n, device=lse.device)
+    n_valid = torch.full((), n, dtype=torch.int64, device=lse.device)
     stats = Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
     return Merged(stats, torch.where(local.here, nll, lse - z_here).to(acc))
 

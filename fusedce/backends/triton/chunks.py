@@ -222,7 +222,8 @@ class RowFactors:
         """``V`` and ``mean``: of all classes, where ``weight`` has not a row of each."""
         self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
         self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
-        self.class_weight, self.largest = None, torch.ones((), device=problem.weight.device)
+        self.class_weight = None
+        self.largest = torch.ones((), dtype=torch.float32, device=problem.weight.device)
         if self.mean is not None and problem.class_weight is not None:
             c = problem.class_weight.float()
             self.largest = c.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
@@ -249,5 +250,5 @@ class RowFactors:
             None if self.mean is None else self.mean.of(h.float()),
             terms.float(),
             self.class_weight,
-            torch.empty(C, device=device),
+            torch.empty(C, dtype=torch.float32, device=device),
         )

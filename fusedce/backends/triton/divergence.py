@@ -98,7 +98,9 @@ def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
 def _weights(problem: Problem, graph: bool) -> Tensor:
     """``(N,)`` fp32, 0 at positions that are left out."""
     w = problem.token_weight
-    w = torch.ones(problem.labels.shape, device=problem.labels.device) if w is None else w.float()
+    if w is None:
+        w = torch.ones_like(problem.labels, dtype=torch.float32)
+    w = w.float()
     if graph:
         return w.masked_fill(~problem.valid(), 0)
     V, y = len(problem.weight), problem.labels
@@ -134,7 +136,7 @@ class _Chunk:
         if divergence.kind == TARGETS:
             c = problem.class_weight
             self.common |= {
-                "class_weight": None if c is None else c.float(),
+                "class_weight": None if c is None else c.float().contiguous(),
                 "smoothing": problem.label_smoothing,
                 "z_loss": problem.z_loss,
             }
