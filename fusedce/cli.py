@@ -47,8 +47,8 @@ def main() -> None:
 def _command(function: Command) -> Callable[[Command], click.Command]:
     """Make a subcommand that prints a user's mistake as one line, without a traceback.
 
-    Exit status: 2 for a mistake in the call; 1 for a full disk, a missing permission or a missing
-    package; 130 for ctrl-C.
+    Exit status: 2 for a mistake in the call; 1 for a full disk, too little memory, a missing
+    permission or a missing package; 130 for ctrl-C.
     """
 
     @functools.wraps(function)
@@ -66,11 +66,25 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             if problem.errno not in _ENVIRONMENT:
                 raise
             raise click.ClickException(f"{problem.strerror}: {problem.filename}") from None
+        except (MemoryError, RuntimeError) as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            raise click.ClickException(
+                f"this machine's memory does not hold it: {str(problem).partition(chr(10))[0]}"
+            ) from None
         except KeyboardInterrupt:
             _say("interrupted")
             sys.exit(_INTERRUPTED)
 
     return main.command()(called)
+
+
+def _is_out_of_memory(problem: Exception) -> bool:
+    """Whether Python or torch has failed to get memory. Torch's class would need an import."""
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return True
+    words = ("can't allocate memory", "Storage size calculation overflowed")
+    return any(w in str(problem) for w in words)
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
@@ -283,7 +297,7 @@ def _demo_needs(command: str) -> None:
 
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
+    if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
         raise UserError(f"--shape must be N,H,V such as 1024,256,16384, got {text!r}")
     N, H, V = map(int, parts)
     return N, H, V
@@ -296,7 +310,7 @@ def _device(name: str | None) -> str:
     if name is None:
         return _cuda_or_cpu()
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         raise UserError(
             f"--device: cannot use {name!r} here: {str(problem).splitlines()[0]}"

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.checks import check_module
 from fusedce.contract.groups import local_of
 
 FIRST_ESTIMATE = 1024  # tokens per rank, the denominator of a first streaming window
@@ -188,8 +189,7 @@ class Guard:
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_module(module)
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
@@ -329,7 +329,7 @@ class Guard:
         factors = torch.stack([grad.detach().double() / x for x in upstream])
         readable = _faults.readable(grad.device)
         if readable and ((factors - 1).abs() <= _TOLERANCE).any():
-            return torch.tensor(True)
+            return torch.tensor(True, device=grad.device)
         if readable or self._scalers is None:
             self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
         scales = (x._scale for x in self._scalers if x._scale is not None)

@@ -64,7 +64,7 @@ class Ranks:
         return 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return self  # a group is a place to meet: a copy of it would be another one
+        return self  # a copied group would be a second group of the same ranks
 
     def __reduce__(self) -> Any:
         if self._given is None:

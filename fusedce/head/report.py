@@ -155,6 +155,7 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
+        results: what each ``F.cross_entropy`` has returned, with its graph; not in compiled code.
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.monitors.MonitoredLossSum`).
 
@@ -168,6 +169,7 @@ class LossObserver:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
+        self.results: list[Tensor] = []
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""

@@ -21,6 +21,7 @@ from fusedce.backends.sharded.agreement import (
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.contract.checks import (
     autocast,
+    check_flag,
     check_options,
     check_tensor_types,
     check_tensors,
@@ -98,6 +99,7 @@ def agree_on_problem(
             t = checked_temperature(problem.temperature, problem.hidden, used)
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
+        check_flag("tokens_sharded", tokens_sharded)
     shard = agree(layout, vocab_size, function, reduction, beside)
     return flat, shard
 
@@ -117,8 +119,9 @@ def has_several_classes(problem: Problem) -> bool:
 
 
 def device_of(x: object) -> torch.device | None:
-    """The device of a tensor; ``None`` for an argument that is none."""
-    return getattr(x, "device", None)
+    """The device of a tensor; ``None`` for an argument that is none, or that has no values."""
+    device = getattr(x, "device", None)
+    return None if device is None or device.type == "meta" else device
 
 
 def tokens_of(labels: Any) -> torch.Size:

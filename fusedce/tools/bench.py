@@ -92,8 +92,10 @@ def bench(
     Raises:
         UserError: sizes that are not positive.
     """
-    if min(shape) < 1 or repeats < 1:
-        raise UserError(f"sizes and repeats must be at least 1, got {shape} and {repeats}")
+    if min(shape) < 1:
+        raise UserError(f"sizes of --shape must be at least 1, got {','.join(map(str, shape))}")
+    if repeats < 1:
+        raise UserError(f"--repeats must be at least 1, got {repeats}")
     on_cpu = torch.device(device).type == "cpu"
     names = [n for n in (ON_CPU if on_cpu else tuple(IMPLEMENTATIONS)) if compiled or n != COMPILED]
     absent = {n: reason for n in names if (reason := missing(n)) is not None}

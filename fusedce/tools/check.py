@@ -318,6 +318,8 @@ def small_config(
         values = kept | values
     small = type(config)(**values)
     small.use_cache = False
+    if small.is_encoder_decoder and getattr(small, "decoder_start_token_id", None) is None:
+        small.decoder_start_token_id = 0  # models shift their labels by it
     return small
 
 

@@ -77,3 +77,10 @@ def test_weights_of_a_folder_are_loaded(tmp_path):
     done = call("check", "llama", "--full")
     assert done.exit_code == 2
     assert "there are none in llama" in done.stderr
+
+
+def test_a_model_that_shifts_its_labels_to_the_decoder():
+    """T5's configuration names no first token of the decoder, which its published ones do."""
+    found = answer("check", "T5ForConditionalGeneration")
+    assert found["equal"]
+    assert found["fused"]

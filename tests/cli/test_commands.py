@@ -72,7 +72,7 @@ def test_shells_can_complete(shell):
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
-        (["bench", "--shape", "0,8,9"], "sizes and repeats must be at least 1"),
+        (["bench", "--shape", "0,8,9"], "sizes of --shape must be at least 1, got 0,8,9"),
         (["bench", "--picture", "/proc/none/x.png"], "cannot write --picture /proc/none/x.png"),
         (["bench", "--picture", "."], "'--picture'"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
@@ -291,3 +291,17 @@ def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     assert json.loads(done.stdout)["problem"] is None
     assert (tmp_path / "demo.png").exists()
     assert "s in all, from one step timed here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "named"),
+    [
+        (["--shape", "1²,2,3"], 2, "--shape"),
+        (["--shape", "1000000000,1000000,1000000"], 1, "memory"),
+        (["--shape", "2,2,2", "--device", "meta"], 2, "--device"),
+    ],
+)
+def test_a_bench_that_cannot_run_here(arguments, status, named):
+    done = call("bench", *arguments)
+    assert (done.exit_code, type(done.exception)) == (status, SystemExit), done.exception
+    assert named in done.stderr

@@ -117,3 +117,21 @@ def test_text_is_plain(llama):
     assert done.exit_code == 0
     assert "\x1b" not in done.output
     assert "Predicted from bytes and FLOPs, not measured" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["0,5"], "H,V"),
+        (["5,0"], "H,V"),
+        (["64,1000", "--tokens", "99999999999999999999"], "tokens"),
+        (["64,1000", "--free", "nan"], "free"),
+        (["64,1000", "--free", "inf"], "free"),
+        (["64,1000", "--free", "1e308"], "free"),
+        ([""], "''"),
+    ],
+)
+def test_sizes_that_no_plan_has(arguments, named):
+    done = call("plan", *arguments)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.exception
+    assert named in done.stderr

@@ -146,6 +146,18 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_labels_in_any_order_of_memory(backend):
+    """``torch.stack([chosen, rejected]).T`` is how pairs are often made."""
+    hidden, weight, bias, labels = inputs()
+    in_order = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend)
+    transposed = labels.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    stats = fused_logprobs(hidden, weight, transposed, bias=bias, backend=backend)
+    for got, expected in zip(stats, in_order, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_near_a_probability_of_one(backend):
     """The likeliest class's log-probability keeps its digits, at whatever place it stands."""
     hidden, weight, bias, labels = inputs(scale=20.0)
