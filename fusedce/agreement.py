@@ -64,7 +64,7 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     while len(data) > 8 * TEXT and isinstance(settings, str):
         settings = settings[: len(settings) * 3 // 4]
         data = json.dumps(settings).encode()
-    told = torch.tensor(struct.unpack(f"{TEXT}q", data.ljust(8 * TEXT)))
+    told = torch.tensor(struct.unpack(f"{TEXT}q", data.ljust(8 * TEXT)), device="cpu")
     return torch.cat([told.to(numbers.device, non_blocking=True), numbers])
 
 
@@ -164,6 +164,16 @@ def timeout_for(group: dist.ProcessGroup) -> timedelta | None:
     """
     found = [x for x in map(timeout_of, (group, dist.group.WORLD)) if x is not None]
     return min(found, default=None)
+
+
+def not_all_came(group: dist.ProcessGroup | None, purpose: str) -> str:
+    """The words for a rank whose wait for others has failed; it has come to do ``purpose``."""
+    timeout = None if group is None else timeout_for(group)
+    over = "" if timeout is None else f" ({timeout.total_seconds():g} s)"
+    return (
+        f"this rank has come to {purpose}, and not all others have: the process group's "
+        f"timeout{over} is over, or one of them has ended"
+    )
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

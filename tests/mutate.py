@@ -15,6 +15,7 @@ import argparse
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from mutants import Mutant
 # Tests of a mutant run in a process of their own, forked from one that has imported what they all
 # need: importing takes longer than most of them. Not triton, which must be told to interpret first.
 _FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = ["numpy", "pytest", "hypothesis", "torch", "transformers"]
+_FORKS.set_forkserver_preload(["numpy", "pytest", "hypothesis", "torch", "transformers"])
 
 
 def kill(mutant: Mutant) -> str:
@@ -38,24 +39,39 @@ def kill(mutant: Mutant) -> str:
         file, test = mutants.place(mutant, mutants.sources()), mutants.suite(mutant)
     except ValueError as error:
         return f"STALE    {error}"
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "fusedce"
-        shutil.copytree(mutants.ROOT / "fusedce", copy, symlinks=False)
-        text = (copy / file).read_text()
-        (copy / file).write_text(text.replace(mutant.old, mutant.new))
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", str(test), *mutant.tests.split()[1:]]
-        process = _FORKS.Process(target=_pytest, args=(folder, arguments))
-        process.start()
-        process.join()
-        output = (Path(folder) / "output").read_text()
+    text = mutants.sources()[file].replace(mutant.old, mutant.new)
+    status, output = run_tests(file, text, [str(test), *mutant.tests.split()[1:]])
     failed = [x for x in output.splitlines() if x.startswith("FAILED")]
-    if process.exitcode != 1 or not failed:
+    if status != 1 or not failed:
         return f"SURVIVED {mutant.name}: {mutant.tests}\n{output[-2000:]}"
     return f"killed   {mutant.name}: {failed[0].split(' - ')[0].removeprefix('FAILED ')}"
 
 
+def run_tests(
+    file: Path, text: str, arguments: list[str], seconds: float | None = None
+) -> tuple[int | None, str]:
+    """pytest's exit status (``None``: not within ``seconds``) and its output, with another file.
+
+    ``text`` takes the place of ``file``, a path from the package's folder, in a copy of it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "fusedce"
+        shutil.copytree(mutants.ROOT / "fusedce", copy, symlinks=False)
+        (copy / file).write_text(text)
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", *arguments]
+        process = _FORKS.Process(target=_pytest, args=(folder, arguments))
+        process.start()
+        process.join(seconds)
+        status = process.exitcode
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)  # and the ranks that its test has started
+            process.join()
+        return status, (Path(folder) / "output").read_text()
+
+
 def _pytest(folder: str, arguments: list[str]) -> None:
     """Run a test in a new process with the package in ``folder``, which receives the output."""
+    os.setsid()
     os.chdir(folder)
     os.environ["PYTHONPATH"] = folder
     sys.path.insert(0, folder)
@@ -88,7 +104,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    _FORKS.set_forkserver_preload(_PRELOADED)
     total: Counter[str] = Counter()
     begin = time.monotonic()
     for area in given.only or areas:

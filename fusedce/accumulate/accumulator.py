@@ -17,12 +17,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.checks import OnEmpty, check_auxiliary, check_settings, check_whole, unpack
+from fusedce.accumulate.checks import (
+    OnEmpty,
+    check_auxiliary,
+    check_settings,
+    check_whole,
+    describe,
+    unpack,
+)
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
 from fusedce.accumulate.exchange import Exchange
 from fusedce.accumulate.lifecycle import Lifecycle, Metrics
 from fusedce.accumulate.totals import UNNAMED
 from fusedce.accumulate.window import WindowBlock
+from fusedce.contract.checks import check_flag
 from fusedce.contract.groups import Ranks
 
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
@@ -297,6 +305,7 @@ class LossAccumulator:
                 an error.
 
         Raises:
+            TypeError: ``module`` is no module.
             RuntimeError: inside ``with acc.window(...)``: leave the block instead.
         """
         self._lifecycle.discard(module)
@@ -349,7 +358,13 @@ class LossAccumulator:
         The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
         :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
         Batches without repeated samples are returned unchanged.
+
+        Raises:
+            TypeError: ``batch`` is no mapping.
+            ValueError: it holds no labels.
         """
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
         return self._lifecycle.engine.without_repeats(batch)
 
     def metrics(self, *, reset: bool = False) -> dict[str, float]:
@@ -375,6 +390,7 @@ class LossAccumulator:
             RuntimeError: a window is still open (an epoch's last, shorter window must be finished
                 too); a count differed from the declared one; ranks are at different places.
             ValueError: a label was out of range.
+            TypeError: ``reset`` is not True or False.
 
         Examples:
             >>> acc = fusedce.LossAccumulator()
@@ -382,6 +398,7 @@ class LossAccumulator:
             >>> acc.metrics()["loss"]
             1.5
         """
+        check_flag("reset", reset)
         return self._metrics.read(reset)
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def as_counts(counts: Any) -> list[Tensor]:
         TypeError, ValueError: not iterable, not whole numbers, or negative (values in tensors on a
             device are not read).
     """
-    if not isinstance(counts, Iterable) or (isinstance(counts, Tensor) and counts.dim() == 0):
+    one = isinstance(counts, (str, bytes)) or (isinstance(counts, Tensor) and counts.dim() == 0)
+    if one or not isinstance(counts, Iterable):
         raise TypeError(
             f"counts must hold one number per micro-batch, e.g. [count_valid(b) for b in "
             f"micro_batches], got {describe(counts)}"
@@ -50,7 +51,10 @@ def _as_count(i: int, count: Any) -> Tensor:
             whole = None
         if whole is None:
             raise TypeError(f"counts[{i}] must be an integer or a tensor, got {describe(count)}")
-        count = torch.tensor(whole)
+        if not 0 <= whole < 2**63:
+            what = ">= 0" if whole < 0 else "an int64"
+            raise ValueError(f"counts[{i}] must be {what}, got {whole}")
+        count = torch.tensor(whole, device="cpu")
     if _faults.readable(count.device) and count < 0:
         raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
     return count
@@ -70,6 +74,8 @@ def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[st
     names = list(counts)
     if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
         raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a dict of numbers by loss, got {describe(weights)}")
     if weights is not None and not set(weights) <= set(names):
         raise ValueError(f"weights must be those of the losses {names}, got {list(weights)}")
     found = {name: _as_weight(name, (weights or {}).get(name, 1.0)) for name in names}
@@ -169,6 +175,12 @@ def check_auxiliary(auxiliary: Any) -> None:
         raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
     if auxiliary.numel() != 1:
         raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
+
+
+def check_module(module: Any) -> None:
+    """Raise ``TypeError`` unless this is a module or ``None``."""
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {describe(module)}")
 
 
 def describe(x: object) -> str:

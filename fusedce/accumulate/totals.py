@@ -131,15 +131,19 @@ class Totals:
                 f"state['previous_count'] must be None or the tokens of a window, at least 1, got "
                 f"{previous!r}: gradients would be divided by it"
             )
-        numbers = dict(state["named"])
+        if not _is_number(state["loss_sum"]):
+            raise ValueError(f"state['loss_sum'] must be a number, got {state['loss_sum']!r}")
+        numbers, weights = (_pairs(state, name) for name in ("named", "weights"))
         if state["n_valid"] or state["loss_sum"] or not numbers:
             numbers = {"loss_sum": state["loss_sum"], "n_valid": state["n_valid"], **numbers}
-        self.sums = {k: torch.tensor(float(x), dtype=torch.float64) for k, x in numbers.items()}
-        self.weights = {name: float(x) for name, x in state["weights"]}
+        self.sums = {
+            k: torch.tensor(float(x), dtype=torch.float64, device="cpu") for k, x in numbers.items()
+        }
+        self.weights = {name: float(x) for name, x in weights.items()}
         self.n_windows = int(state["n_windows"])
         self.previous_count = None
         if previous is not None:
-            self.previous_count = torch.tensor(float(previous), dtype=torch.float64)
+            self.previous_count = torch.tensor(float(previous), dtype=torch.float64, device="cpu")
 
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
@@ -163,6 +167,21 @@ def _per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
                 found[key(loss, "correct_tokens")] = int(summed)
             found[key(loss, _MEANS[name])] = summed / of
     return found
+
+
+def _pairs(state: Mapping[str, Any], name: str) -> dict[str, float]:
+    """``state[name]``, a list of names and numbers, as a dict; ``ValueError`` for anything else."""
+    pairs = state[name]
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) and _is_number(x[1])
+        for x in pairs
+    ):
+        raise ValueError(f"state[{name!r}] must be a list of [name, number], got {pairs!r}")
+    return dict(pairs)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _is_whole(x: Any) -> bool:

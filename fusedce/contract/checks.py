@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments, and the casts of autocast."""
+"""Checks of the public functions' arguments, and the casts that autocast asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
-from fusedce.contract.labels import can_be_read, check_labels
+from fusedce.contract.labels import can_be_read, check_ignore_index, check_labels
 from fusedce.contract.problem import NUMBERS, RANGES, Problem
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked(problem: Problem) -> Problem:
-    """Check, cast and flatten a problem, as all layers below the public functions take it.
+    """Check, cast and flatten a problem: the form that all layers but the public functions take.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what it must be, and
@@ -193,19 +193,6 @@ def check_softcap(softcap: float | None) -> None:
         raise ValueError(
             f"softcap must be positive and in the range of float32, {_TINY:.1e} to {_HUGE:.1e}, "
             f"got {softcap}"
-        )
-
-
-def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
-    """Raise unless ``ignore_index`` is ``None`` or an int that the dtype of ``labels`` holds."""
-    if ignore_index is None:
-        return
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
-    limits = torch.iinfo(labels.dtype)
-    if not limits.min <= ignore_index <= limits.max:
-        raise ValueError(
-            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
         )
 
 

@@ -45,8 +45,10 @@ def shift_labels(
         ignore_index: the label of positions that predict nothing.
 
     Raises:
-        TypeError: ``labels`` is not an int64 or int32 tensor, or ``offset`` is not an int.
-        ValueError: ``labels`` has no dimension, ``offset`` is negative, shapes do not match, both
+        TypeError: ``labels`` is not an int64 or int32 tensor, ``position_ids`` or ``cu_seqlens`` no
+            tensor, or ``offset`` or ``ignore_index`` not an int.
+        ValueError: ``labels`` has no dimension, ``offset`` is negative, shapes do not match,
+            ``ignore_index`` does not fit the dtype of ``labels``, both
             ``position_ids`` and ``cu_seqlens`` are given, or ``cu_seqlens`` is not a rising
             sequence from 0 to at most ``T`` (values are checked for CPU tensors only: reading them
             from a GPU would synchronise).
@@ -60,10 +62,16 @@ def shift_labels(
         raise ValueError("labels must be (..., T) with at least one dimension, got a 0-d tensor")
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise TypeError(f"offset must be an int, got {type(offset).__name__}")
-    if offset < 0:
-        raise ValueError(f"offset must be >= 0, got {offset}")
+    if not 0 <= offset < 2**63:
+        raise ValueError(f"offset must be >= 0 and fit in 64 bits, got {offset}")
+    if ignore_index is None:
+        raise TypeError("ignore_index must be an int, the label of the last positions, got None")
+    check_ignore_index(ignore_index, labels)
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
+    for name, x in (("position_ids", position_ids), ("cu_seqlens", cu_seqlens)):
+        if x is not None and not isinstance(x, Tensor):
+            raise not_a_tensor(name, x)
 
     # Whole rows throughout: a size of T - offset would be one that torch.export has to ask about.
     T = labels.shape[-1]
@@ -136,6 +144,19 @@ def check_labels(labels: object) -> None:
         )
 
 
+def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
+    """Raise unless ``ignore_index`` is ``None`` or an int that the dtype of ``labels`` holds."""
+    if ignore_index is None:
+        return
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
+        )
+
+
 def can_be_read(x: Tensor) -> bool:
     """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
     return (
@@ -198,11 +219,11 @@ def bad_label_message(
     got = str(value if labels is None else int(labels[position]))
     if labels is None and value in (_INT32_MIN, _INT32_MAX):  # the code holds 32 bits
         got = f"{value} or beyond"
-    below = "V" if V is None else f"V={V}"
+    limit = "V" if V is None else f"V={V}"
     ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
     if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # the value that replaced None
         ignored = ""
     return (
-        f"labels must hold class indices in 0 <= label < {below}{ignored}: "
+        f"labels must hold class indices in 0 <= label < {limit}{ignored}: "
         f"got {got} at flattened position {position}"
     )

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fusedce.contract.checks import check_ignore_index
 from fusedce.contract.explain import explains_names
-from fusedce.contract.labels import check_labels, shift_labels
+from fusedce.contract.labels import check_ignore_index, check_labels, shift_labels
 from fusedce.loss.cross_entropy import fused_cross_entropy
 
 Reduction = Literal["mean", "sum", "none"]

@@ -15,19 +15,20 @@ from fusedce.backends.sharded.agreement import (
     agree,
     check_vocab_size,
     groups_of,
-    is_dtensor,
     layout_of,
     tell_peers_on_error,
 )
 from fusedce.backends.sharded.exchange import Shard
 from fusedce.contract.checks import (
     autocast,
+    check_flag,
     check_options,
     check_tensor_types,
     check_tensors,
     checked_temperature,
     flattened,
 )
+from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
 
 
@@ -98,6 +99,7 @@ def agree_on_problem(
             t = checked_temperature(problem.temperature, problem.hidden, used)
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
+        check_flag("tokens_sharded", tokens_sharded)
     shard = agree(layout, vocab_size, function, reduction, beside)
     return flat, shard
 
@@ -117,16 +119,11 @@ def has_several_classes(problem: Problem) -> bool:
 
 
 def device_of(x: object) -> torch.device | None:
-    """The device of a tensor; ``None`` for an argument that is none."""
-    return getattr(x, "device", None)
+    """The device of a tensor; ``None`` for an argument that is none, or that has no values."""
+    device = getattr(x, "device", None)
+    return None if device is None or device.type == "meta" else device
 
 
 def tokens_of(labels: Any) -> torch.Size:
     """The shape of this rank's labels."""
     return local_of(labels).shape
-
-
-def local_of(x: Any) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    local: Tensor = x.to_local() if is_dtensor(x) else x
-    return local

@@ -5,14 +5,15 @@ argument takes, in ``TAKEN``, or is refused by an error that names the argument.
 """
 
 import inspect
-import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.bad_inputs import VALUES, H, N, V
 
 import fusedce
+from fusedce import sharded
 
-N, H, V = 6, 8, 10
 FUNCTIONS = (
     fusedce.fused_ce,
     fusedce.fused_cross_entropy,
@@ -22,36 +23,6 @@ FUNCTIONS = (
     fusedce.fused_kl_tokens,
     fusedce.linear_cross_entropy,
 )
-VALUES = {
-    "None": None,
-    "text": "x",
-    "bytes": b"a",
-    "list": [1.0],
-    "dict": {},
-    "object": object(),
-    "module": torch.nn.Linear(2, 2),
-    "true": True,
-    "zero": 0,
-    "three": 3,
-    "minus one": -1,
-    "2.5": 2.5,
-    "1e300": 1e300,
-    "2**70": 2**70,
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-    "no elements": torch.zeros(0),
-    "one dimension": torch.zeros(3),
-    "three dimensions": torch.zeros(2, 2, 2),
-    "(N,) int64": torch.zeros(N, dtype=torch.int64),
-    "(N,) nan": torch.full((N,), math.nan),
-    "(V,) leaf": torch.nn.Parameter(torch.zeros(V)),
-    "(N, H) int64": torch.zeros(N, H, dtype=torch.int64),
-    "(N, H) complex": torch.zeros(N, H, dtype=torch.complex64),
-    "(N, H) bfloat16": torch.zeros(N, H, dtype=torch.bfloat16),
-    "(N, H) meta": torch.zeros(N, H, device="meta"),
-    "(N, H) sparse": torch.zeros(N, H).to_sparse(),
-}
 NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
 TAKEN = {
     "labels": {"(N,) int64"},
@@ -77,11 +48,15 @@ TAKEN = {
     "argmax_out": {"None", "(N,) int64"},
     "monitor": {"dict"},  # an empty collection of names
     "shift": {"true", "zero", "three"},
+    "tokens_sharded": {"true"},
+    "vocab_size": {"None"},
 }
 # what one function takes instead
 TAKEN_BY = {
     ("fused_logprobs", "labels"): {"(N,) int64", "(N, H) int64"},  # H classes of each token
     ("shifted", "ignore_index"): {"zero", "three", "minus one"},
+    ("sharded_logprobs", "labels"): {"(N,) int64", "(N, H) int64"},
+    ("sharded_argmax", "vocab_size"): {"None", "three"},
     ("fused_kl", "labels"): {"(N,) int64", "None"},
     ("fused_kl_tokens", "labels"): {"(N,) int64", "None"},
 }
@@ -104,7 +79,21 @@ def shifted(*args, **kwargs):
 
 
 shifted.__signature__ = inspect.signature(fusedce.linear_cross_entropy)
-FUNCTIONS = (*FUNCTIONS, shifted)
+SHARDED = (
+    sharded.sharded_ce,
+    sharded.sharded_cross_entropy,
+    sharded.sharded_logprobs,
+    sharded.sharded_argmax,
+)
+FUNCTIONS = (*FUNCTIONS, shifted, *SHARDED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """A process group of this process alone, whose shard is the whole vocabulary."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def cases():
@@ -131,7 +120,9 @@ def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(function, ar
         with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
             result(function, **{argument: value})
         words = str(caught.value)
-        assert argument in words, (kind, words)
+        # A smaller vocabulary that is possible leaves out the class of a label.
+        named = "labels" if (argument, kind) == ("vocab_size", "three") else argument
+        assert named in words, (kind, words)
         assert "fusedce::" not in words, (kind, words)  # the dispatcher's words, not ours
     for x, y in zip(before, result(function), strict=True):
         assert torch.equal(x, y)

@@ -35,7 +35,8 @@ def test_every_number_is_drawn():
 
 
 def test_an_option_is_declared_in_the_record_and_the_signatures_alone():
-    declared = {file.relative_to(PACKAGE).as_posix() for file in PACKAGE.glob("**/*.py")
+    files = [file for file in PACKAGE.glob("**/*.py") if "kernels" not in file.parts]
+    declared = {file.relative_to(PACKAGE).as_posix() for file in files
                 if "z_loss" in set(declarations(ast.parse(file.read_text())))}  # fmt: skip
     assert declared == {
         "contract/problem.py",

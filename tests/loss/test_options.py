@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coverage import counted
-from support.operators import opcheck_sum
 
 from fusedce import fused_argmax, fused_ce, fused_cross_entropy, reference_ce
-from fusedce.contract.problem import Problem
 from fusedce.testing import OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]
@@ -201,6 +199,24 @@ def test_argmax_comes_at_no_second_pass(backend, with_terms, grad):
     assert everywhere.eq(best).all()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_argmax_out_in_the_memory_of_labels(backend, grad):
+    """Labels are read to the end before they are overwritten."""
+    hidden, weight, labels, _ = Case((30,), 12, 70, ignored=0.3).tensors()
+    weight.requires_grad_(grad)
+    best = torch.empty_like(labels)
+    right = fused_ce(hidden, weight, labels, backend=backend, argmax_out=best)
+    shifted = torch.cat([labels[:1], labels])
+    for read, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
+        out = fused_ce(
+            hidden, weight, read, backend=backend, argmax_out=argmax, monitor=("correct",)
+        )
+        torch.testing.assert_close(tuple(out), tuple(right), rtol=0, atol=0)
+        assert argmax.equal(best)
+        assert out.monitors["correct"] == ((best == labels) & (labels != -100)).sum()
+
+
 def test_plain_means_plain():
     """Options at their neutral values take the plain way, bit by bit."""
     hidden, weight, labels, _ = Case((30,), 12, 70).tensors()
@@ -214,7 +230,7 @@ def test_plain_means_plain():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_compile_and_opcheck_pass(softcap):
+def test_compiled_gives_the_same_gradients(softcap):
     hidden, weight, labels, _ = Case((9,), 12, 37, ignored=0.3).tensors()
     hidden = hidden.nan_to_num().requires_grad_()
     w = torch.rand(9)
@@ -233,17 +249,4 @@ def test_compile_and_opcheck_pass(softcap):
     assert best.equal(best_wanted)
     torch.testing.assert_close(
         torch.autograd.grad(got, hidden), torch.autograd.grad(wanted, hidden)
-    )
-    opcheck_sum(
-        Problem(
-            hidden,
-            weight,
-            labels,
-            token_weight=w,
-            class_weight=torch.rand(37),
-            label_smoothing=0.1,
-            z_loss=0.1,
-            chunk_tokens=4,
-            backend="torch",
-        )
     )

@@ -194,12 +194,13 @@ WHOLE = (*QUICK, "test_aot_dispatch_dynamic")
 def opchecked(name, options, backend):
     """Names of the operators that a function calls, with each option alone and with all of them.
 
-    ``opcheck`` runs an operator for real, on fake tensors, with autograd and, of calls without
-    options and with all, through ``aot_dispatch`` with symbolic shapes.
+    ``opcheck`` runs an operator for real, on fake tensors, with autograd and, without options
+    and with all of them on the torch backend, through ``aot_dispatch`` with symbolic shapes.
     """
     found, every = set(), tuple(x for x in options if x != "memory_budget")
     for chosen in ((), every, *((option,) for option in options)):
-        tests = QUICK if len(chosen) == 1 and not os.environ.get("FUSEDCE_OPCHECK") else WHOLE
+        quick = len(chosen) == 1 or backend == "triton"
+        tests = QUICK if quick and not os.environ.get("FUSEDCE_OPCHECK") else WHOLE
         with operators.recorded() as calls:
             operators.run(name, chosen, backend)
         assert calls, (name, chosen)

@@ -25,6 +25,18 @@ MUTANTS = [
         '"",',
         "test_sharded_agreement.py -k hidden_states_of_another",
     ),
+    Mutant(
+        "shards: a rank that is gone is told in gloo's words",
+        "        with waiting_for_ranks(group):\n            table, work",
+        "        if True:\n            table, work",
+        "test_faults_between_ranks.py -k dies",
+    ),
+    Mutant(
+        "shards: a rank that is gone in backward is told in gloo's words",
+        "with waiting_for_ranks(self._group):",
+        "if True:",
+        "test_faults_between_ranks.py -k between_forward_and_backward",
+    ),
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",

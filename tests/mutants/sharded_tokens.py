@@ -8,7 +8,7 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 MUTANTS = [
     Mutant(
         "classes of shards: each rank's own logits",
-        "    dist.all_reduce(z, group=counted.shard.group)  # one number",
+        "    all_reduce(z, counted.shard.group)  # one number",
         "    # one number",
         f"{TOKENS} -k several",
     ),
@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes of shards: upstream gradients of own tokens alone",
-        "told += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
-        "told += torch.zeros_like(z).unbind(1)",
+        "rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
+        "rows += torch.zeros_like(z).unbind(1)",
         f"{TOKENS} -k several",
     ),
     Mutant(
@@ -61,9 +61,9 @@ MUTANTS = [
         TOKENS,
     ),
     Mutant(
-        "tokens of shards: the winner among the rest",
-        "rest = above.exp().scatter(0, winner, 0).sum(0)",
-        "rest = above.exp().sum(0)",
+        "tokens of shards: the winner among the others",
+        "others = above.exp().scatter(0, winner, 0).sum(0)",
+        "others = above.exp().sum(0)",
         TOKENS,
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: others' upstream unheard",
-        "dist.all_reduce(table, group=shard.group)",
+        "all_reduce(table, shard.group)",
         "pass",
         TOKENS,
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: own sum alone",
-        "dist.all_reduce(everyones, group=group)",
+        "all_reduce(everyones, group)",
         "pass",
         TOKENS,
     ),

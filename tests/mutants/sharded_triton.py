@@ -7,7 +7,7 @@ EQUAL = "test_sharded_triton.py -k equals"
 MUTANTS = [
     Mutant(
         "shards, Triton: the label's logit stays with its rank",
-        "    dist.all_reduce(z_label, group=shard.group)  # of one number",
+        "    all_reduce(z_label, shard.group)  # of one number",
         "    # of one number",
         EQUAL,
     ),

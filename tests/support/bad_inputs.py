@@ -1,6 +1,41 @@
-"""Bad arguments of every public loss, one change each, and the errors that they raise."""
+"""Values of every kind, and bad arguments of every public loss with the errors they raise."""
+
+import math
 
 import torch
+
+N, H, V = 6, 8, 10
+# What an argument may wrongly be; a function takes few of them.
+VALUES = {
+    "None": None,
+    "text": "x",
+    "bytes": b"a",
+    "list": [1.0],
+    "dict": {},
+    "object": object(),
+    "module": torch.nn.Linear(2, 2),
+    "true": True,
+    "zero": 0,
+    "three": 3,
+    "minus one": -1,
+    "2.5": 2.5,
+    "1e300": 1e300,
+    "2**70": 2**70,
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "no elements": torch.zeros(0),
+    "one dimension": torch.zeros(3),
+    "three dimensions": torch.zeros(2, 2, 2),
+    "(N,) int64": torch.zeros(N, dtype=torch.int64),
+    "(N,) nan": torch.full((N,), math.nan),
+    "(V,) leaf": torch.nn.Parameter(torch.zeros(V)),
+    "(N, H) int64": torch.zeros(N, H, dtype=torch.int64),
+    "(N, H) complex": torch.zeros(N, H, dtype=torch.complex64),
+    "(N, H) bfloat16": torch.zeros(N, H, dtype=torch.bfloat16),
+    "(N, H) meta": torch.zeros(N, H, device="meta"),
+    "(N, H) sparse": torch.zeros(N, H).to_sparse(),
+}
 
 GOOD = {
     "hidden": torch.zeros(4, 8),

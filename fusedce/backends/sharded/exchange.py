@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import ALL_GATHER
+from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
 from fusedce.backends.plan import DEVICE_BUDGET, Call, Way, way_of
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
-# torch 2.13 gave this one a new name
+# The name of the collective from torch 2.13 on, and before.
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
@@ -46,7 +48,7 @@ class Shard(NamedTuple):
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """Sizes for a plan: those of the largest shard, so that all ranks make the same plan.
+    """Sizes for a plan, of the largest shard, so that all ranks make the same plan.
 
     ``N``: the number of all ranks' tokens.
     """
@@ -67,13 +69,13 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
 
 def of_classes(grads: Gradients, real: int) -> Gradients:
     """The gradients of the first ``real`` rows, which are classes; those of padding become 0."""
-    part = copy.copy(grads)
+    of_real = copy.copy(grads)
     if grads.weight is not None:
         grads.weight[real:] = 0
-        part.weight = grads.weight[:real]
+        of_real.weight = grads.weight[:real]
     if grads.bias is not None:
-        part.bias = grads.bias[:real]
-    return part
+        of_real.bias = grads.bias[:real]
+    return of_real
 
 
 def sharded_way(problem: Problem, shard: Shard) -> Way:
@@ -121,12 +123,32 @@ def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup)
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x (n, ...)`` of every rank, one after the other: ``(ranks * n, ...)``."""
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
+    with waiting_for_ranks(group):
+        getattr(dist, ALL_GATHER)(out, x.contiguous(), group=group)
     return out
 
 
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up the ranks' ``x`` in place."""
+    with waiting_for_ranks(group):
+        dist.all_reduce(x, group=group)
+
+
+@contextlib.contextmanager
+def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Explain an error of a collective: other ranks have not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{not_all_came(group, 'compute a loss over a sharded vocabulary')}. Look at what the "
+            f"other ranks do: each that shares the vocabulary needs the same calls and backwards, "
+            f"in the same order, and one that has failed says why in its own output"
+        ) from error
+
+
 class RunningSums:
-    """All-reduces of the ranks' ``d_rows (N_valid, H)`` by pieces, while others are computed."""
+    """All-reduces of the ranks' ``d_rows (N_valid, H)`` piece by piece, beside the computation."""
 
     def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
         self._d_rows, self._group = d_rows, group
@@ -144,8 +166,9 @@ class RunningSums:
         """Start the all-reduce of the remaining rows, and wait for all of them."""
         if self._d_rows is not None:
             self.start(len(self._d_rows))
-        for work in self._works:
-            work.wait()
+        with waiting_for_ranks(self._group):
+            for work in self._works:
+                work.wait()
 
 
 def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
@@ -168,5 +191,6 @@ def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shar
         return d_hidden
     mine = d_rows.new_empty(max(shard.tokens), H)
     if N:
-        getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
+        with waiting_for_ranks(shard.group):
+            getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
     return mine[:n_here]

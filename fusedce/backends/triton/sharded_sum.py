@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
@@ -24,6 +23,7 @@ from fusedce.backends.sharded.exchange import (
     RunningSums,
     Shard,
     all_gather,
+    all_reduce,
     all_tokens,
     of_all_tokens,
     of_classes,
@@ -151,7 +151,7 @@ def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peer
         of_rows = local.labels[rows]
         label_logits(local.hidden, local.weight, of_rows, z_label, pointwise(local), rows.int())
         z_label.masked_fill_(of_rows == _NOWHERE, 0)
-    dist.all_reduce(z_label, group=shard.group)  # of one number and zeros: exact
+    all_reduce(z_label, shard.group)  # of one number and zeros: exact
     return Peers(shard, y, _known(z_label, y, shard), empty=empty)
 
 

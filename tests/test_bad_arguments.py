@@ -1,0 +1,218 @@
+"""Arguments of accumulators, heads, labels and commands, given every kind of wrong value.
+
+Each row is a call with one argument. A value of :data:`VALUES` is one that the argument takes, or
+is refused by an error that names the argument. Afterwards a training step gives the same bits as
+before. `tests/contract/test_bad_values.py` does the same for every argument of every loss.
+"""
+
+import tempfile
+
+import pytest
+import torch
+from support.bad_inputs import VALUES
+from support.command_line import call
+from support.heads import plain_model
+from support.loops import a_loss, batches, new_weight, run_streaming
+from support.tiny_trainer import FusedTrainer, llama
+from transformers import TrainingArguments
+
+import fusedce
+from fusedce import LossAccumulator
+
+POSITIVE = {"three", "2.5", "1e300", "2**70"}
+NUMBER = {*POSITIVE, "zero", "minus one"}
+STATE = LossAccumulator().state_dict()
+LABELS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+TAKE_LOSSES = ("scale", "backward", "add")
+TINY = llama()
+OPTIMIZER = torch.optim.SGD([new_weight()], lr=0.1)
+
+
+def entered(**given):
+    """Open a window, which reads its arguments."""
+    LossAccumulator().window(**given).__enter__()
+
+
+def finished(parameters):
+    acc = LossAccumulator()
+    acc.backward(a_loss(2))
+    acc.finish(parameters)
+
+
+def with_auxiliary(auxiliary):
+    acc = LossAccumulator()
+    acc.window([2]).__enter__()
+    acc.add_auxiliary(auxiliary)
+
+
+def trainer(**settings):
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, report_to=[], use_cpu=True)
+        type("Fused", (FusedTrainer,), settings)(model=TINY, args=arguments)
+
+
+def method(name):
+    return lambda value: getattr(LossAccumulator(), name)(value)
+
+
+def of_a_sum(name):
+    return lambda value: getattr(LossAccumulator(), name)((value, torch.tensor(2)))
+
+
+def of_a_count(name):
+    one = torch.ones((), requires_grad=True)
+    return lambda value: getattr(LossAccumulator(), name)((one, value))
+
+
+def made(name):
+    return lambda value: LossAccumulator(**{name: value})
+
+
+def labelled(function, name):
+    return lambda value: function(LABELS, **{name: value})
+
+
+# name: (call, the word that names the argument, kinds of values that it takes)
+ROWS = {
+    "LossAccumulator(process_group)": (made("process_group"), "process_group", {"None"}),
+    "LossAccumulator(grad_reduction)": (made("grad_reduction"), "grad_reduction", set()),
+    "LossAccumulator(backward_divisor)": (made("backward_divisor"), "backward_divisor", POSITIVE),
+    "LossAccumulator(on_empty)": (made("on_empty"), "on_empty", set()),
+    "from_mesh(mesh)": (lambda x: LossAccumulator.from_mesh(x, "dp"), "mesh", set()),
+    "from_accelerator": (LossAccumulator.from_accelerator, "accelerator", set()),
+    "window(counts)": (lambda x: entered(counts=x), "counts", {"(N,) int64"}),
+    "window(counts[0])": (lambda x: entered(counts=[x]), "counts[0]", {"zero", "three"}),
+    "window(counts of a loss)": (
+        lambda x: entered(counts={"a": x}), "counts", {"(N,) int64"},
+    ),
+    "window(weights)": (
+        lambda x: entered(counts={"a": [1]}, weights=x), "weights", {"None", "dict"},
+    ),
+    "window(weights of a loss)": (
+        lambda x: entered(counts={"a": [1]}, weights={"a": x}), "weights", NUMBER,
+    ),
+    **{f"{name}(out)": (method(name), "out", set()) for name in TAKE_LOSSES},
+    **{f"{name}(loss_sum)": (of_a_sum(name), "out", set()) for name in TAKE_LOSSES},
+    **{f"{name}(n_valid)": (of_a_count(name), "out", set()) for name in TAKE_LOSSES},
+    "add_auxiliary": (with_auxiliary, "auxiliary", set()),
+    "finish(parameters)": (finished, "parameters", set()),
+    "finish([parameter])": (lambda x: finished([x]), "parameter", set()),
+    "guard(optimizer)": (method("guard"), "optimizer", set()),
+    "guard(module)": (
+        lambda x: LossAccumulator().guard(OPTIMIZER, x), "module", {"None", "module"},
+    ),
+    "discard_window(module)": (method("discard_window"), "module", {"None", "module"}),
+    "without_repeats(batch)": (method("without_repeats"), "batch", {"dict"}),
+    "metrics(reset)": (lambda x: LossAccumulator().metrics(reset=x), "reset", {"true"}),
+    "load_state_dict": (method("load_state_dict"), "state", set()),
+    **{
+        f"load_state_dict({key})": (
+            lambda x, key=key: LossAccumulator().load_state_dict(STATE | {key: x}), key, taken,
+        )
+        for key, taken in {
+            "loss_sum": {*NUMBER, "nan", "inf", "-inf"},
+            "n_valid": {"zero", "three", "2**70"},
+            "n_windows": {"zero", "three", "2**70"},
+            "previous_count": {"None", "three", "2**70"},
+            "named": set(),
+            "weights": set(),
+        }.items()
+    },
+    **{
+        f"{function.__name__}({name})": (labelled(function, name), name, taken)
+        for function in (fusedce.shift_labels, fusedce.count_valid)
+        for name, taken in {
+            "offset": {"zero", "three"},
+            "position_ids": {"None"},
+            "cu_seqlens": {"None", "(N,) int64"},
+            "ignore_index": {"zero", "three", "minus one"},
+        }.items()
+    },
+    "shift_labels(labels)": (fusedce.shift_labels, "labels", {"(N,) int64", "(N, H) int64"}),
+    "count_valid(labels)": (fusedce.count_valid, "labels", {"(N,) int64", "(N, H) int64"}),
+    "replace_loss_head(model)": (
+        lambda x: fusedce.restore_loss_head(fusedce.replace_loss_head(x)), "model", {"module"},
+    ),
+    "replace_loss_head(memory_budget)": (
+        lambda x: fusedce.replace_loss_head(plain_model(), memory_budget=x), "memory_budget",
+        {"None", "three"},
+    ),
+    "restore_loss_head(model)": (fusedce.restore_loss_head, "model", {"module"}),
+    "head_report(model)": (fusedce.head_report, "model", {"module"}),
+    "FusedTrainerMixin.memory_budget": (
+        lambda x: trainer(memory_budget=x), "memory_budget", {"None", "three"},
+    ),
+    "FusedTrainerMixin.log_token_stats": (
+        lambda x: trainer(log_token_stats=x), "log_token_stats", {"true"},
+    ),
+    "audit(model)": (fusedce.audit, "model", {"module"}),
+}  # fmt: skip
+
+
+def step():
+    weight, acc = new_weight(), LossAccumulator()
+    run_streaming(acc, weight, batches([3, 5]))
+    return weight.grad, acc.metrics()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(row):
+    function, name, taken = ROWS[row]
+    grad, metrics = step()
+    for kind, value in VALUES.items():
+        value = value.clone() if isinstance(value, torch.Tensor) else value
+        if kind in taken:
+            function(value)
+            continue
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            function(value)
+        assert name in str(caught.value), (kind, str(caught.value))
+    again, metrics_again = step()
+    assert torch.equal(grad, again)
+    assert metrics == metrics_again
+
+
+SHAPES = ["", "x", "1", "1,2", "1,2,3,4", "0,8,9", "-1,8,9", "1.5,8,9", "nan,8,9", "1,8,"]
+NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
+OPTIONS = {
+    ("plan", "64,1000"): {
+        "--tokens": NUMBERS,
+        "--gpus": NUMBERS,
+        "--free": ["", "x", "-1", "nan", "inf"],
+        "--dtype": ["", "x", "fp64", "FP8"],
+        "--device": ["H300", "0", "x"],
+        "--picture": [".", "/proc/none/x.png"],
+    },
+    ("bench",): {
+        "--shape": SHAPES,
+        "--repeats": NUMBERS,
+        "--dtype": ["", "x", "fp64"],
+        "--device": ["toaster", "cuda:x", "0x"],
+        "--picture": [".", "/proc/none/x.png"],
+    },
+    ("audit",): {"--steps": NUMBERS},
+    ("demo", "--quick"): {
+        "--steps": NUMBERS,
+        "--seed": ["", "x", "1.5"],
+        "--device": ["toaster", "x"],
+        "--out": ["/proc/nothing"],
+    },
+    ("check", "llama"): {"--dtype": ["", "x", "fp64"]},
+    ("check",): {"": ["no/such", "-x"]},
+    ("plan",): {"": ["-x", "1,2,3", "0,8", "nan,8"]},
+    ("completion",): {"": ["cmd", "-x"]},
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS, ids="-".join)
+def test_a_wrong_option_is_one_line_and_status_2(command):
+    """No measurement, training or download begins."""
+    for option, values in OPTIONS[command].items():
+        for value in values:
+            given = [*command, *([f"{option}={value}"] if option else [value])]
+            done = call(*given)
+            assert done.exit_code == 2, (given, done.output)
+            assert isinstance(done.exception, SystemExit), given
+            assert option.lstrip("-") in done.stderr, (given, done.stderr)
+            assert "Traceback" not in done.output
+            assert done.stdout == ""
