@@ -11,7 +11,8 @@ N, H, V, K = 5, 6, 11, 3
 
 
 def registered():
-    """Names of all operators of the package."""
+    """Names of all operators of the package, whose functions are imported at their first use."""
+    assert all(hasattr(fusedce, name) for name in fusedce.__all__)
     operators = torch._C._dispatch_get_all_op_names()
     return {name.removeprefix("fusedce::") for name in operators if name.startswith("fusedce::")}
 
