@@ -204,7 +204,7 @@ def upstream_of(
     """
     V = problem.weight.shape[0]
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
-    upstreams = Upstreams(*(u if len(x) else None for u, x in zip(upstreams, values, strict=True)))
+    upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
     nll = values.nll.double()
     p_label = torch.exp(-nll)
     alpha = torch.zeros_like(p_label)
