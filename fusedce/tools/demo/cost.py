@@ -66,7 +66,7 @@ def measure_cost(model: Any, batch: Batch, device: torch.device, repeats: int) -
 
 def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
     """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
-    inputs = HeadInputs(*(x.to(device) for x in torch.load(path)))
+    inputs = HeadInputs(*(x.to(device) for x in torch.load(path, weights_only=True)))
     LOSSES[name](HeadInputs(inputs.hidden[:1, :64], inputs.weight, inputs.labels[:1, :64]))
     return partial(LOSSES[name], inputs)
 
