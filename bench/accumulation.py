@@ -28,7 +28,7 @@ from lib.results import FOLDER, device_name, source, write
 from lib.tables import markdown
 from torch import Tensor, nn
 
-from fusedce.tools.demo import run as demo
+from fusedce.tools import demo
 
 SPLITS = ((32, 1), (16, 2), (2, 16), (1, 32))
 LEARNING_RATE = 1e-3

@@ -28,7 +28,7 @@ from lib.results import FOLDER, caption, device_name, instruction_sets, source, 
 from lib.tables import markdown, put
 
 from fusedce.measure import seconds_by_round
-from fusedce.tools.peers import COMPILED, IMPLEMENTATIONS
+from fusedce.tools.bench import COMPILED, IMPLEMENTATIONS
 
 SHAPES = [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)]
 OURS = "fused_ce"

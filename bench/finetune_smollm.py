@@ -21,7 +21,7 @@ from lib.drift import Fused, compare, flat, naive, train
 from lib.results import FOLDER, caption, device_name, versions, write
 from lib.tables import markdown, put
 
-from fusedce.tools.demo import run as demo
+from fusedce.tools import demo
 
 SEQUENCES = 8
 LEARNING_RATE = 2e-5

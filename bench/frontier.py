@@ -33,7 +33,7 @@ import fusedce
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, least_bytes, tiles_of, way_of
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
+from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
 
 BY_TOKEN = 'reduction="none"'
 OURS = ("fused_ce", BY_TOKEN)

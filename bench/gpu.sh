@@ -96,7 +96,7 @@ step_peers() {
             "$WHEELS"/*.whl || return 1
     fi
     (cd bench && PYTHONPATH=$PYTHONPATH "$PYTHON" -c "
-from fusedce.tools.peers import IMPLEMENTATIONS, missing
+from fusedce.tools.bench import IMPLEMENTATIONS, missing
 for name in IMPLEMENTATIONS:
     print(f'{name}: {missing(name) or \"here\"}')")
 }

@@ -25,7 +25,7 @@ from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, pr
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
-from fusedce.tools.peers import FLOOR, missing
+from fusedce.tools.bench import FLOOR, missing
 
 _WITHOUT_TIME = ("accuracy", "memory")
 _WITH_MEMORY = ("memory", "budget", "forward", "scaling")

@@ -29,7 +29,7 @@ from lib.tables import markdown, mebibytes, milliseconds, put
 from torch import Tensor
 
 import fusedce
-from fusedce.tools.peers import FLOOR
+from fusedce.tools.bench import FLOOR
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 # A process each, for both passes: where the options differ in memory at all.

@@ -25,7 +25,7 @@ from lib.engine import median
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
 
-from fusedce.tools.peers import FLOOR, NOT_INSTALLED
+from fusedce.tools.bench import FLOOR, NOT_INSTALLED
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:

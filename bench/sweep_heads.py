@@ -20,14 +20,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
-from fusedce.tools import tiny_models
+from fusedce.tools import check as tools
 
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,46 +37,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(model_type: str, class_name: str, attempt: dict[str, Any]) -> torch.nn.Module:
-    config = CONFIG_MAPPING[model_type]()
-    return tiny_models.build(getattr(transformers, class_name), config, attempt, steps=True)
-
-
-def run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Loss and gradients in training, and loss in evaluation, from the same seed each time."""
-    model.zero_grad()
-    model.train()
-    torch.manual_seed(2)
-    loss = model(**inputs).loss
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.eval()
-    torch.manual_seed(2)
-    with torch.no_grad():
-        evaluated = model(**inputs).loss
-    return loss.detach(), grads, evaluated
-
-
-def compare(model: torch.nn.Module) -> dict[str, Any]:
+def compare(model: Any) -> dict[str, Any]:
     """Errors of the replaced head, and whether logits were computed."""
-    inputs = tiny_models.batch(model.config)
-    with torch.no_grad():  # freshly initialised heads give nearly flat logits
-        model.get_output_embeddings().weight.mul_(10)
-    native = run(model, inputs)
+    inputs = tools.batch(model.config)
+    native = tools.run(model, inputs)
     before = dict(model.get_output_embeddings().__dict__)
     replace_loss_head(model)
-    fused = run(model, inputs)
+    ours = tools.run(model, inputs)
     report = head_report(model)
     restore_loss_head(model)
     assert dict(model.get_output_embeddings().__dict__) == before, "restore left something behind"
-    assert fused[1].keys() == native[1].keys(), "other parameters have gradients"
-    total = torch.cat([g.flatten() for g in native[1].values()]).norm()
-    difference = [(fused[1][n] - g).flatten() for n, g in native[1].items()]
+    loss_error, eval_error, grad_error = tools.errors_of(ours, native)
     return {
         "loss": float(native[0]),
-        "loss_error": float(abs(fused[0] - native[0]) / native[0]),
-        "eval_error": float(abs(fused[2] - native[2]) / native[2]),
-        "grad_error": float(torch.cat(difference).norm() / total),
+        "loss_error": loss_error,
+        "eval_error": eval_error,
+        "grad_error": grad_error,
         "fused": report.losses_fused == 2 and report.logits_made == 0,
     }
 
@@ -85,10 +60,11 @@ def compare(model: torch.nn.Module) -> dict[str, Any]:
 def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     first = None
-    for attempt in tiny_models.attempts(model_type):
+    for attempt in tools.attempts(model_type):
         try:
-            model = build(model_type, class_name, attempt)
-            run(model, tiny_models.batch(model.config))
+            config = CONFIG_MAPPING[model_type]()
+            model = tools.build(getattr(transformers, class_name), config, attempt, steps=True)
+            tools.run(model, tools.batch(model.config))
         except Exception as e:
             first = first or f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:150]
             continue
@@ -100,10 +76,9 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
                 "trace": traceback.format_exc(),
             }
             return row
-        right = (
-            row["loss_error"] <= 1e-6 and row["eval_error"] <= 1e-6 and row["grad_error"] <= 1e-5
-        )
-        return row | {"right": right}
+        bounds = tools.LOSS_ERROR, tools.LOSS_ERROR, tools.GRAD_ERROR
+        errors = (row[f"{name}_error"] for name in ("loss", "eval", "grad"))
+        return row | {"right": all(e <= b for e, b in zip(errors, bounds, strict=True))}
     return row | {"not_built": first}
 
 

@@ -1,4 +1,4 @@
-"""What a loop really trains: the weight of every token, read from its gradients.
+"""Find the weight of every token in a training loop, read from its gradients.
 
     python examples/audit.py
 
@@ -20,7 +20,7 @@ import fusedce
 
 
 class Model(TinyLM):
-    """As most models are: it returns logits."""
+    """A model that returns logits, as most do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return self.lm_head(self.hidden(input_ids))

@@ -22,7 +22,7 @@ BETA, MICRO_BATCH = 0.1, 4
 
 
 def train(steps: int = 10) -> list[tuple[float, float]]:
-    """Of each step: the loss, and how much higher good answers are rewarded than bad ones."""
+    """The loss of each step, and how much higher good answers are rewarded than bad ones."""
     policy = TinyLM()
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)

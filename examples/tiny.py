@@ -1,4 +1,4 @@
-"""What the examples share: a small causal language model over bytes, and text to train it on."""
+"""Shared by the examples: a small causal language model over bytes, and text to train it on."""
 
 from __future__ import annotations
 

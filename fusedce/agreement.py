@@ -64,7 +64,7 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     while len(data) > 8 * TEXT and isinstance(settings, str):
         settings = settings[: len(settings) * 3 // 4]
         data = json.dumps(settings).encode()
-    told = torch.tensor(struct.unpack(f"{TEXT}q", data.ljust(8 * TEXT)))
+    told = torch.tensor(struct.unpack(f"{TEXT}q", data.ljust(8 * TEXT)), device="cpu")
     return torch.cat([told.to(numbers.device, non_blocking=True), numbers])
 
 

@@ -47,8 +47,8 @@ def main() -> None:
 def _command(function: Command) -> Callable[[Command], click.Command]:
     """Make a subcommand that prints a user's mistake as one line, without a traceback.
 
-    Exit status: 2 for a mistake in the call; 1 for a full disk, a missing permission or a missing
-    package; 130 for ctrl-C.
+    Exit status: 2 for a mistake in the call; 1 for a full disk, too little memory, a missing
+    permission or a missing package; 130 for ctrl-C.
     """
 
     @functools.wraps(function)
@@ -66,11 +66,25 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             if problem.errno not in _ENVIRONMENT:
                 raise
             raise click.ClickException(f"{problem.strerror}: {problem.filename}") from None
+        except (MemoryError, RuntimeError) as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            raise click.ClickException(
+                f"this machine's memory does not hold it: {str(problem).partition(chr(10))[0]}"
+            ) from None
         except KeyboardInterrupt:
             _say("interrupted")
             sys.exit(_INTERRUPTED)
 
     return main.command()(called)
+
+
+def _is_out_of_memory(problem: Exception) -> bool:
+    """Whether Python or torch has failed to get memory. Torch's class would need an import."""
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return True
+    words = ("can't allocate memory", "Storage size calculation overflowed")
+    return any(w in str(problem) for w in words)
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
@@ -138,9 +152,9 @@ def plan(
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
     """
-    from fusedce.tools.pictures import can_draw, draw_plan
     from fusedce.tools.plan import device_here
     from fusedce.tools.plan import plan as make
+    from fusedce.tools.render import can_draw, draw_plan
 
     if picture is not None:
         can_draw(picture)
@@ -176,7 +190,7 @@ def bench(
     sizes = _shape(shape)
     device = _device(device)
     from fusedce.tools.bench import bench as run
-    from fusedce.tools.pictures import can_draw, draw_bench
+    from fusedce.tools.render import can_draw, draw_bench
 
     if picture is not None:
         can_draw(picture)
@@ -218,7 +232,7 @@ def doctor(as_json: bool) -> None:
 def audit(steps: int, as_json: bool) -> None:
     """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
     _demo_needs("audit")
-    from fusedce.tools.demo.audit import run
+    from fusedce.tools.audit import run
 
     found = run(steps=steps)
     if as_json:
@@ -249,7 +263,7 @@ def demo(
     import torch
 
     where = torch.device(_device(device) if device is not None else _cuda_or_cpu())
-    from fusedce.tools.demo.run import run
+    from fusedce.tools.demo import run
 
     status = run(
         steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,
@@ -283,7 +297,7 @@ def _demo_needs(command: str) -> None:
 
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
+    if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
         raise UserError(f"--shape must be N,H,V such as 1024,256,16384, got {text!r}")
     N, H, V = map(int, parts)
     return N, H, V
@@ -296,7 +310,7 @@ def _device(name: str | None) -> str:
     if name is None:
         return _cuda_or_cpu()
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         raise UserError(
             f"--device: cannot use {name!r} here: {str(problem).splitlines()[0]}"

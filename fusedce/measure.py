@@ -54,7 +54,7 @@ def seconds_by_round(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """As :func:`median_seconds`, with the values in the order of the rounds.
+    """Wall times as :func:`median_seconds` takes them, in the order of the rounds.
 
     Args:
         fns: the callables by name; repeats: rounds that count.

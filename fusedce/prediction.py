@@ -17,6 +17,7 @@ from fusedce.backends.plan import (
     FORWARD_NARROW_H,
     MAX_SPLITS,
     TILES,
+    WEIGHT_ROWS,
     Call,
     Way,
     device_budget,
@@ -123,7 +124,6 @@ PLANS = {
 _LAUNCH = 3e-6  # seconds between two kernels that follow each other (assumed)
 _CALL = 100e-6  # of Python around a call that the device waits for (assumed)
 _SORT = 8  # launches of a sort of a chunk's labels (assumed)
-_PART = 16384  # vocabulary rows of a weight gradient that is not added in place
 _BLOCK_N, _BLOCK_V = 128, 256  # of the products
 _TAIL = 0.1  # of a wave of blocks that a product wastes at its end (assumed)
 _LANES = 128  # instructions a multiprocessor issues in a cycle, times the lanes of a warp
@@ -305,7 +305,7 @@ def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> 
         each = 8 if plan.add_in_place else 16
         terms["d_weight of chunks"] = _move(device, each * chunks * V * H)
         terms["d_weight to bf16"] = _move(device, 6 * V * H)
-        count += 0 if plan.add_in_place else 2 * chunks * -(-V // _PART)
+        count += 0 if plan.add_in_place else 2 * chunks * -(-V // WEIGHT_ROWS)
     if plan.normalise:
         terms["normalisation"] = _move(device, 4 * N * V)
     if plan.single_entries:  # those of the labels, and at most as many others

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.divergence import forward_parts
+from fusedce.contract.divergence import forward_terms
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
 
@@ -56,10 +56,11 @@ def grpo_loss(
     if entropy_bonus and entropy is None:
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
-    ratio = torch.exp(logprob - sampled)
+    logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
+    ratio = torch.exp(logprob - sampled.masked_fill(~used, 0))
     loss = -torch.minimum(ratio * a, ratio.clamp(1 - clip[0], 1 + clip[1]) * a)
     if reference is not None and kl:
-        d = reference - logprob
+        d = reference.masked_fill(~used, 0) - logprob
         loss = loss + kl * (torch.expm1(d) - d)
     if entropy is not None and entropy_bonus:
         loss = loss - entropy_bonus * entropy
@@ -135,7 +136,7 @@ def kto_loss(
 
 
 def token_scaled_loss(
-    logprob: Tensor,  # (...), 0 where not used
+    logprob: Tensor,  # (...), anything where not used
     used: Tensor,  # (...) bool
 ) -> LossSum:
     """Each token's cross-entropy times its own probability, which gets no gradient.
@@ -150,8 +151,9 @@ def token_scaled_loss(
         >>> token_scaled_loss(torch.tensor([-0.5]), torch.tensor([True])).loss_sum
         tensor(0.3033)
     """
+    logprob = logprob.masked_fill(~used, 0)
     loss = -logprob.detach().exp() * logprob
-    return LossSum(loss.masked_fill(~used, 0).sum(), used.sum())
+    return LossSum(loss.sum(), used.sum())
 
 
 def distillation_loss(
@@ -230,7 +232,7 @@ def distillation_loss(
     # log(1 - exp(covered)); rounding may take the known classes' probability to 1 and beyond
     p_tail = torch.log(-torch.expm1(covered.clamp(max=-(2.0**-24))))
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    loss = forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
+    loss = forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
     total = loss.masked_fill(~counted, 0).sum()
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return LossSum(total.to(wide), counted.sum())

@@ -1,8 +1,8 @@
-"""The valid rows of a batch, found on the device: no host synchronisation.
+"""Kernel that finds the valid rows of a batch on the device: the host waits for nothing.
 
-One program walks over the labels. It is latency-bound, about a microsecond per 1024 labels, and
-saves the other kernels every ignored row. It also clears the tickets of the forward kernel and
-writes the result of a batch without valid rows, so that launch needs no memset.
+One program reads the labels, block by block. It is latency-bound, about a microsecond per 1024
+labels, and saves the other kernels every ignored row. It also clears the tickets of the forward
+kernel and writes the result of a batch without valid rows, so that its launch needs no memset.
 """
 
 import triton
@@ -24,6 +24,7 @@ def compact_kernel(
     n_tickets,
     BLOCK_N: tl.constexpr,
 ):
+    """Pack the valid rows, count them, and look for the first label that is no class."""
     found = tl.zeros((), dtype=tl.int32)
     if token_weight is not None:
         counted = tl.zeros((), dtype=tl.int32)

@@ -1,19 +1,20 @@
-"""Divergence of a student from a teacher: from both rows of products to the student's gradient.
+"""Kernels of the divergence of a student from a teacher, and of the student's gradient.
 
 A program takes a row of the student's logits and one of the teacher's, float32 products as cuBLAS
-made them. It walks over both for their log-sum-exps, again for the divergence, and writes what the
-student's products of the gradient read: in the place of the student's logits, in the inputs' dtype
-(a row of two-byte entries ends before the floats that are still to be read begin; a barrier keeps
-the loads of a block before its stores). Divergences whose gradient needs their own value, all but
-the forward one, take a third walk.
+made them. It reads both for their log-sum-exps and again for the divergence, and writes the
+gradient of the student's logits over the logits, in the inputs' dtype (a row of two-byte entries
+ends before the floats that are still to be read begin; a barrier keeps the loads of a block before
+its stores). Divergences whose gradient needs their own value, all but the forward one, read the
+rows a third time.
 
 With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e = expm1(-|d|)``:
 see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same terms that sum to
 0, so that nothing cancels near equality. ``k = |d| + e`` is a series there.
 
-Bytes moved a class: 8 for each walk and 2 or 4 to store, beside 8 H FLOPs of the products.
+Bytes moved a class: 8 each time that the rows are read and 2 or 4 to store, beside 8 H FLOPs of the
+products.
 
-A second kernel has probabilities in the teacher's place, two walks in all.
+A second kernel compares with given probabilities instead of a teacher, and reads the rows twice.
 """
 
 import triton
@@ -39,7 +40,7 @@ def row_logits(
     softcap,  # or None
     BLOCK_V: tl.constexpr,
 ):
-    """Finished logits of a block, -NEVER past V and for -inf."""
+    """Finished logits of a block; -NEVER past V and for logits of -inf."""
     offs = start + tl.arange(0, BLOCK_V)
     mask = offs < V
     z = tl.load(products + offs, mask=mask, other=0.0)
@@ -47,16 +48,16 @@ def row_logits(
     if bias is not None:
         b = tl.load(bias + offs, mask=mask, other=0.0).to(tl.float32)
     z = finish_logits(z, b, scale, softcap)
-    z = tl.where(z < -NEVER, -NEVER, z)  # (a NaN stays)
+    z = tl.where(z < -NEVER, -NEVER, z)  # a NaN stays
     return tl.where(mask, z, -NEVER)
 
 
 @triton.jit
 def add_to_sum(z, top, total):
-    """A block of logits taken into a running maximum and an fp64 sum of exponentials."""
+    """Add a block of logits to a running maximum and an fp64 sum of exponentials."""
     new = tl.maximum(top, tl.max(z, axis=0))
     total = total * tl.exp2((top - new) * LOG2E).to(tl.float64)
-    # (a NaN is not seen by the maximum, but by the sum)
+    # The maximum passes a NaN by, the sum does not.
     return new, total + tl.sum(tl.exp2((z - new) * LOG2E), axis=0).to(tl.float64)
 
 
@@ -68,7 +69,7 @@ def label_loss(top, total, own):
 
 
 @triton.jit
-def drop_and_rest(size):
+def expm1_and_remainder(size):
     """``expm1(-size)`` and ``size + expm1(-size)`` for ``size >= 0``, both exact near 0."""
     # size^2 * (1/2 - size/6 + size^2/24 - ...): below 2^-27 relative for size < 0.5
     series = 1.0 / 3628800.0
@@ -87,7 +88,7 @@ def drop_and_rest(size):
 
 
 @triton.jit
-def log_and_rest(x):
+def log_and_remainder(x):
     """``log(1 + x)`` and ``(1 + x) * log(1 + x) - x`` for ``-1 < x <= 0``, both exact near 0."""
     # x^2/2 - x^3/6 + x^4/12 - ... = sum of (-x)^n / (n (n - 1)): below 2^-24 relative for 0.1
     y = -x
@@ -102,38 +103,38 @@ def log_and_rest(x):
     near = x * x * series
     log = tl.log(1.0 + x)
     small = y < 0.1
-    rest = tl.where(small, near, (1.0 + x) * log - x)
-    return tl.where(small, (x + near) / (1.0 + x), log), rest
+    remainder = tl.where(small, near, (1.0 + x) * log - x)
+    return tl.where(small, (x + near) / (1.0 + x), log), remainder
 
 
 @triton.jit
-def parts_of(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
-    """A block's part of the divergence, with q, the logarithm and ``q - p`` of its classes.
+def class_terms(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
+    """The divergence's terms of a block's classes, with q, the logarithm and ``q - p`` of each.
 
     The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it.
     """
     d = (t - z) + shift
     size = tl.abs(d)
-    e, k = drop_and_rest(size)
-    teacher = d > 0  # gives the larger probability
+    e, k = expm1_and_remainder(size)
+    teacher = d > 0  # has the larger probability
     big = tl.exp2(tl.maximum(z - lse, t - lse_t) * LOG2E)
     q = tl.where(teacher, big * (1.0 + e), big)
     gap = tl.where(teacher, big * e, -big * e)
-    # The smaller one's divergence from the larger, over big; 1 in the end.
+    # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
     lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
     if KIND == JSD:
         w = tl.where(teacher, 1.0 - share, share)
-        log, rest = log_and_rest(w * e)
-        # (w (k + size e) + rest) is w |d| (1 + e) + (1 + x) log
-        part = -big * (rest + w * lesser)
+        log, remainder = log_and_remainder(w * e)
+        # (w (k + size e) + remainder) is w |d| (1 + e) + (1 + x) log
+        term = -big * (remainder + w * lesser)
         x = -tl.maximum(d, 0.0) - log
     elif KIND == FORWARD:
-        part = tl.where(teacher, big * k, -big * lesser)
+        term = tl.where(teacher, big * k, -big * lesser)
         x = tl.zeros_like(d)
     else:
-        part = tl.where(teacher, -big * lesser, big * k)
+        term = tl.where(teacher, -big * lesser, big * k)
         x = -d
-    return part, q, x, gap
+    return term, q, x, gap
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def divergence_rows_kernel(
     labels,  # (C,) int
     token_weight,  # (C,) fp32: 0 leaves a row out
     losses,  # (C,) fp32 out
-    row_factors,  # (C,) fp32 out, or None: what the row of grads is to be multiplied by
+    row_factors,  # (C,) fp32 out, or None: factor of the row of grads
     V,
     width,  # V rounded up to a multiple of 16
     stride_g,  # entries of a row of grads
@@ -176,6 +177,7 @@ def divergence_rows_kernel(
     AMPLIFY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """A row's divergence, plus ``of_ce`` times its cross-entropy, and the student's gradient."""
     c = tl.program_id(0).to(tl.int64)
     student += c * width
     teacher += c * width
@@ -188,8 +190,10 @@ def divergence_rows_kernel(
         return
 
     label = tl.load(labels + c)
-    known = (label >= 0) & (label < V)  # a bad label poisons its row
+    known = (label >= 0) & (label < V)  # a bad label makes its whole row NaN
     label = tl.where(known, label, -1).to(tl.int32)
+
+    # Phase 1: both log-sum-exps, and with a cross-entropy that of the other classes.
     top_s = tl.full((), float("-inf"), tl.float32)
     top_t = top_s
     top_1 = top_s  # the other classes' logits at temperature 1
@@ -222,6 +226,7 @@ def divergence_rows_kernel(
         lse_1 = (own + nll).to(tl.float32)
         g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
+    # Phase 2: the divergence and the mean of its logarithms, where the gradient needs them.
     divergence = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float32)
     largest = tl.zeros((), tl.float32)
@@ -233,9 +238,9 @@ def divergence_rows_kernel(
         for start in range(0, V, BLOCK_V):
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
-            part, q, x, gap = parts_of(z, t, lse, lse_t, shift, share, KIND)
+            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, KIND)
             inside = start + offs_v < V
-            divergence += tl.sum(tl.where(inside, part, 0.0), axis=0).to(tl.float64)
+            divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
             mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
             if NORMALISE:
                 largest = tl.maximum(largest, tl.max(tl.where(inside, q * tl.abs(x), 0.0), axis=0))
@@ -249,14 +254,15 @@ def divergence_rows_kernel(
     else:
         amplify = weight
 
+    # Phase 3: the gradient; for the forward divergence its value as well.
     if grads is not None:
         for start in range(0, width, BLOCK_V):
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
             inside = start + offs_v < V
-            part, q, x, gap = parts_of(z, t, lse, lse_t, shift, share, KIND)
+            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, KIND)
             if KIND == FORWARD:
-                divergence += tl.sum(tl.where(inside, part, 0.0), axis=0).to(tl.float64)
+                divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
                 g = gap
             else:
                 g = q * (x - mean)
@@ -313,7 +319,7 @@ def target_rows_kernel(
     largest,  # (C,) int64: the class of the largest probability
     token_weight,  # (C,) fp32: 0 leaves a row out
     losses,  # (C,) fp32 out
-    row_factors,  # (C,) fp32 out, or None: what the row of grads is to be multiplied by
+    row_factors,  # (C,) fp32 out, or None: factor of the row of grads
     V,
     width,  # V rounded up to a multiple of 16
     stride_g,  # entries of a row of grads
@@ -340,7 +346,7 @@ def target_rows_kernel(
         leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
         return
 
-    # ---- first walk: the log-sum-exp, and the sum of the targets, both without y
+    # Phase 1: the log-sum-exp, and the sum of the targets, both without y.
     y = tl.load(largest + c).to(tl.int32)
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float64)
@@ -377,7 +383,7 @@ def target_rows_kernel(
         amplify = AMPLIFY / size
         tl.store(row_factors + c, weight * size)
 
-    # ---- second walk: the loss, and the gradient
+    # Phase 2: the loss, and the gradient.
     for start in range(0, width, BLOCK_V):
         z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
         t = row_targets(targets, class_weight, start, V, smoothing, BLOCK_V)

@@ -1,7 +1,7 @@
-"""Exponentials of a chunk by one product: its epilogue makes them, no float32 tile is in memory.
+"""Kernel that makes the exponentials of a chunk in the epilogue of one product.
 
-The same numbers as a product by cuBLAS and ``exp_tile_kernel`` after it, with maxima of smaller
-blocks. Each of the two is the other's test.
+No float32 tile is in memory. The numbers are those of a product by cuBLAS and ``exp_tile_kernel``
+after it, with maxima of smaller blocks; the tests compare the two.
 """
 
 import triton
@@ -43,7 +43,11 @@ def exp_gemm_kernel(
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Persistent: a program takes one tile after another, row blocks of a group side by side."""
+    """Exponentials, maxima and sums of every row and tile.
+
+    The programs are persistent: each takes one tile after another, and the row blocks of a group
+    are computed side by side.
+    """
     H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     splits = tl.cdiv(V, BLOCK_V)
     tiles = tl.cdiv(N, BLOCK_N) * splits

@@ -1,4 +1,4 @@
-"""Loss sum and token count in one launch, without writing a logit.
+"""Kernel of the forward-only pass: loss sum and token count in one launch, no logit is written.
 
 A program owns ``BLOCK_N`` valid rows and one split of the vocabulary. It walks over the split's
 tiles, adds up the exponentials of all logits but the label's, and stores one partial (reference,
@@ -8,12 +8,12 @@ Gimelshein, arXiv:1805.02867), rounded up to a whole power of two: rescaling a s
 the splits' sums, is then exact.
 
 Each program then takes a ticket; the program that draws the last ticket of a row block merges the
-partials, and the one that draws the last ticket of all row blocks adds up the losses. Nobody waits
-for anybody.
+partials, and the one that draws the last ticket of all row blocks adds up the losses. No program
+waits for another.
 
-Bits do not depend on who comes last: splits are merged in their order, rows are added in theirs,
-in float64. The split of the vocabulary depends on V alone, so a row's loss does not depend on the
-batch around it.
+Bits do not depend on which program comes last: splits are merged in their order, rows are added in
+theirs, in float64. The split of the vocabulary depends on V alone, so a row's loss does not depend
+on the batch around it.
 """
 
 import triton
@@ -71,6 +71,7 @@ def forward_kernel(
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Three phases: sums of a split, merging of a row block's splits, the sum of all losses."""
     H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)

@@ -28,7 +28,7 @@ import triton.language as tl
 def label_grad_kernel(
     hidden,  # (C, H)
     columns,  # (n,) int, sorted
-    order,  # (n,) int64: where each stood in (K, C)
+    order,  # (n,) int64: index of each in (K, C) before sorting
     entries,  # (K, C) fp32
     d_weight,  # (V, H) to add to, or None
     d_bias,  # (V,) fp32 to add to, or None
@@ -38,14 +38,18 @@ def label_grad_kernel(
     V,
     stride_hn,
     stride_row,  # of entries
-    factor,  # of all of them
+    factor,  # of all entries
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """Add ``factor * entry * hidden`` to each entry's row of ``d_weight``, entries to ``d_bias``.
+
+    Program ``(i, j)`` adds block ``j`` of H for the run of equal columns that begins at ``i``.
+    """
     start = tl.program_id(0)
     column = tl.load(columns + start)
     goes_on = (start > 0) & (tl.load(columns + tl.maximum(start - 1, 0)) == column)
-    # (A bad label has no row, and has poisoned all of them through the product.)
+    # A bad label has no row; the product has made all rows NaN.
     if goes_on | (column < 0) | (column >= V):
         return
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -57,9 +61,9 @@ def label_grad_kernel(
         offs_c = start + tl.arange(0, BLOCK_C)
         mask_c = offs_c < n
         mask_c &= tl.load(columns + offs_c, mask=mask_c, other=0) == column
-        places = tl.load(order + offs_c, mask=mask_c, other=0)
-        rows = places % C
-        entry = tl.load(entries + places // C * stride_row + rows, mask=mask_c, other=0.0)
+        index = tl.load(order + offs_c, mask=mask_c, other=0)
+        rows = index % C
+        entry = tl.load(entries + index // C * stride_row + rows, mask=mask_c, other=0.0)
         if d_weight is not None:
             at = hidden + rows[:, None] * stride_hn + offs_h[None, :]
             h = tl.load(at, mask=mask_c[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
@@ -83,9 +87,9 @@ def hidden_grad_kernel(
     products,  # (rows, H) fp32: gradient of the logits from row `begin` on @ weight, AMPLIFY times
     weight,  # (V, H)
     columns,  # (ENTRIES, C) int: entries of that gradient which are not in it
-    entries,  # (ENTRIES, C) fp32: what they are
+    entries,  # (ENTRIES, C) fp32: their values
     row_factors,  # (C,) fp32 or None: of the products
-    rows,  # (N,) int32: where each row belongs
+    rows,  # (N,) int32: position of each row
     d_hidden,  # (N, H) out
     begin,
     first,  # number of the chunk's first row
@@ -99,6 +103,7 @@ def hidden_grad_kernel(
     ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """Finish rows of products and store them at their positions in ``d_hidden``."""
     c = begin + tl.program_id(0)
     products += tl.program_id(0).to(tl.int64) * H
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -108,7 +113,7 @@ def hidden_grad_kernel(
         g *= tl.load(row_factors + c)
     for entry in tl.static_range(ENTRIES):
         column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
-        known = column < V  # (of a bad label the entry is NaN)
+        known = column < V  # the entry of a bad label is NaN
         at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
         w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
         g += tl.load(entries + entry * stride_row + c) * w
@@ -124,7 +129,10 @@ def scale_kernel(
     n,
     BLOCK: tl.constexpr,
 ):
-    """A program takes one block after another: few of them have to find that the factor is 1."""
+    """``x *= g``; nothing is written where ``g`` is 1.
+
+    A program takes one block after another, so that few programs have to read the factor.
+    """
     factor = tl.load(g).to(tl.float32)
     if factor == 1.0:
         return

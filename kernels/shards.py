@@ -1,4 +1,4 @@
-"""Sums of a row's exponentials over all ranks of a sharded vocabulary.
+"""Kernels that sum a row's exponentials over all ranks of a sharded vocabulary.
 
 `shard_sums` merges the blocks of a rank into one reference and one sum a row, which the ranks
 exchange. `merge_shards` then computes the row's loss, on every rank from the same numbers by the
@@ -27,6 +27,7 @@ def shard_sums_kernel(
     OWN_REFERENCES: tl.constexpr,  # of every block, not the labels' logits
     BLOCK_C: tl.constexpr,
 ):
+    """Merge the blocks of this rank into one reference and one sum a row."""
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     z = tl.load(z_label + offs_c, mask=mask_c, other=0.0)
@@ -69,13 +70,14 @@ def merge_shards_kernel(
     losses,  # (C,) fp32 out
     lse,  # (C,) fp32 out, or None
     argmax,  # (N,) int64 out, or None
-    rows,  # (N,) int32: where each row belongs, with argmax
+    rows,  # (N,) int32: position of each row, with argmax
     C,
     ranks,
     first,  # number of the chunk's first row
     PLANES: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Merge the ranks' references and sums into the loss, log-sum-exp and argmax of each row."""
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     z = tl.load(z_label + offs_c, mask=mask_c, other=0.0)

@@ -1,23 +1,23 @@
-"""From logits to their gradient: exponentials once, two bytes each, and one number a row.
+"""Kernels from logits to their gradient: exponentials once, two bytes each, and a factor a row.
 
 The logits of a chunk come as float32 products, one tile of the vocabulary at a time. `exp_tile`
 turns a tile into exponentials in the inputs' dtype, relative to the *label's* logit, which
 `label_logit` computes beforehand. What turns a row of them into probabilities is then one factor,
-the same in all tiles: it goes to the small operands of the two products that follow, and nobody
-walks over the chunk again. `softmax_rows` merges the sums of a row's blocks into its loss and that
+the same in all tiles: it goes to the small operands of the two products that follow, and the chunk
+is read by those alone. `softmax_rows` merges the sums of a row's blocks into its loss and that
 factor, and writes the hidden state times the factor, which the gradient of the head needs.
 
-Two entries of a row are alone in their size and have no neighbours to average their rounding with:
-the label's, and that of the likeliest of the other classes. They leave the chunk (0 stands there)
-and reach the gradients in float32, with :mod:`fusedce.kernels.input_grads` and
-:mod:`fusedce.kernels.input_grads`. Errors of bfloat16 gradients, over that of rounding the exact
-ones once: 1.00 to 1.09, where both were rounded with the others 1.2 to 1.5 (peaked logits).
+Two entries of a row are far larger than the others, so that their rounding errors average out with
+no neighbour's: the label's, and that of the likeliest of the other classes. They leave the chunk,
+which holds 0 there, and reach the gradients in float32 (:mod:`fusedce.kernels.input_grads`). Errors
+of bfloat16 gradients, over that of rounding the exact ones once, are 1.00 to 1.09 in this way, and
+1.2 to 1.5 with both entries rounded like the others (peaked logits).
 
 References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above
-the label takes its own; then `softmax_rows` walks over that row and brings all blocks to the
-highest. It also does so where rows have to be normalised before they are rounded (``NORMALISE``):
-float16 has not the range, and of what label smoothing leaves of a probability the difference has
-to be rounded, not the probability.
+the label takes its own; then `softmax_rows` reads that row and brings all its blocks to the highest
+reference. It also does so where rows have to be normalised before they are rounded (``NORMALISE``):
+float16 lacks the range, and with label smoothing the difference from the smoothed target has to be
+rounded, not the probability.
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
@@ -43,8 +43,8 @@ from .tile import (
     token_loss,
 )
 
-# Of what the likeliest class is taken out of the chunk. Smaller ones are many, and half the rows of
-# a batch may agree in theirs: the sum over a run of one class is made in one order, by one program.
+# The least probability of a likeliest other class whose entry leaves the chunk. Smaller ones are
+# many, and half the rows of a batch may share the class: one program sums all entries of a class.
 OUTLIER_P: tl.constexpr = tl.constexpr(0.125)
 
 
@@ -66,6 +66,7 @@ def label_logit_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """The logit of each row's label, by a dot product in float32."""
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     row = tl.where(mask_c, offs_c, 0).to(tl.int64)
@@ -82,7 +83,7 @@ def label_logit_kernel(
 
 @triton.jit
 def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
-    """Place of row ``c``'s label in a tile, int32; -1 where the block at ``start`` has it not."""
+    """Index of row ``c``'s label in a tile, int32; -1 where it is not in the block at ``start``."""
     at = tl.load(labels + c).to(tl.int64) - begin
     return tl.where((at >= start) & (at < tl.minimum(start + BLOCK_V, T)), at, -1).to(tl.int32)
 
@@ -113,6 +114,7 @@ def exp_tile_kernel(
     AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
     BLOCK_V: tl.constexpr,
 ):
+    """Exponentials of one block of a row's products, with the block's maximum and sum."""
     c = first + tl.program_id(0).to(tl.int64)
     begin = first_block * BLOCK_V
     start = tl.program_id(1) * BLOCK_V
@@ -166,15 +168,15 @@ def softmax_rows_kernel(
     merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks, from merge_shards
     losses,  # (C,) fp32 out, without merged, as lse and argmax below
     columns,  # (2, C) int out: entries of the gradient that are 0 in the chunk; -1 for none
-    entries,  # (2, C) fp32 out: what they are, without AMPLIFY and the row's factor
+    entries,  # (2, C) fp32 out: their values, without AMPLIFY and the row's factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
     shifts,  # (C,) fp32 or None: and shift * class_weight, taken before anything is rounded
     lse,  # (C,) fp32 out, with terms
-    row_factors,  # (C,) fp32 out, or None: what the row is to be multiplied by
+    row_factors,  # (C,) fp32 out, or None: factor of the row
     best,  # (blocks, rows) int32, or None
     argmax,  # (N,) int64 out, where there is best
-    rows,  # (N,) int32: where each row belongs, with argmax
+    rows,  # (N,) int32: position of each row, with argmax
     first,
     H,
     V,
@@ -190,6 +192,10 @@ def softmax_rows_kernel(
     BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_H: tl.constexpr,
 ):
+    """A row's loss and factor from its blocks' sums; the row itself is rewritten only if need be.
+
+    A program takes one row. A row of padding gets zeros.
+    """
     c = tl.program_id(0).to(tl.int64)
     exps += c * width
     grads += c * width
@@ -213,8 +219,10 @@ def softmax_rows_kernel(
             tl.store(lse + c, 0.0)
         return
 
+    # Phase 1: the sum of the row's exponentials, from its blocks or from all ranks, and the factor
+    # that turns what is stored into probabilities.
     label = tl.load(labels + c)
-    known = (label >= 0) & (label < V)  # a bad label poisons its row
+    known = (label >= 0) & (label < V)  # a bad label makes its whole row NaN
     label = tl.where(known, label, -1).to(tl.int32)
     z = tl.load(z_label + c)
     own = None
@@ -243,6 +251,8 @@ def softmax_rows_kernel(
     shift = 0.0
     by_shift = 0.0  # shift before the row's size is taken out of it
     factor = to_p
+
+    # Phase 2: options of the loss change the factor, the label's entry, and shift all entries.
     if terms is not None:
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
         a = tl.load(terms + c)
@@ -251,7 +261,8 @@ def softmax_rows_kernel(
         of_p = a + b
         g_label = a * g_label + b * (exp(z, top) * inverse * logits_slope(z, scale, softcap))
         if NORMALISE:
-            # The row's size is kept aside: whatever the weights, what is stored is at most `scale`.
+            # The row's size goes to its factor: whatever the weights, the largest number stored is
+            # at most `scale`.
             size = tl.abs(a) + tl.abs(b)
             if shifts is not None:
                 shift = tl.load(shifts + c)
@@ -274,6 +285,8 @@ def softmax_rows_kernel(
             factor *= of_p
         if merged is None:
             tl.store(lse + c, log_sum.to(tl.float32))
+
+    # Phase 3: the row's results, and the label's entry.
     if row_factors is not None:
         tl.store(row_factors + c, factor)
     if merged is None:
@@ -285,11 +298,12 @@ def softmax_rows_kernel(
     tl.store(columns + c, label)
     tl.store(entries + c, g_label)
 
+    # Phase 4: the entry of the likeliest other class, if it is large. It is found in its block by
+    # the value stored for it. With a soft-cap another entry may be the largest there; then this one
+    # is no larger than its neighbours, and stays.
     likeliest = tl.full((), -1, tl.int32)
     of_likeliest = tl.zeros((), tl.float32)
     if grads.dtype.element_ty == tl.bfloat16:
-        # Looked for in its block by what was stored of it. With a soft-cap another entry may be the
-        # largest there; then this one is no larger than its neighbours, and stays.
         p = exp(m_others, top) * inverse
         if p >= OUTLIER_P:
             block = tl.argmax(m, axis=0)
@@ -308,11 +322,13 @@ def softmax_rows_kernel(
     tl.store(columns + stride_row + c, likeliest)
     tl.store(entries + stride_row + c, of_likeliest)
 
+    # Phase 5: the row is read and rewritten where its blocks differ in their references, or where
+    # it has to be normalised; else only the likeliest entry becomes 0.
     end = width
     if not NORMALISE:
         lowest = tl.min(tl.where(empty, reference, references), axis=0)
         end = tl.where(lowest < reference, width, 0)
-        if (end == 0) & (likeliest >= 0):  # (else the walk below does it, and would race with this)
+        if (end == 0) & (likeliest >= 0):  # else the loop below stores it, and would race with this
             tl.store(exps + likeliest, 0.0)
     for start in range(0, end, BLOCK_V):
         offs = start + offs_v
@@ -329,6 +345,8 @@ def softmax_rows_kernel(
                 g += shift * AMPLIFY
         g = tl.where((offs == label) | (offs == likeliest), 0.0, g)
         tl.store(grads + offs, g.to(grads.dtype.element_ty), mask=offs < width)
+
+    # Phase 6: the hidden state times the factor, for the product of the head's gradient.
     if scaled is not None:
         for start in range(0, H, BLOCK_H):
             offs = start + offs_h

@@ -1,6 +1,6 @@
-"""Statistics of every row's logits in one pass: label, log-sum-exp, entropy, argmax, mean.
+"""Kernels of every row's statistics in one pass: nll, log-sum-exp, entropy, argmax, mean logit.
 
-The walk is that of :mod:`forward`, with more to carry along. Beside the running maximum ``m`` of
+They read tiles as :mod:`forward` does, and carry more along. Beside the running maximum ``m`` of
 the logits but the label's there are, relative to it, ``others``: the sum of exponentials without
 the maximum's own 1, and ``moment``: the sum of ``exp(z - m) * (m - z)``. Both are sums of what is
 not negative, and entropy and loss are functions of them without cancellation where one class has
@@ -60,6 +60,7 @@ def stats_kernel(
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Statistics of each row over one split of the vocabulary, for `merge_stats_kernel`."""
     H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)
@@ -160,6 +161,7 @@ def merge_stats_kernel(
     splits,
     BLOCK_N: tl.constexpr,
 ):
+    """Merge the splits' statistics, and store each row's at its position."""
     n_valid = tl.load(count)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < n_valid

@@ -1,9 +1,10 @@
-"""Gradient of a tile of logits whose log-sum-exp is known, with factors of each row's own.
+"""Kernel of the gradient of a tile of logits, with known log-sum-exp and factors per row.
 
-Entries that are alone in their size have no neighbours to average their rounding with: the label's,
-and that of another class whose probability is above 1/2, of which a row has one at most. They leave
-the tile (0 stands there) and are kept in float32. Of the others, the sum of what rounding took is
-kept, since it reaches d_hidden with what all rows of the head share.
+Two entries of a row are far larger than the others, so that their rounding errors average out with
+no neighbour's: the label's, and that of another class whose probability is above 1/2, of which a
+row has one at most. They leave the tile, which holds 0 there, and are kept in float32. The sum of
+what rounding takes from the other entries is kept as well, since it reaches d_hidden with what all
+rows of the head share.
 """
 
 import triton
@@ -12,13 +13,13 @@ import triton.language as tl
 from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
 
-# Rounding must not make two of what only one class can have.
+# More than 1/2, so that rounding cannot give two classes of a row such a probability.
 OUTLIER_P: tl.constexpr = tl.constexpr(0.501)
 
 
 @triton.jit
 def finished_label(products, bias, at, scale, softcap):
-    """The logit at ``at`` of a row of products: one load; anything where ``at`` is -1."""
+    """The finished logit at index ``at`` of a row of products; any number where ``at`` is -1."""
     at = tl.maximum(at, 0)
     b = None
     if bias is not None:
@@ -61,6 +62,7 @@ def token_grad_kernel(
     AMPLIFY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Store the gradient of one block of a row; move its single entries to ``entries``."""
     c = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     offs_t = start + tl.arange(0, BLOCK_V)

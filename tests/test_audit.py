@@ -437,3 +437,51 @@ def test_lightning():
         trainer.fit(module, loader)
     assert report.verdict() == AVERAGED
     assert [step.n_tokens for step in report.steps] == [16, 16]
+
+
+class Whole(torch.nn.Module):
+    """Computes its own loss, a part of which is no cross-entropy, and has no configuration."""
+
+    def __init__(self, *, auxiliary=0.0, clamped=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = torch.nn.Linear(H, H), torch.nn.Linear(H, V, bias=False)
+        self.auxiliary, self.clamped = auxiliary, clamped
+
+    def forward(self, hidden, labels):
+        hidden = torch.tanh(self.body(hidden))
+        logits = self.head(hidden)
+        seen = logits.clamp(-1e4, 1e4) if self.clamped else logits
+        loss = F.cross_entropy(seen, labels) + self.auxiliary * (1 + hidden.square().mean())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("scale", [1, 3])
+def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
+    """A router's loss is added to the cross-entropy: the tokens' weight stays the same."""
+    model = Whole(auxiliary=2.0)
+    if replaced:
+        fusedce.replace_loss_head(model, head=model.head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        for hidden, labels in batches([8, 3]):
+            (scale * model(hidden, labels)["loss"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.scale for step in report.steps] == pytest.approx([scale, scale], rel=1e-4)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_loss_that_cannot_be_fused(replaced):
+    """The logits of a replaced head are real then, and no configuration is asked."""
+    model = Whole(clamped=True)
+    if replaced:
+        fusedce.replace_loss_head(model, head=model.head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with fusedce.audit(model) as report:
+        for hidden, labels in batches([8, 3]):
+            model(hidden, labels)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.n_tokens for step in report.steps] == [8, 3]

@@ -184,3 +184,22 @@ def test_what_is_missing_is_said():
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):
         recipes.distillation_loss(hidden, weight, labels, labels.float())
+
+
+@pytest.mark.parametrize("fill", [float("inf"), -float("inf"), float("nan"), -1e4])
+def test_tokens_that_are_not_used_hold_anything(fill):
+    """Samplers pad with what they like; neither loss nor gradients see it."""
+    used = torch.tensor([[True, True, False], [True, False, False]])
+    found = []
+    for padding in (0.0, fill):
+        logprob, entropy, sampled, reference = (
+            torch.linspace(-3, -0.5 - i, 6).view(2, 3).masked_fill(~used, padding) for i in range(4)
+        )
+        logprob.requires_grad_()
+        grpo = recipes.grpo_loss(
+            logprob, sampled, torch.tensor([1.0, -1.0]), used,
+            reference=reference, kl=0.1, entropy=entropy, entropy_bonus=0.01,
+        )  # fmt: skip
+        loss = grpo.mean() + recipes.token_scaled_loss(logprob, used).mean()
+        found.append((loss.detach(), *torch.autograd.grad(loss, logprob)))
+    torch.testing.assert_close(found[1], found[0])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.tools.peers import COMPILED, FLOOR, IMPLEMENTATIONS, bare_gemms
+from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, bare_gemms
 
 from .problems import Spec, make_inputs
 

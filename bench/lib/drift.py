@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, count_valid
-from fusedce.tools.demo import run as demo
+from fusedce.tools import demo
 
 
 class Run(NamedTuple):

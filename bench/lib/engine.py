@@ -76,7 +76,7 @@ class Engine:
         held: Mapping[str, dict[str, Any]] | None = None,
         on_row: Callable[[str, dict[str, Any]], object] = lambda name, row: None,
     ) -> dict[str, dict[str, Any]]:
-        """For each call ``seconds``, ``wall_seconds`` and ``rounds``, or ``failed``: why.
+        """Measure each call: ``seconds``, ``wall_seconds`` and ``rounds``, or why it ``failed``.
 
         ``memory`` names the calls whose ``extra_peak_bytes`` is measured: beyond what was there
         before the call, and what the call leaves. ``held`` is what was measured before: its rounds

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedce.tools.peers import FLOOR
+from fusedce.tools.bench import FLOOR
 
 from .drawing import INK, NAIVE, OURS, bars, log_ticks, save, styled, titled
 from .results import Row, problem

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.tools.peers import COMPILED, IMPLEMENTATIONS, ON_CPU
+from fusedce.tools.bench import COMPILED, IMPLEMENTATIONS, ON_CPU
 
 OURS = ["fused_ce"]
 # (N, H, V): Llama 3 8B twice, Gemma 2 2B, Llama 3.2 1B, Qwen 2.5 0.5B twice, a small step of

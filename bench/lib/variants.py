@@ -1,4 +1,4 @@
-"""What is compiled for an architecture: every kernel, with and without options.
+"""Compilations of every kernel for an architecture, with and without options.
 
 All that the report knows of the package's kernels and of its table of architectures is in this
 file: block sizes are read from :mod:`fusedce.backends.triton.archs`, row by row.
@@ -97,7 +97,7 @@ def types_of(variant: Variant) -> dict[str, str]:
 def variants(
     arch: str, group: str = "all", config: str | None = None, *, candidates: bool = False
 ) -> Iterator[Variant]:
-    """What an architecture is given; ``config``: other blocks of the forward kernel.
+    """Yield the compilations for ``arch``; ``config`` gives other blocks of the forward kernel.
 
     ``candidates`` adds the configurations that tuning would try, for bf16 without options.
     """

@@ -54,7 +54,7 @@ def _as_count(i: int, count: Any) -> Tensor:
         if not 0 <= whole < 2**63:
             what = ">= 0" if whole < 0 else "an int64"
             raise ValueError(f"counts[{i}] must be {what}, got {whole}")
-        count = torch.tensor(whole)
+        count = torch.tensor(whole, device="cpu")
     if _faults.readable(count.device) and count < 0:
         raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
     return count

@@ -127,7 +127,7 @@ class Exchange:
             return Pending(values, self)
         values = _faults.moved(values, agreement.device_for(group, values.device))
         row = (faults or _faults.Faults(False)).row(values.device)
-        losses = _faults.moved(torch.tensor(signature), values.device)
+        losses = _faults.moved(torch.tensor(signature, device="cpu"), values.device)
         padding = row.new_zeros(VALUES - len(values))
         numbers = [values.view(torch.int64), padding, row, losses]
         ends = purpose == FINISH and signature[0] > 0
@@ -234,7 +234,7 @@ class Exchange:
             key = f"end/{self._n_messages}"
             ended = int(store.get(key)) if store.check([key]) else None
         if ended == _FAILED or (streams and ended is not None and ended <= n_done):
-            nothing = torch.zeros(0, dtype=torch.float64)
+            nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
             self.send(FINISH if streams else CLOSE, nothing, settings, (n_done + 2, 0)).wait()
             self.raise_unread()
 

@@ -18,12 +18,12 @@ from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
 from fusedce.accumulate.gradients import (
     FIRST_ESTIMATE,
+    Guard,
     drop_gradients,
     held_by_fsdp2,
     scale_gradients,
     trained_of,
 )
-from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, names_of, stacked, sums_of
 from fusedce.accumulate.window import Window, leaves_of
 from fusedce.contract.groups import Ranks
@@ -95,7 +95,8 @@ class Lifecycle:
             losses, declared = as_window(counts, weights)
             if not declared and self.has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
-        local = reduce(_plus, declared, torch.zeros(len(losses), dtype=torch.int64))
+        none = torch.zeros(len(losses), dtype=torch.int64, device="cpu")
+        local = reduce(_plus, declared, none)
         signature = self._loss_signature(len(declared), losses)
         sent = self.exchange.send(WINDOW, local, self.equal(), signature)
         if self.on_empty != "zero" or sent.work is None:
@@ -156,7 +157,8 @@ class Lifecycle:
         """Estimated denominator of a streaming window, equal on all ranks; ``()`` float64."""
         previous = self.totals.previous_count
         if previous is None:
-            previous = torch.tensor(float(FIRST_ESTIMATE * self.tokens.size()), dtype=torch.float64)
+            tokens = FIRST_ESTIMATE * self.tokens.size()
+            previous = torch.tensor(float(tokens), dtype=torch.float64, device="cpu")
         return previous
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:

@@ -136,12 +136,14 @@ class Totals:
         numbers, weights = (_pairs(state, name) for name in ("named", "weights"))
         if state["n_valid"] or state["loss_sum"] or not numbers:
             numbers = {"loss_sum": state["loss_sum"], "n_valid": state["n_valid"], **numbers}
-        self.sums = {k: torch.tensor(float(x), dtype=torch.float64) for k, x in numbers.items()}
+        self.sums = {
+            k: torch.tensor(float(x), dtype=torch.float64, device="cpu") for k, x in numbers.items()
+        }
         self.weights = {name: float(x) for name, x in weights.items()}
         self.n_windows = int(state["n_windows"])
         self.previous_count = None
         if previous is not None:
-            self.previous_count = torch.tensor(float(previous), dtype=torch.float64)
+            self.previous_count = torch.tensor(float(previous), dtype=torch.float64, device="cpu")
 
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2, local_of
+from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
+from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
-from fusedce.head.loss_observer import LossObserver
+from fusedce.head.report import LossObserver
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +117,13 @@ class Audit:
             self._observer = LossObserver()
             self._observer.__enter__()
         observer = LossObserver.current
-        self._n_before = 0 if observer is None else len(observer.losses)
+        self._before = (0, 0) if observer is None else (len(observer.losses), len(observer.results))
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Watch the gradient of a forward's logits, or of its loss if it has no real logits."""
-        fused = (
-            [] if LossObserver.current is None else LossObserver.current.losses[self._n_before :]
-        )
+        observer = LossObserver.current
+        fused = [] if observer is None else observer.losses[self._before[0] :]
+        results = [] if observer is None else observer.results[self._before[1] :]
         if self._observer is not None:
             self._observer.__exit__()
             self._observer = None
@@ -133,13 +134,16 @@ class Audit:
             _watch(out.loss_sum, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
             return
         logits = out if isinstance(out, Tensor) else _get(out, "logits")
-        if type(logits) is Tensor and logits.requires_grad:
+        unfused = type(logits) is Tensor or (isinstance(logits, Tensor) and not results)
+        if unfused and logits.requires_grad:
             held = logits.detach()
             _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
             return
         loss = _get(out, "loss")
         if loss is not None and len(fused) == 1:
             ((loss_sum_of_all, n_valid, _),) = fused
+            if len(results) == 1 and results[0].requires_grad:
+                loss = results[0]  # without auxiliary losses
             self._watch_loss(loss, float(loss_sum_of_all), int(n_valid))
             return
         shifted = kwargs.get("shift_labels")
@@ -149,7 +153,7 @@ class Audit:
                 f"audit needs a model that returns logits, a LossSum, or a loss and logits of the "
                 f"labels it is given; {type(module).__name__} returned {type(out).__name__}"
             )
-        encodes = getattr(self._model.config, "is_encoder_decoder", False)
+        encodes = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
         aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
         observer, LossObserver.current = LossObserver.current, None  # this loss is not the model's
         try:

@@ -1,12 +1,12 @@
 """Logits of a few chosen classes of every token, differentiable, and their gradients.
 
 Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
-nothing of the size ``(N, K, H)`` is held. Plain torch, for every backend: beside the product with
-the whole head this is ``K / V`` of the work.
+nothing of the size ``(N, K, H)`` is held. The code is plain torch for every backend: beside the
+product with the whole head this is ``K / V`` of the work.
 
-One operator attaches them to the graph together with the tokens' statistics, so that the two parts
-of each gradient are added in float32 and rounded once. Where a memory budget has no room for sums
-of the gradients' size in float32, they are added tile by tile and rounded twice.
+One operator attaches them to the graph together with the tokens' statistics, so that the two
+addends of each gradient are added in float32 and rounded once. Where a memory budget has no room
+for sums of the gradients' size in float32, they are added tile by tile and rounded twice.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Projection, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
-_BUDGET = 64 * 2**20  # bytes that are held at a time, without a budget
-_LEAST = 2**18  # and with one
+_BUDGET = 64 * 2**20  # bytes that are held at a time, at most
+_LEAST = 2**18  # bytes that are held at a time under the smallest budget
 _END = len(Problem._fields)
 _VALUES = len(Values._fields)
 
@@ -68,7 +68,7 @@ def with_stats(
 
 
 def likeliest(z: Tensor, valid: Tensor) -> Tensor:
-    """``(N, 1)`` where the largest logit of each row of ``z (N, K)`` stands, among valid ones."""
+    """``(N, 1)`` index of the largest valid logit in each row of ``z (N, K)``."""
     finite = z.clamp(min=torch.finfo(z.dtype).min)
     return finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
 
@@ -80,8 +80,8 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
     the others, none beyond 1/2, follow from the differences of their logits to it.
     """
     z_best = z.gather(1, best)
-    below = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
-    return (below - nll[:, None]).masked_fill(~valid, 0)
+    gap = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    return (gap - nll[:, None]).masked_fill(~valid, 0)
 
 
 def bytes_beside(problem: Problem, K: int) -> int:
@@ -209,7 +209,7 @@ _class_grads.register_fake(token_ops.fake_grads)
 def add_gradients(
     problem: Problem, grads: Gradients, classes: Tensor, z: Tensor, upstream: Tensor
 ) -> None:
-    """Adds to ``grads``, in float32 or better, what ``upstream`` makes of the chosen logits."""
+    """Add the gradients by the chosen logits, in float32 or better, for ``upstream (N, K)``."""
     head = Projection.of(problem)
     valid, y = in_range(problem, classes)
     g = upstream.to(head.acc).masked_fill(~valid, 0) * problem.logit_scale
@@ -230,7 +230,7 @@ def add_gradients(
 
 
 def dtypes_of_sums(problem: Problem, wanted: Wanted) -> Dtypes:
-    """Dtypes in which gradients are added up: those of the inputs where a budget has no room."""
+    """Dtypes in which gradients are summed: wide, or the inputs' where a budget has no room."""
     acc = acc_dtype(problem.hidden.dtype)
     wide = Dtypes(acc, acc, acc)
     if problem.memory_budget is not None:
@@ -278,7 +278,7 @@ def _add_to_weight(
 def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
     """Sums of ``w * x`` over ``dim``; ``w (C, K, H)`` is overwritten.
 
-    Not by a matrix product, which may round its operands where the user lets float32 ones.
+    A matrix product might round its operands, where the user allows that for float32.
     """
     return w.mul_(x).sum(dim)
 
@@ -294,7 +294,7 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
     V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
-        bad = (valid & ((classes < 0) | (classes >= V))).view(-1)
+        bad = (valid & ((classes < 0) | (classes >= V))).reshape(-1)
         if bad.any():
             at, own = int(bad.nonzero()[0, 0]), classes.reshape(-1)
             code = bad_label_code(at, int(own[at]))
@@ -309,7 +309,7 @@ def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
 
 
 def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
-    """Tokens whose rows of the head are held at a time, as they are and in float32."""
+    """Slices of tokens whose rows of the head fit the budget, as they are and in float32."""
     N, K = classes.shape
     each = K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())
     step = max(_held(problem) // each, 1)
@@ -318,6 +318,6 @@ def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
 
 
 def _held(problem: Problem) -> int:
-    """Bytes to hold at a time: of a budget that others use as well, a quarter."""
+    """Bytes to hold at a time: a quarter of the budget, which others use as well."""
     budget = problem.memory_budget
     return _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)

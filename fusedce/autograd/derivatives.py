@@ -1,4 +1,4 @@
-"""Derivatives that do not exist are refused in words, not left out."""
+"""Which gradients are wanted, and errors for derivatives that do not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wanted_gradients(problem: Problem) -> Wanted:
 
 
 def detached(problem: Problem) -> Problem:
-    """For operators that have no derivative of their own."""
+    """The problem without graph, for operators that have no derivative of their own."""
     return problem.but(
         hidden=problem.hidden.detach(),
         weight=problem.weight.detach(),
@@ -34,9 +34,10 @@ def transformed() -> bool:
 
 
 def keeps_saved_tensors() -> bool:
-    """Whether what is saved for backward now goes to a user's ``saved_tensors_hooks``.
+    """Whether tensors saved for backward now go to a user's ``saved_tensors_hooks``.
 
-    What those hand back in backward may be tensors of theirs: nobody else may write into them.
+    Backward then gets what the hooks return, which may be the user's tensors: it must not write
+    into them.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -79,6 +80,7 @@ def refuse_second_derivatives() -> None:
 
 
 def no_second_derivative() -> RuntimeError:
+    """The error for a gradient that is to be differentiated again."""
     return RuntimeError(
         "fused_ce: the gradient of the loss is not differentiable (create_graph=True was given, or "
         "transforms are nested): its formula is written by hand. Use "

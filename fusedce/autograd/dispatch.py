@@ -1,11 +1,11 @@
-"""Which way a loss is computed.
+"""Choice of the way in which a loss is computed.
 
 ====================================  ===========================================================
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
-options or argmax without gradient    summed up from the statistics of the tokens
+options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
-inside torch.func                     the same: only there a factor per sample is possible
+inside torch.func                     the same: it alone allows a factor per sample
 label smoothing of capped logits      the same: its gradient is no function of the exponentials
 ====================================  ===========================================================
 """
@@ -30,44 +30,33 @@ NOTHING = Wanted()
 
 
 class Monitored(NamedTuple):
-    """What was looked at beside the loss, ``(N,)`` each where asked for; without gradient."""
+    """Statistics asked for beside the loss, ``(N,)`` each, without gradient; else ``None``."""
 
     argmax: Tensor | None
     lse: Tensor | None = None
     entropy: Tensor | None = None
 
 
-def loss_sum(
-    problem: Problem,
-    monitored: Wanted = NOTHING,
-    argmax_out: Tensor | None = None,  # int64 to fill, of N elements; with monitored.argmax
-) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and what is monitored."""
+def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Monitored]:
+    """Sum of the losses and number of valid tokens; and the monitored statistics."""
     problem = _prepared(problem)
-    if argmax_out is not None:
-        if transformed() or not argmax_out.is_contiguous():  # no operator writes into it
-            out, values = loss_sum(problem, monitored)
-            assert values.argmax is not None
-            argmax_out.copy_(values.argmax.view(argmax_out.shape))
-            return out, values
-        argmax_out = argmax_out.view(-1)
     wanted = wanted_gradients(problem)
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
-        losses, stats = token_ops.losses(problem, monitored, argmax_out)
+        losses, stats = token_ops.losses(problem, monitored)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
         return LossSum(total, stats.n_valid), values
     if any(wanted):
         problem = with_expected_upstream(problem)
     wanted = wanted.but(argmax=monitored.argmax)
-    total, n_valid, argmax = summed.loss_sum(problem, wanted, argmax_out)
+    total, n_valid, argmax = summed.loss_sum(problem, wanted)
     return LossSum(total, n_valid), Monitored(argmax)
 
 
 def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | None:
-    """The sum and the gradients in ``wanted`` beside it; ``None`` where they come another way."""
+    """The sum with the gradients in ``wanted``; ``None`` where the forward pass has none."""
     problem = _prepared(problem)
     if transformed() or capped_smoothing(problem):
         return None
@@ -75,6 +64,7 @@ def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | No
 
 
 def capped_smoothing(problem: Problem) -> bool:
+    """Whether labels are smoothed and logits capped: then no chunk's exponentials suffice."""
     return problem.softcap is not None and problem.label_smoothing > 0
 
 

@@ -1,8 +1,8 @@
 """Operators of divergences: their sum with its gradients, and token by token.
 
-The gradients of the sum are taken in the forward pass, as in :mod:`fusedce.autograd.summed`. Token
-by token the factors are known in backward alone: the sum weighted by them is computed there, so
-that its gradients are the ones that are wanted; tokens whose factor is 0 are left out.
+The gradients of the sum are computed in the forward pass, as in :mod:`fusedce.autograd.summed`.
+The factors of tokens are known in backward alone, which computes the sum weighted by them: its
+gradients are the wanted ones. Tokens whose factor is 0 are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fusedce.autograd.derivatives import (
     wanted_gradients,
 )
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.backends.gradients import waiting
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted, schema_of
@@ -87,12 +86,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     acc = acc_dtype(problem.hidden.dtype)
     losses = problem.hidden.new_empty(problem.labels.shape, dtype=acc)
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    grads = (
-        losses.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
-        for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
-    )
-    return losses, n_valid, losses.new_empty(()), *grads
+    return losses, n_valid, losses.new_empty(()), *summed.fake_grads(problem, wanted)
 
 
 @torch.library.custom_op(

@@ -46,7 +46,7 @@ from fusedce.contract.rounding import acc_dtype
 
 
 class Counted(NamedTuple):
-    """The tokens of all ranks, and which of them count: a valid label, a weight other than 0."""
+    """The tokens of all ranks, and those that count: with a valid label and a weight not 0."""
 
     problem: Problem  # of all ranks' tokens, without graph
     shard: Shard
@@ -62,7 +62,10 @@ class Counted(NamedTuple):
 
 
 def losses(problem: Problem, shard: Shard, monitored: Wanted = NOTHING) -> tuple[Tensor, Monitored]:
-    """``(N,)`` losses of this rank's tokens in nats; ``problem`` has the weights of all classes."""
+    """``(N,)`` losses of this rank's tokens in nats, and the monitored statistics.
+
+    ``problem`` has the weights of all classes.
+    """
     counted = _counted(problem, shard)
     whole = counted.problem
     smoothing = whole.label_smoothing > 0
@@ -255,7 +258,7 @@ def _grads_here(
     shard: Shard,
     of_classes: tuple[Tensor, Tensor, Tensor | None],  # classes here, logits, upstream: (n, K)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
+    """This rank's addend of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
     problem = local.problem
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
@@ -280,7 +283,7 @@ def _grads_here(
 
 
 class _Total(torch.autograd.Function):
-    """A sum over ranks that each of them differentiates by its own addend."""
+    """Sum over ranks; backward gives each rank the gradient of its own addend."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -299,12 +302,15 @@ def _of_all_ranks(
     z: Tensor,  # (n, K)
     shard: Shard,
 ) -> tuple[Tensor | None, ...]:
-    """Upstream gradients of all ranks' tokens, each of which has those of its own."""
+    """Upstream gradients of all ranks' tokens; each rank brings those of its own.
+
+    Collectives: one all-reduce of 4 + K numbers a token.
+    """
     *of_stats, of_z = upstream
     zero = torch.zeros_like(lse)
-    told = [zero if u is None else u for u in of_stats]
-    told += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)
-    table = torch.stack(told)
+    rows = [zero if u is None else u for u in of_stats]
+    rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)
+    table = torch.stack(rows)
     all_reduce(table, shard.group)
     of_all = (*table[: len(of_stats)].unbind(), table[len(of_stats) :].t())
     return tuple(u if bool(u.ne(0).any()) else None for u in of_all)

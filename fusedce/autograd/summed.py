@@ -2,17 +2,17 @@
 
 The gradients of the *sum* are computed while a chunk of logits is at hand, so backward has nothing
 left to do but to multiply them by the upstream gradient, in which the denominator arrives. That
-factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstream`) and folded in
-before the gradients are rounded; backward multiplies by what it really is over what was expected.
+factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstream`) and multiplied
+in before the gradients are rounded; backward multiplies by the real factor over the expected one.
 
-What is kept from forward to backward is those gradients and nothing else: ``N * H`` numbers in
-float32 and the head's ``V * H`` (``fusedce.backends.gradients.waiting`` says in which dtype), which
-backward would allocate anyway, but from the end of the forward pass on. That saves the logits,
-``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
-:mod:`fusedce.autograd.token_ops` pays and keeps ``(N,)`` numbers instead.
+Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
+``V * H`` (``fusedce.backends.gradients.waiting`` decides the dtype). Backward would allocate them
+anyway; here they exist from the end of the forward pass on. That saves the logits, ``N * V``, or
+computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.token_ops`
+pays, and keeps ``(N,)`` numbers instead.
 
-Two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other attaches the
-gradients to the loss.
+There are two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other
+attaches the gradients to the loss.
 """
 
 from __future__ import annotations
@@ -35,27 +35,22 @@ from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 
-def loss_sum(
-    problem: Problem, wanted: Wanted, argmax_out: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
 
-    the likeliest classes ``(N,)``, or ``(0,)``: ``argmax_out (N,)``, where that is to be filled.
+    the likeliest classes ``(N,)`` int64, or ``(0,)`` where ``wanted`` does not name them.
     """
-    arguments = (*detached(problem), *wanted)
     with torch.no_grad():
-        if argmax_out is None:
-            total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(*arguments)
-        else:
-            argmax = argmax_out
-            total, n_valid, factor, *grads = torch.ops.fusedce.summed_into(*arguments, argmax)
+        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(
+            *detached(problem), *wanted
+        )
     if any(wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
     return total, n_valid, argmax
 
 
 class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for somebody with a node of autograd of his own to keep them."""
+    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
 
     loss_sum: Tensor  # ()
     n_valid: Tensor  # ()
@@ -66,15 +61,16 @@ class SumWithGrads(NamedTuple):
     ours: bool  # `saved` may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Those of hidden state, weight and bias, within a backward pass; ``saved`` is used up.
+        """Gradients of hidden state, weight and bias, in a backward pass; overwrites ``saved``.
 
-        ``upstream ()``: what the gradient of ``loss_sum`` is.
+        ``upstream ()``: the gradient of ``loss_sum``.
         """
         wanted = self.wanted.gradients()
         return scaled(saved, upstream, wanted, self.dtype, self.backend, ours=self.ours)
 
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
+    """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
         total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
     dtype = problem.hidden.dtype
@@ -83,7 +79,7 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
 
 
 def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
-    """``total``, differentiable: ``grads`` hold ``factor`` times its gradients, or nothing."""
+    """``total`` with a graph: ``grads`` hold ``factor`` times its gradients, or nothing."""
     d_hidden, d_weight, d_bias = grads
     attached = Attached(
         loss_sum=total,
@@ -108,74 +104,47 @@ def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[
     ),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
+    """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
     problem, wanted, _ = records(flat)
-    labels = problem.labels
+    labels, backend = problem.labels, get_backend(problem.backend)
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    total, n_valid, *grads = _computed(problem, wanted, argmax if wanted.argmax else None)
-    return total, n_valid, argmax, *grads
+    # Autocast would reach the products inside, which are in the dtype they must be in already.
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        if any(wanted.gradients()):
+            total, n_valid, *grads = backend.loss_and_grads(
+                problem, wanted, argmax if wanted.argmax else None
+            )
+            return total, n_valid, argmax, *grads
+        total, n_valid = backend.loss(problem)
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
 
 
 @_summed.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
     labels = problem.labels
+    total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
+    n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
-    total, n_valid, *grads = _fake(problem, wanted)
-    return total, n_valid, argmax, *grads
-
-
-@torch.library.custom_op(
-    "fusedce::summed_into",
-    mutates_args=("argmax_out",),
-    schema=schema_of(
-        Problem,
-        Wanted,
-        more="Tensor(a!) argmax_out",
-        returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ),
-)
-def _summed_into(*flat: Any) -> tuple[Tensor, ...]:
-    """The same with the likeliest classes where the caller wants them."""
-    problem, wanted, (argmax_out,) = records(flat)
-    return _computed(problem, wanted, argmax_out)
-
-
-@_summed_into.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _ = records(flat)
-    return _fake(problem, wanted)
-
-
-def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[Tensor, ...]:
-    """``loss_sum, n_valid``, the gradients' factor, three gradients; those (0,) without any."""
-    backend = get_backend(problem.backend)
-    # Autocast would reach the products inside, which are in the dtype they must be in already.
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        if any(wanted.gradients()):
-            return tuple(backend.loss_and_grads(problem, wanted, argmax))
-        total, n_valid = backend.loss(problem)
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
-
-
-def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(problem.hidden.dtype)
-    total = problem.hidden.new_empty((), dtype=dtype)
-    n_valid = problem.labels.new_empty((), dtype=torch.int64)
     if not any(wanted.gradients()):
-        return total, n_valid, *(total.new_empty(0) for _ in range(4))
+        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
+    return total, n_valid, argmax, torch.empty_like(total), *fake_grads(problem, wanted)
+
+
+def fake_grads(problem: Problem, wanted: Wanted) -> list[Tensor]:
+    """Gradients of a sum without values, as they wait for backward; ``(0,)`` where not wanted."""
     inputs = (problem.hidden, problem.weight, problem.bias)
-    grads = (
-        total.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
+    return [
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
         for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
-    )
-    return total, n_valid, torch.empty_like(total), *grads
+    ]
 
 
 class Attached(NamedTuple):
-    """A loss and its gradients: arguments of the operator that makes them one."""
+    """A loss and its gradients: arguments of the operator that puts them into one graph."""
 
     loss_sum: Tensor  # ()
-    factor: Tensor  # (): what the gradients are multiplied by already
+    factor: Tensor  # (): the gradients are multiplied by it already
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -228,9 +197,9 @@ def scaled(
     dtype: torch.dtype,
     backend: str,
     *,
-    ours: bool,  # the saved tensors are, and no user's
+    ours: bool,  # the saved tensors are not a user's
 ) -> list[Any]:
-    """The gradients behind their factor, times ``upstream`` over what was expected of it."""
+    """The saved gradients times ``upstream`` over the factor that was expected, in ``dtype``."""
     factor, *grads = saved
     ratio = upstream / factor
     return [
@@ -240,12 +209,12 @@ def scaled(
 
 
 def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:
-    """``grad * factor``, in place where nobody will see ``grad`` again.
+    """``grad * factor``, in place where ``grad`` is not read again.
 
-    Without ``retain_graph`` the saved gradient is ours to overwrite, which saves a second buffer
-    of the weight's size. With it, the next backward must find the gradient as it is; and a
-    compiler tracing us (with tensor subclasses) must see a pure function. So must a transform,
-    which has a factor for each sample.
+    Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
+    the weight's size. With it, the next backward must find the gradient as it is; and a compiler
+    that traces this function (with tensor subclasses) must see a pure function. So must a
+    transform, which has a factor for each sample.
     """
     if batched(factor):
         return (grad.to(factor.dtype) * factor).to(grad.dtype)

@@ -1,8 +1,8 @@
 """Statistics of every token's logits, differentiable each with a gradient of its own.
 
-What the backward pass of :mod:`fusedce.autograd.summed` gets for nothing, a gradient of the forward
-pass, is of a sum with one upstream factor. Here each token has its own factors, which are known
-only in backward: it computes the logits a second time, tile by tile, and stores none.
+In :mod:`fusedce.autograd.summed` the forward pass computes the gradients, since a sum has one
+upstream factor. Here each token has its own factors, which are known only in backward: it computes
+the logits a second time, tile by tile, and stores none.
 
 The file holds the functions that the layers above call, the operators of ``torch.library`` behind
 them (statistics, statistics with a graph, gradients), and both as functions of autograd for
@@ -30,36 +30,25 @@ from fusedce.contract.problem import Problem, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 
-def losses(
-    problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None
-) -> tuple[Tensor, Stats]:
-    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and what they are made of."""
+def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
+    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and the tokens' statistics."""
     smoothing = problem.label_smoothing > 0
     lse = wanted.lse or not problem.of_nll_alone()
-    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing), argmax_out)
+    stats = token_stats(problem, wanted.but(lse=lse, zmean=smoothing))
     y = problem.labels.long().clamp(0, problem.weight.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
     return lost.masked_fill(~problem.valid(), 0), stats
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = None) -> Stats:
-    """One pass; nll, lse, entropy and zmean are differentiable in hidden, weight and bias.
-
-    ``argmax_out (N,)``: to be filled, outside of transforms.
-    """
+def token_stats(problem: Problem, wanted: Wanted) -> Stats:
+    """Statistics in one pass; all but argmax are differentiable in hidden, weight and bias."""
     train = any(wanted_gradients(problem))
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
-    arguments = (*detached(problem), *wanted.but(lse=wanted.lse or train))
     with torch.no_grad():
-        if argmax_out is None:
-            stats = Stats(*torch.ops.fusedce.token_stats(*arguments))
-        else:
-            nll, lse, entropy, zmean, n_valid = torch.ops.fusedce.token_stats_into(
-                *arguments, argmax_out
-            )
-            stats = Stats(nll, lse, entropy, zmean, n_valid, argmax_out)
+        wanted = wanted.but(lse=wanted.lse or train)
+        stats = Stats(*torch.ops.fusedce.token_stats(*detached(problem), *wanted))
     if not train:
         return stats
     values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
@@ -78,57 +67,28 @@ def token_stats(problem: Problem, wanted: Wanted, argmax_out: Tensor | None = No
 )
 def _token_stats(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
-    labels = problem.labels
+    labels, backend = problem.labels, get_backend(problem.backend)
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    return *_computed(problem, wanted, argmax if wanted.argmax else None), argmax
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        found = backend.token_stats(problem, wanted, argmax if wanted.argmax else None)
+    return *found[:5], argmax
 
 
 @_token_stats.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _ = records(flat)
-    N = problem.labels.shape[0] if wanted.argmax else 0
-    return *_fake(problem, wanted), problem.labels.new_empty((N,), dtype=torch.int64)
-
-
-@torch.library.custom_op(
-    "fusedce::token_stats_into",
-    mutates_args=("argmax_out",),
-    schema=schema_of(
-        Problem,
-        Wanted,
-        more="Tensor(a!) argmax_out",
-        returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ),
-)
-def _token_stats_into(*flat: Any) -> tuple[Tensor, ...]:
-    """The same with the likeliest classes where the caller wants them."""
-    problem, wanted, (argmax_out,) = records(flat)
-    return _computed(problem, wanted, argmax_out)
-
-
-@_token_stats_into.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _ = records(flat)
-    return _fake(problem, wanted)
-
-
-def _computed(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> tuple[Tensor, ...]:
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        return tuple(get_backend(problem.backend).token_stats(problem, wanted, argmax)[:5])
-
-
-def _fake(problem: Problem, wanted: Wanted) -> tuple[Tensor, ...]:
-    N = problem.labels.shape[0]
-    dtype = acc_dtype(problem.hidden.dtype)
+    N, dtype = problem.labels.shape[0], acc_dtype(problem.hidden.dtype)
     nll, lse, entropy, zmean = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
         for want in (True, wanted.lse, wanted.entropy, wanted.zmean)
     )
-    return nll, lse, entropy, zmean, problem.labels.new_empty((), dtype=torch.int64)
+    n_valid = problem.labels.new_empty((), dtype=torch.int64)
+    argmax = problem.labels.new_empty((N if wanted.argmax else 0,), dtype=torch.int64)
+    return nll, lse, entropy, zmean, n_valid, argmax
 
 
 class Values(NamedTuple):
-    """Statistics as numbers, or their upstream gradients."""
+    """Statistics of the tokens, as arguments and results of operators."""
 
     nll: Tensor  # (N,)
     lse: Tensor  # (N,)
@@ -165,6 +125,7 @@ def _problem_and_values(flat: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the problem and the statistics for :func:`input_grads`."""
     problem, _ = _problem_and_values(inputs)
     ctx.set_materialize_grads(False)
     tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
@@ -238,10 +199,12 @@ def upstream_of(
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
 
-    Where ``weight`` holds but some of the ``classes``, and some labels are not ``here``, a row
-    stands in for them: ``values.nll`` is its ``-log p``, and it has no onehot.
+    Where ``weight`` holds only some of the ``classes``, and some labels are not ``here``, a row
+    stands in for each of those: ``values.nll`` is its ``-log p``, and it has no onehot.
     """
     V = problem.weight.shape[0]
+    # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
+    upstreams = Upstreams(*(u if len(x) else None for u, x in zip(upstreams, values, strict=True)))
     nll = values.nll.double()
     p_label = torch.exp(-nll)
     alpha = torch.zeros_like(p_label)
@@ -275,7 +238,7 @@ def upstream_of(
         at_label += gamma.double() * c
         used |= gamma != 0
     if problem.temperature is not None:
-        # Of logits before they are divided; unused rows may have any temperature.
+        # The factors become those of the undivided logits; unused rows may have any temperature.
         sharp = 1 / problem.temperature.double().masked_fill(~used, 1)
         alpha, at_label = alpha * sharp, at_label * sharp
         beta = None if beta is None else beta * sharp
@@ -304,7 +267,7 @@ def _vmap_token_stats(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[
     flat = _flattened(B, in_dims, flat)
     *stats, n_valid, argmax = torch.ops.fusedce.token_stats(*flat)
     own = Problem(*flat[:_BEFORE]).valid().view(B, -1).sum(1)
-    # A bad label (negative, on a GPU) is every sample's: their losses stay apart, its is NaN.
+    # A bad label (a negative count, on a GPU) is reported for all samples; their losses are right.
     return (
         (
             *(x.view(B, -1) for x in stats),
@@ -323,16 +286,19 @@ class TokenValues(torch.autograd.Function):
 
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, ...]:
+        """Copies of the statistics."""
         return tuple(x.clone() for x in flat[_BEFORE:])
 
     setup_context = staticmethod(setup_context)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of the inputs, by a function that refuses to be differentiated again."""
         return input_grads(ctx, upstream, TokenGrads.apply)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        """All samples in one call where they share the head, else one after the other."""
         B = info.batch_size
         if not _share_the_head(in_dims):
             return _one_by_one(TokenValues.apply, B, in_dims, flat)
@@ -341,23 +307,26 @@ class TokenValues(torch.autograd.Function):
 
 
 class TokenGrads(torch.autograd.Function):
-    """``token_grads``, once differentiable."""
+    """``token_grads``, whose own derivative is an error."""
 
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, ...]:
+        """Gradients of hidden, weight and bias."""
         made: tuple[Tensor, ...] = torch.ops.fusedce.token_grads(*flat)
         return made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        """Save nothing: there is no backward."""
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> None:
+        """Raise ``RuntimeError``."""
         raise no_second_derivative()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        """All samples in one call where they share the head and no gradient of it is wanted."""
         B = info.batch_size
         wanted = Wanted(*flat[_BEFORE : _BEFORE + len(Wanted._fields)])
         if not _share_the_head(in_dims) or wanted.weight or wanted.bias:
@@ -374,7 +343,7 @@ def _share_the_head(in_dims: tuple[Any, ...]) -> bool:
 
 
 def _flattened(B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The samples' tokens, one sample after the other; the head as it is."""
+    """The arguments with the samples' tokens one after the other, and the head as it is."""
     made = list(flat)
     for i, (x, d) in enumerate(zip(flat, in_dims, strict=True)):
         by_tokens = i >= _BEFORE or Problem._fields[i] in _BY_TOKENS

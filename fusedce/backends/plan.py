@@ -17,7 +17,8 @@ torch is needed. "Bytes" are those beside the inputs and the gradients in the in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MiB = 2**20
@@ -38,7 +39,7 @@ EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in trai
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 FORWARD_NARROW_H = 1024  # hidden size up to which two forward programs share a multiprocessor
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
-_PART = 16384  # vocabulary rows of a weight gradient that no product can be added to in place
+WEIGHT_ROWS = 16384  # rows of a weight gradient whose product is held before it is added
 
 # Torch backend: elements of a tile of logits that stay in the cache; tokens of a block.
 _TILE_ELEMENTS_CPU, _TILE_ELEMENTS_DEVICE = 2**20, 2**26
@@ -66,7 +67,7 @@ class Call(NamedTuple):
     wide_weight: bool = False  # the weight gradient waits for backward in float32
     hidden: bool = True  # gradients that are wanted
     weight: bool = True
-    on_cpu: bool = False
+    on_cpu: bool = False  # by the torch backend
     triton: bool = True
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # whose range the factors of rows do not fit
@@ -96,6 +97,7 @@ class Way(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """What the call holds beside its inputs and gradients."""
         return sum(self.held.values())
 
 
@@ -122,7 +124,10 @@ def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | 
         return chunked(call, chunk_size(call, chunk_tokens))
     for way in _ways(call, tile_classes(call, memory_budget)):
         if way.bytes <= memory_budget:
-            return _with_larger_chunks(call, way, memory_budget) if way.name == CHUNKS else way
+            if way.name != CHUNKS:
+                return way
+            wider = functools.partial(chunked, call, classes=way.classes)
+            return _largest_chunks(call, wider, way.tokens, _most_tokens(call), memory_budget)
     raise _too_small(call, memory_budget, _ways(call, _LEAST_CLASSES))
 
 
@@ -132,7 +137,7 @@ def least_bytes(call: Call) -> int:
 
 
 def _ways(call: Call, classes: int) -> Iterator[Way]:
-    """Tile sizes to try, of at most so many classes, the fastest first."""
+    """Ways to try, with tiles of at most so many classes, the fastest first."""
     least = _LEAST_TOKENS_CPU if call.on_cpu else _LEAST_TOKENS_DEVICE
     n = max(call.n, 1)
     for tokens in (n, least):
@@ -191,16 +196,18 @@ def _equal(n: int, most: int, multiple: int) -> int:
     return -(-equal // multiple) * multiple
 
 
-def _with_larger_chunks(call: Call, way: Way, budget: int) -> Way:
-    """The same with as many tokens a chunk as fit, in chunks of equal size."""
+def _largest_chunks(
+    call: Call, way: Callable[[int], Way], least: int, most: int, budget: int
+) -> Way:
+    """``way`` of as many tokens a chunk, ``least`` to ``most``, as fit, in chunks of equal size."""
     multiple = _multiple(call)
-    low, high = way.tokens // multiple, _most_tokens(call) // multiple
+    low, high = least // multiple, most // multiple
     while low < high:  # the bytes grow with the tokens
         middle = (low + high + 1) // 2
-        fits = chunked(call, middle * multiple, way.classes).bytes <= budget
+        fits = way(middle * multiple).bytes <= budget
         low, high = (middle, high) if fits else (low, middle - 1)
     most = low * multiple
-    return chunked(call, min(_equal(call.n, most, multiple), most), way.classes)
+    return way(min(_equal(call.n, most, multiple), most))
 
 
 # ---- what each way holds ----------------------------------------------------------------------
@@ -210,7 +217,7 @@ def chunked(call: Call, C: int, classes: int | None = None) -> Way:
     """The way by chunks of ``C`` tokens."""
     n, V, H, acc = call.n, call.V, call.H, call.acc
     name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
-    held = {"logits of a chunk": C * (_multiple_of_16(V) if call.triton else V) * call.logit}
+    held = {"logits of a chunk": C * (multiple_of_16(V) if call.triton else V) * call.logit}
     if call.triton:
         T, products = _products(call, C)
         held["tile of products"] = products
@@ -219,12 +226,12 @@ def chunked(call: Call, C: int, classes: int | None = None) -> Way:
         if call.weight and call.element < acc:
             held["scaled hidden states"] = C * H * call.element
         if call.fp16 and call.weight:
-            held["part of d_weight"] = min(_PART, V) * H * acc
+            held["rows of d_weight"] = min(WEIGHT_ROWS, V) * H * acc
     else:
         T = classes or tile_classes(call, None, C)
         held["tiles"] = call.copies * C * T * acc
         held["rows of hidden states"] = 7 * C * H * acc
-        held |= _rows_of_weight(call, T)
+        held["rows of weight"] = _rows_of_weight(call, T)
     if name == CHUNKS and call.accumulator:
         held["d_weight in float32"] = acc * V * H
     return Way(name, C, min(T, V), _without_zeros(held | _always(call)))
@@ -242,8 +249,7 @@ def tiles_of(
     """
     n = max(call.n, 1)
     if memory_budget is not None:
-        T = tile_classes(call, memory_budget)
-        for way in _tilings(call, T):
+        for way in _tilings(call, tile_classes(call, memory_budget)):
             if way.bytes <= memory_budget:
                 return way
         raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))
@@ -253,7 +259,7 @@ def tiles_of(
     else:
         most = _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE
         T = tile_classes(call, None, most)
-    R = _equal(n, most, _rows(call)) if chunk_tokens is None else min(chunk_tokens, n)
+    R = _equal(n, most, _block_multiple(call)) if chunk_tokens is None else min(chunk_tokens, n)
     return _by_tiles(call, R, T)
 
 
@@ -277,8 +283,7 @@ def way_of_divergence(
     both = call._replace(logit=heads * call.acc)
 
     def way(C: int, classes: int | None = None) -> Way:
-        C = min(C, max(call.n, 1))
-        found = chunked(both, C, classes)
+        found = chunked(both, min(C, max(call.n, 1)), classes)
         rows, element = found.tokens, call.acc
         held = {"hidden states of the teacher": rows * H * element}
         if call.triton:
@@ -293,20 +298,14 @@ def way_of_divergence(
 
     if memory_budget is None:
         return way(chunk_size(of_one_head, chunk_tokens))
-    classes = tile_classes(call, memory_budget)
-    multiple = _multiple(call)
-    most = max(_most_tokens(of_one_head) // multiple, 1)
-    if way(max(call.n, 1), classes).bytes <= memory_budget:
-        return way(max(call.n, 1), classes)
-    least = way(multiple, classes)
+    T, fewest = tile_classes(call, memory_budget), _multiple(call)
+    whole, least = way(call.n, T), way(fewest, T)
+    if whole.bytes <= memory_budget:
+        return whole
     if least.bytes > memory_budget:
         raise _too_small(call, memory_budget, iter((least,)))
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = way(middle * multiple, classes).bytes <= memory_budget
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return way(min(_equal(call.n, low * multiple, multiple), low * multiple), classes)
+    most = _most_tokens(of_one_head)
+    return _largest_chunks(call, lambda C: way(C, T), fewest, most, memory_budget)
 
 
 def compared_classes(call: Call, way: Way) -> int:
@@ -318,7 +317,7 @@ def compared_classes(call: Call, way: Way) -> int:
 
 def _tilings(call: Call, classes: int) -> Iterator[Way]:
     """Ways by tiles of at most so many classes, the fastest first."""
-    n, multiple = max(call.n, 1), _rows(call)
+    n, multiple = max(call.n, 1), _block_multiple(call)
     most = n if call.triton else min(n, _BLOCK_TOKENS_CPU if call.on_cpu else _BLOCK_TOKENS_DEVICE)
     for balanced in (True, False):  # rather narrower tiles than blocks of very few tokens
         for T in _halved(classes, _LEAST_CLASSES):
@@ -327,8 +326,8 @@ def _tilings(call: Call, classes: int) -> Iterator[Way]:
                 yield _by_tiles(call, _equal(n, R, multiple), T)
 
 
-def _rows(call: Call) -> int:
-    """The number that the tokens of a block are a multiple of."""
+def _block_multiple(call: Call) -> int:
+    """The number of which the tokens of a block are a multiple."""
     return 128 if call.triton else ROW_MULTIPLE
 
 
@@ -337,12 +336,11 @@ def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
 
     So a token has the same bits in every batch that is computed the same way.
     """
-    small = call.on_cpu and not call.triton
-    most = _TILE_CLASSES_CPU if small else _TILE_CLASSES_DEVICE
+    most = _TILE_CLASSES_CPU if call.on_cpu else _TILE_CLASSES_DEVICE
     if memory_budget is None:
         if call.triton:
             return most
-        elements = _TILE_ELEMENTS_CPU if small else _TILE_ELEMENTS_DEVICE
+        elements = _TILE_ELEMENTS_CPU if call.on_cpu else _TILE_ELEMENTS_DEVICE
         return min(max(elements // max(C, 1), 256), 8192)
     tokens = 2048 if call.triton else 128
     each = tokens * (4 + call.element) + (1 if call.triton else 3) * call.H * call.acc
@@ -356,17 +354,16 @@ def _by_tiles(call: Call, R: int, T: int) -> Way:
     T = min(T, V)
     if call.triton:
         held = {
-            "tile of products": R * _multiple_of_16(T) * 4,
-            "gradient of a tile": R * _multiple_of_16(T) * call.element,
+            "tile of products": R * multiple_of_16(T) * 4,
+            "gradient of a tile": R * multiple_of_16(T) * call.element,
         }
         if call.hidden and n < call.N:
             held["d_hidden of the rows used"] = n * H * acc
-        if call.fp16 and call.weight:
-            held["scaled hidden states"] = n * H * (acc + call.element)
         if call.weight and call.element < acc and n > R:
             held["d_weight of a tile"] = T * H * acc
         if call.fp16 and call.weight:
-            held["part of d_weight"] = T * H * acc
+            held["scaled hidden states"] = n * H * (acc + call.element)
+            held["rows of d_weight"] = T * H * acc
         # Up to five numbers a row and split, before the tiles are made.
         before = 20 * call.N * min(-(-V // 64), MAX_SPLITS)
         held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
@@ -375,7 +372,8 @@ def _by_tiles(call: Call, R: int, T: int) -> Way:
             "tiles": call.copies * R * T * acc,
             "rows of hidden states": 3 * R * H * acc,
             "statistics": 8 * 16 * n,
-        } | _rows_of_weight(call, T)
+            "rows of weight": _rows_of_weight(call, T),
+        }
         if call.weight and call.element < acc:
             held["d_weight of a tile"] = T * H * acc
     return Way(TILES, R, T, _without_zeros(held | _always(call)))
@@ -383,24 +381,22 @@ def _by_tiles(call: Call, R: int, T: int) -> Way:
 
 def _always(call: Call) -> dict[str, int]:
     """Bytes that every way holds."""
-    narrow = call.element < call.acc
+    wide_hidden = call.hidden and call.element < call.acc
+    wide_weight = call.weight and call.wide_weight
+    gathered = call.triton and call.n < call.N
     return {
-        "d_hidden in float32": call.N * call.H * call.acc if narrow and call.hidden else 0,
-        "d_weight waiting in float32": (
-            call.V * call.H * call.acc if narrow and call.weight and call.wide_weight else 0
-        ),
-        "hidden states gathered": (
-            call.n * call.H * call.element if call.triton and call.n < call.N else 0
-        ),
+        "d_hidden in float32": call.N * call.H * call.acc if wide_hidden else 0,
+        "d_weight waiting in float32": call.V * call.H * call.acc if wide_weight else 0,
+        "hidden states gathered": call.n * call.H * call.element if gathered else 0,
         "positions": 24 * call.N,
         "held besides": call.fixed,
-        "products of the library": SCRATCH_CPU if call.on_cpu and not call.triton else 0,
+        "products of the library": SCRATCH_CPU if call.on_cpu else 0,
     }
 
 
-def _rows_of_weight(call: Call, T: int) -> dict[str, int]:
+def _rows_of_weight(call: Call, T: int) -> int:
     """Bytes of weight rows that the torch backend widens."""
-    return {"rows of weight": min(T, call.V) * call.H * call.acc if call.element < call.acc else 0}
+    return min(T, call.V) * call.H * call.acc if call.element < call.acc else 0
 
 
 def _products(call: Call, C: int) -> tuple[int, int]:
@@ -412,7 +408,7 @@ def _products(call: Call, C: int) -> tuple[int, int]:
     if call.gemm_block:
         return call.V, 4 * of_hidden
     rows, T = tile_shape(C, call.V, call.H, exp_block(call.V))
-    return T, 4 * max(rows * _multiple_of_16(T), of_hidden)
+    return T, 4 * max(rows * multiple_of_16(T), of_hidden)
 
 
 def exp_block(V: int, most: int = EXP_BLOCK_V) -> int:
@@ -444,7 +440,8 @@ def rows_of_hidden(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
     return max(elements[0] // H // 128 * 128, 128)
 
 
-def _multiple_of_16(n: int) -> int:
+def multiple_of_16(n: int) -> int:
+    """``n`` rounded up to a multiple of 16: rows of what kernels write, as their masks are."""
     return -(-n // 16) * 16
 
 

@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments, and the casts of autocast."""
+"""Checks of the public functions' arguments, and the casts that autocast asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked(problem: Problem) -> Problem:
-    """Check, cast and flatten a problem, as all layers below the public functions take it.
+    """Check, cast and flatten a problem: the form that all layers but the public functions take.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what it must be, and

@@ -1,4 +1,4 @@
-"""A student's distribution beside a teacher's or a given one: what is asked, and its checks."""
+"""The record of a divergence from a teacher or from given probabilities, and its checks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NEVER = 1e30
 """A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
 
 
-def forward_parts(log_q: Tensor, log_p: Tensor) -> Tensor:
+def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
     """``p log(p/q) - p + q`` of each class, never negative; differentiable in ``log_q``.
 
-    ``(p + q) * (h * (tanh(h) - 1) + tanh(h))`` with ``h = (log q - log p) / 2``: where all classes
-    are there the sum is ``KL(p || q)``, and near equality it does not cancel. 0 where both are
-    -inf.
+    It is ``(p + q) * (h * (tanh(h) - 1) + tanh(h))`` with ``h = (log q - log p) / 2``. The sum over
+    all classes is ``KL(p || q)``, and near equality it does not cancel. A class with -inf for both
+    gives 0.
     """
     none = (log_p == -torch.inf) & (log_q == -torch.inf)
     log_q, log_p = (x.clamp(min=-NEVER).masked_fill(none, -NEVER) for x in (log_q, log_p))
@@ -65,14 +65,15 @@ class Divergence(NamedTuple):
     probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
 
     def but(self, **changes: Any) -> Divergence:
-        """The same with other values in some fields."""
+        """The record with other values in some fields."""
         return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
 
     def student(self, problem: Problem) -> Projection:
-        """Its logits are divided by the temperature, as the teacher's."""
+        """The student's projection; its logits are divided by the temperature."""
         return _head(problem.weight, problem.bias, problem.logit_scale, problem.softcap, self)
 
     def teacher(self) -> Teacher:
+        """The teacher, whose logits are divided by the temperature too."""
         assert self.hidden is not None
         assert self.weight is not None
         head = _head(self.weight, self.bias, self.logit_scale, self.softcap, self)
@@ -99,7 +100,7 @@ def _head(
     t = divergence.temperature
     if bias is not None:
         bias = bias.detach().to(acc_dtype(bias.dtype))
-        # (a scale below 0 would make +inf of it, which stays an error that is seen)
+        # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
         bias = bias.clamp(min=-NEVER) if scale > 0 else bias
     return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
 
@@ -107,12 +108,14 @@ def _head(
 def checked_divergence(
     problem: Problem, divergence: Divergence, labels: object
 ) -> tuple[Problem, Divergence]:
-    """Both as all layers below take them: checked, cast, flattened, the teacher detached.
+    """Check, cast and flatten both records, and detach the teacher.
 
-    ``labels`` are what the caller gave, ``None`` included; those of ``problem`` are in their place.
+    ``labels`` are the caller's own, ``None`` included; ``problem`` holds others where there are
+    none.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it must be, and what it is.
+        TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
+            it is.
     """
     for name, x in (("weight", problem.weight), ("teacher_weight", divergence.weight)):
         if hasattr(x, "placements"):
@@ -182,10 +185,11 @@ def checked_divergence(
 
 
 def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, Divergence]:
-    """A cross-entropy of class probabilities: checked, cast, flattened; every position counts.
+    """Check, cast and flatten a cross-entropy of class probabilities; every position counts.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it must be, and what it is.
+        TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
+            it is.
     """
     labels = probabilities.new_zeros(problem.hidden.shape[:-1], dtype=torch.int64)
     if problem.ignore_index is not None and problem.ignore_index >= 0:

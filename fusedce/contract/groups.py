@@ -1,4 +1,4 @@
-"""Process groups and device meshes: the ranks that hold different tokens."""
+"""Process groups, device meshes and DTensors: the ranks that hold different tokens or rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fusedce.agreement import timeout_of
 
@@ -63,7 +64,7 @@ class Ranks:
         return 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return self  # a group is a place to meet: a copy of it would be another one
+        return self  # a copied group would be a second group of the same ranks
 
     def __reduce__(self) -> Any:
         if self._given is None:
@@ -110,3 +111,17 @@ def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
 
 def _is_mesh(x: Any) -> bool:
     return hasattr(x, "get_group") and hasattr(x, "mesh_dim_names")
+
+
+# ---- DTensors -----------------------------------------------------------------------------------
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether ``x`` is a ``DTensor``; does not import it."""
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
+def local_of(x: Any) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    local: Tensor = x.to_local() if is_dtensor(x) else x
+    return local

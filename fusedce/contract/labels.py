@@ -219,11 +219,11 @@ def bad_label_message(
     got = str(value if labels is None else int(labels[position]))
     if labels is None and value in (_INT32_MIN, _INT32_MAX):  # the code holds 32 bits
         got = f"{value} or beyond"
-    below = "V" if V is None else f"V={V}"
+    limit = "V" if V is None else f"V={V}"
     ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
     if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # the value that replaced None
         ignored = ""
     return (
-        f"labels must hold class indices in 0 <= label < {below}{ignored}: "
+        f"labels must hold class indices in 0 <= label < {limit}{ignored}: "
         f"got {got} at flattened position {position}"
     )

@@ -47,8 +47,8 @@ class Upstream(NamedTuple):
     beta: Tensor | None
     gamma: Tensor | None
     at_label: Tensor
-    used: Tensor  # bool: any of it is not 0
-    others: Tensor  # probability of the classes but the label's
+    used: Tensor  # bool: tokens with a factor other than 0
+    others: Tensor  # probability of all classes but the label's
 
 
 class Slopes(NamedTuple):
@@ -71,7 +71,7 @@ def folded(problem: Problem) -> Problem:
     c = problem.class_weight
     if c is None or not problem.of_nll_alone():
         return problem
-    w = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
+    w = _of_labels(c, problem)
     if problem.token_weight is not None:
         w = problem.token_weight * w
     return problem.but(token_weight=w, class_weight=None)
@@ -118,6 +118,7 @@ def slopes(
 
 
 def _mean_class(problem: Problem) -> Tensor | float:
+    """Mean of the class weights, ``()`` float64; 1 without any."""
     c = problem.class_weight
     return 1.0 if c is None else c.mean(dtype=torch.float64)
 
@@ -128,8 +129,12 @@ def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
     count = valid.sum().double()
     if c is None:
         return count, count
-    chosen = c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
-    return torch.where(valid, chosen, 0.0).sum(), count
+    return torch.where(valid, _of_labels(c, problem), 0.0).sum(), count
+
+
+def _of_labels(c: Tensor, problem: Problem) -> Tensor:
+    """``(N,)`` float64 weight of each label's class; of any class where the label is ignored."""
+    return c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
 
 
 def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:

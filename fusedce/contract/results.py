@@ -38,7 +38,8 @@ class LossSum(NamedTuple):
         """
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):
-            denominator = torch.scalar_tensor(denominator, dtype=torch.int64)
+            device = self.n_valid.device
+            denominator = torch.scalar_tensor(denominator, dtype=torch.int64, device=device)
         if isinstance(denominator, Tensor):
             if denominator.numel() != 1:
                 raise ValueError(
@@ -68,7 +69,7 @@ class LossSum(NamedTuple):
             kind = LossSum if whole else ScaledLossSum
             return kind(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
         if isinstance(other, int) and not isinstance(other, bool) and other == 0:
-            return self  # where sum([...]) starts
+            return self  # sum([...]) starts from 0
         if isinstance(other, (int, float, Tensor)):
             raise _no_loss("adding a number")
         return NotImplemented
@@ -136,7 +137,7 @@ class LossSum(NamedTuple):
 
 
 class ScaledLossSum(LossSum):
-    """A sum that was multiplied or divided by a number, and so is a share of a loss."""
+    """A sum that was multiplied or divided by a number: a share of a loss."""
 
     @property
     def is_whole(self) -> bool:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedce.contract.groups import local_of
 from fusedce.head.optimizer_clock import Tick, version_of
 from fusedce.head.recipe import Operands, Recipe, merged_into, no_autocast, recipe_of
-from fusedce.loss.sharded_problem import is_vocabulary_shard, local_of
+from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 if TYPE_CHECKING:
     from fusedce.head.report import HeadCounts

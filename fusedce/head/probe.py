@@ -74,8 +74,9 @@ def probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Produc
 def _probe(module: nn.Module, forward: Any, mode: Mode, weight: Tensor) -> Products:
     rng = torch.Generator().manual_seed(0)
     V, H = weight.shape
-    hidden = torch.randn(TOKENS, H, generator=rng).to(weight.device, mode.hidden)
-    labels = torch.randint(0, V, (TOKENS,), generator=rng).to(weight.device)
+    hidden = torch.randn(TOKENS, H, generator=rng, dtype=torch.float32, device="cpu")
+    hidden = hidden.to(weight.device, mode.hidden)
+    labels = torch.randint(0, V, (TOKENS,), generator=rng, device="cpu").to(weight.device)
     device, wanted = hidden.device.type, not weight.is_inference()
     with _training(module, mode.training), torch.set_grad_enabled(wanted):
         with torch.autocast(device, mode.autocast, enabled=mode.autocast is not None):
@@ -127,7 +128,7 @@ class _Run(NamedTuple):
 
 
 def _gradient(loss: Tensor, x: Tensor) -> Tensor:
-    return torch.autograd.grad(loss, x)[0] if loss.requires_grad else torch.empty(0)
+    return torch.autograd.grad(loss, x)[0] if loss.requires_grad else x.new_empty(0)
 
 
 def _of_native(module: nn.Module, forward: Any, hidden: Tensor, labels: Tensor, V: int) -> _Run:

@@ -253,5 +253,5 @@ def _biased_products_are_views() -> bool:
     Hooks and writes behave differently for views.
     """
     with torch.inference_mode(False):
-        zeros = torch.zeros(1, 1, 1)
+        zeros = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
         return F.linear(zeros, zeros[0], zeros[0, 0])._is_view()

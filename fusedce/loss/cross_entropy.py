@@ -99,21 +99,11 @@ def fused_cross_entropy(
         torch.Size([])
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=token_weight,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     if _are_probabilities(hidden, labels):
         return _of_probabilities(problem, labels, reduction, process_group)
     if is_sharded(weight, process_group):

@@ -13,10 +13,11 @@ from fusedce.autograd.summed import SumWithGrads
 from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
+from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
-from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, local_of
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 
 @explains_names
@@ -118,20 +119,10 @@ def fused_ce(
         >>> fused_ce(hidden, weight, labels).mean().backward()
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=token_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, ignore_index=ignore_index,
+        softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     if is_sharded(weight, process_group):
         return sharded_loss_sum(problem, process_group, argmax_out, monitor)
     check_monitor(monitor)
@@ -154,7 +145,8 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(problem, wanted, argmax_out)
+    out, values = dispatch.loss_sum(problem, wanted)
+    _fill(argmax_out, values)
     return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
 
 
@@ -180,10 +172,15 @@ def sharded_loss_sum(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
     out, values = sharded.loss_sum(problem, shard, wanted)
-    if argmax_out is not None and values.argmax is not None:
-        argmax_out.copy_(values.argmax.view(argmax_out.shape))
+    _fill(argmax_out, values)
     if not monitor:
         return out
     found = sums(problem, monitor, *values)
     total = sharded.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
+
+
+def _fill(argmax_out: Tensor | None, values: dispatch.Monitored) -> None:
+    """Write the likeliest classes where the caller wants them."""
+    if argmax_out is not None and values.argmax is not None:
+        argmax_out.copy_(values.argmax.view(argmax_out.shape))

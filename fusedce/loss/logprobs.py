@@ -138,21 +138,14 @@ def fused_logprobs(
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
+        hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, chunk_tokens=chunk_tokens, memory_budget=memory_budget,
         backend=backend,
-    )
+    )  # fmt: skip
     if is_sharded(weight, process_group):
-        return statistics(problem, temperature, mean_logit, process_group)
+        return _sharded_stats(problem, temperature, mean_logit, process_group)
     check_flag("mean_logit", mean_logit)
-    problem = tempered(problem, temperature)
+    problem = _tempered(problem, temperature)
     several = has_several_classes(problem)
     problem = checked(problem.but(labels=labels[..., 0]) if several else problem)
     if problem.temperature is not None:
@@ -167,7 +160,7 @@ def fused_logprobs(
     else:
         stats = dispatch.token_stats(problem, wanted)
         logprob = -stats.nll
-    return of_tokens(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
+    return _shaped(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
 
 
 @explains_names
@@ -202,57 +195,19 @@ def fused_argmax(
     """
     if is_sharded(weight, process_group):
         return sharded_argmax(
-            hidden,
-            weight,
-            process_group=process_group,
-            bias=bias,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            backend=backend,
-        )
+            hidden, weight, process_group=process_group, bias=bias, softcap=softcap,
+            logit_scale=logit_scale, backend=backend,
+        )  # fmt: skip
     if not isinstance(hidden, Tensor):
         raise not_a_tensor("hidden", hidden)
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    problem = checked(
-        Problem(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            backend=backend,
-        )
-    )
-    argmax = dispatch.token_stats(problem, Wanted(argmax=True)).argmax
+    problem = Problem(
+        hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
+        backend=backend,
+    )  # fmt: skip
+    argmax = dispatch.token_stats(checked(problem), Wanted(argmax=True)).argmax
     assert argmax is not None
     return argmax.view(labels.shape)
-
-
-def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
-    """The problem with its logits divided by a number, or by each token's own.
-
-    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
-    """
-    if isinstance(temperature, Tensor):
-        return problem.but(temperature=temperature)
-    t = check_number("temperature", temperature)
-    if t <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    check_softcap(problem.softcap)
-    return problem.but(
-        softcap=None if problem.softcap is None else problem.softcap / t,
-        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
-    )
-
-
-def of_tokens(
-    logprob: Tensor, stats: Stats, tokens: torch.Size, mean_logit: bool
-) -> TokenStats | TokenStatsAndMean:
-    """Everything but ``logprob`` in the shape of the tokens."""
-    assert stats.argmax is not None
-    found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
-    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
 
 
 @explains_names
@@ -323,43 +278,13 @@ def sharded_logprobs(
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
+        hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, chunk_tokens=chunk_tokens, memory_budget=memory_budget,
         backend=backend,
+    )  # fmt: skip
+    return _sharded_stats(
+        problem, temperature, mean_logit, process_group, tokens_sharded, vocab_size
     )
-    return statistics(problem, temperature, mean_logit, process_group, tokens_sharded, vocab_size)
-
-
-def statistics(
-    problem: Problem,
-    temperature: float | Tensor,
-    mean_logit: bool,
-    process_group: Any,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-) -> TokenStats | TokenStatsAndMean:
-    """:func:`sharded_logprobs` of a problem whose arguments nobody has checked yet."""
-    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
-        check_flag("mean_logit", mean_logit)
-        problem = tempered(problem, temperature)
-    hidden, labels = problem.hidden, problem.labels
-    function = MEAN_LOGIT if mean_logit else STATISTICS
-    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
-    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    if problem.labels.dim() == 2:
-        logprob, stats = sharded.class_stats(problem, shard, wanted)
-    else:
-        stats = sharded.token_stats(problem, shard, wanted)
-        logprob = -stats.nll
-    tokens = local_of(hidden).shape[:-1]
-    return of_tokens(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
 
 
 @explains_names
@@ -402,15 +327,61 @@ def sharded_argmax(
             raise not_a_tensor("hidden", hidden)
     labels = torch.zeros_like(hidden.sum(-1), dtype=torch.int64)  # a DTensor like hidden
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
+        hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
-    )
+    )  # fmt: skip
     problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, ARGMAX)
     argmax = sharded.token_stats(problem, shard, Wanted(argmax=True)).argmax
     assert argmax is not None
     return argmax.view(tokens_of(labels))
+
+
+def _sharded_stats(
+    problem: Problem,
+    temperature: float | Tensor,
+    mean_logit: bool,
+    process_group: Any,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+) -> TokenStats | TokenStatsAndMean:
+    """:func:`sharded_logprobs` of a problem whose arguments nobody has checked yet."""
+    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
+        check_flag("mean_logit", mean_logit)
+        problem = _tempered(problem, temperature)
+    hidden, labels = problem.hidden, problem.labels
+    function = MEAN_LOGIT if mean_logit else STATISTICS
+    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
+    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
+    if problem.labels.dim() == 2:
+        logprob, stats = sharded.class_stats(problem, shard, wanted)
+    else:
+        stats = sharded.token_stats(problem, shard, wanted)
+        logprob = -stats.nll
+    tokens = local_of(hidden).shape[:-1]
+    return _shaped(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
+
+
+def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
+    """The problem with its logits divided by a number, or by each token's own.
+
+    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
+    """
+    if isinstance(temperature, Tensor):
+        return problem.but(temperature=temperature)
+    t = check_number("temperature", temperature)
+    if t <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_softcap(problem.softcap)
+    return problem.but(
+        softcap=None if problem.softcap is None else problem.softcap / t,
+        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
+    )
+
+
+def _shaped(
+    logprob: Tensor, stats: Stats, tokens: torch.Size, mean_logit: bool
+) -> TokenStats | TokenStatsAndMean:
+    """Everything but ``logprob`` in the shape of the tokens."""
+    assert stats.argmax is not None
+    found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
+    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found

@@ -59,7 +59,7 @@ def reference_ce(
         given = labels.reshape(-1).long()
         counted = given != ignore_index
     # What does not count leaves before anything is computed: a NaN in it must reach nobody.
-    w = torch.ones(len(counted), device=labels.device) if token_weight is None else token_weight
+    w = torch.ones_like(counted, dtype=wide) if token_weight is None else token_weight
     w = w.reshape(-1).to(wide)
     used = counted & (w != 0)
     hidden, given, w = hidden[used], given[used], w[used]
@@ -123,10 +123,10 @@ def reference_kl(
         raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {divergence!r}")
     wide = torch.promote_types(dtype, torch.float32)
     if labels is None:
-        labels, ignore_index = torch.zeros(hidden.shape[:-1]).long(), -1
+        labels, ignore_index = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64), -1
     labels = labels.reshape(-1).long()
     counted = labels != ignore_index
-    w = torch.ones(len(labels), device=labels.device) if token_weight is None else token_weight
+    w = torch.ones_like(labels, dtype=wide) if token_weight is None else token_weight
     w = w.reshape(-1).to(wide)
     used = counted & (w != 0)
 

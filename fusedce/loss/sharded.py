@@ -126,20 +126,10 @@ def sharded_ce(
         (Shard(dim=0),)
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=token_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, ignore_index=ignore_index,
+        softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     return sharded.loss_sum(*agree_on_problem(problem, process_group, tokens_sharded, vocab_size))[
         0
     ]
@@ -226,21 +216,11 @@ def sharded_cross_entropy(
         torch.Size([3])
     """
     problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=token_weight,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     return reduced(problem, reduction, process_group, tokens_sharded, vocab_size)
 
 

@@ -15,7 +15,6 @@ from fusedce.backends.sharded.agreement import (
     agree,
     check_vocab_size,
     groups_of,
-    is_dtensor,
     layout_of,
     tell_peers_on_error,
 )
@@ -29,6 +28,7 @@ from fusedce.contract.checks import (
     checked_temperature,
     flattened,
 )
+from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
 
 
@@ -127,9 +127,3 @@ def device_of(x: object) -> torch.device | None:
 def tokens_of(labels: Any) -> torch.Size:
     """The shape of this rank's labels."""
     return local_of(labels).shape
-
-
-def local_of(x: Any) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    local: Tensor = x.to_local() if is_dtensor(x) else x
-    return local

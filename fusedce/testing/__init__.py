@@ -13,8 +13,15 @@ the same dtype, plus a floor of a few roundings. :func:`pairs` and
 ``pip install 'fusedce[testing]'``.
 """
 
-from fusedce.testing.cases import OPTIONS, Case, LogitsKind, cases
-from fusedce.testing.comparison import Loss, assert_matches_reference, check
+from fusedce.testing.cases import (
+    OPTIONS,
+    Case,
+    LogitsKind,
+    Loss,
+    assert_matches_reference,
+    cases,
+    check,
+)
 from fusedce.testing.pairs import Pair, assert_matches_reference_kl, check_pair, pairs
 
 __all__ = [

@@ -23,7 +23,7 @@ from fusedce.backends.choose import (
 from fusedce.backends.torch.products import fast_bf16
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
-from fusedce.tools.peers import IMPLEMENTATIONS, missing
+from fusedce.tools.bench import IMPLEMENTATIONS, missing
 
 # The oldest and the newest versions that the test suite has run with.
 TESTED = {

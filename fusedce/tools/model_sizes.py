@@ -44,6 +44,8 @@ def sizes(model: str) -> Sizes:
     """
     if re.fullmatch(r"\d+,\d+", model):
         H, V = map(int, model.split(","))
+        if not H or not V:
+            raise UserError(f"H,V must be at least 1 each, got {model!r}")
         return Sizes(model, H, V, None, None)
     path = _config_path(model)
     values = _read(path) if path is not None else _class_config(model).to_dict()
@@ -129,7 +131,7 @@ def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
 
 def _config_path(model: str) -> Path | None:
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"{model} holds no config.json")
         return path / "config.json"

@@ -7,7 +7,6 @@ and fp16, come from :mod:`fusedce.prediction`. Only the look-up of a class needs
 
 from __future__ import annotations
 
-import math
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -20,7 +19,8 @@ from fusedce.tools.model_sizes import Sizes, UserError, sizes
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master weight, two moments of Adam
-_MOST_TOKENS = 2**24
+_MOST_TOKENS = 2**24  # that the largest batch may have
+_MOST = 2**31 - 1  # tokens, GPUs and GiB of a call
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ def plan(
         UserError: unknown model, device or dtype, or a size that is not positive.
     """
     for name, value in (("tokens", tokens), ("gpus", gpus)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-    if free is not None and not 0 < free < math.inf:
-        raise UserError(f"free must be a positive number of GiB, got {free}")
+        if not 1 <= value <= _MOST:
+            bound = "at least 1" if value < 1 else f"at most {_MOST}"
+            raise UserError(f"{name} must be {bound}, got {value}")
+    if free is not None and not 0 < free <= _MOST:
+        raise UserError(f"free must be GiB above 0, at most {_MOST}, got {free}")
     if dtype not in BYTES:
         raise UserError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
     if device != "cpu" and device not in DEVICES:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.contract.checks import check_flag
-from fusedce.head.loss_observer import LossObserver
 from fusedce.head.replace import attach
+from fusedce.head.report import LossObserver
 from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class FusedTrainerMixin:
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
       micro-batches and ranks. Tokens are counted as the model's own loss counts them, after its
-      shift if it has one (found out with one forward of one row), and also for models that take no
+      shift if it has one (found out with one more forward), and also for models that take no
       ``num_items_in_batch`` or ignore it;
     * auxiliary losses in the model's loss are averaged over micro-batches and ranks;
     * ``loss`` in the logs is in nats per token over the logging interval and all ranks, without
@@ -236,26 +236,26 @@ class FusedTrainerMixin:
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
         """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0."""
-        row = {k: v[:1] if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in batch.items()}
-        row = self._prepare_inputs(row)
-        name = "shift_labels" if "shift_labels" in row else "labels"
-        if name not in row:
+        # All rows, since the tensors of pictures are not divided into rows.
+        inputs = self._prepare_inputs(dict(batch))
+        name = "shift_labels" if "shift_labels" in inputs else "labels"
+        if name not in inputs:
             raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
-        row[name] = row[name].clamp(min=0)
+        inputs[name] = inputs[name].clamp(min=0)
         model: Any = self.model
         attach(model, memory_budget=self.memory_budget)
         training = model.training
         model.eval()
         try:
             with LossObserver() as observer, self.compute_loss_context_manager():
-                model(**row)
+                model(**inputs)
             if [reduction for *_, reduction in observer.losses] != ["mean"]:
                 raise ValueError(
                     f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
                     f"output head with reduction 'mean', but there were "
                     f"{[reduction for *_, reduction in observer.losses]}: use the stock Trainer"
                 )
-            if _attends_across_documents(model, row):
+            if _attends_across_documents(model, inputs):
                 logger.warning(
                     "Documents are packed into one row, but %s attends across their borders: the "
                     "loss of a token depends on other documents. Use an attention implementation "
@@ -264,7 +264,7 @@ class FusedTrainerMixin:
                 )
         finally:
             model.train(training)
-        return row[name].numel() - int(observer.losses[0][1])
+        return (inputs[name].numel() - int(observer.losses[0][1])) // len(inputs[name])
 
     def _parallel_size(self, *kinds: str) -> int:
         """The product of the sizes of these kinds of parallelism, as Trainer tells them."""
@@ -389,22 +389,22 @@ def _mask_borders(batch: dict[str, Any]) -> None:
             batch[name] = batch[name].masked_fill(where, -100)
 
 
-def _attends_across_documents(model: Any, row: dict[str, Any]) -> bool:
-    """Whether the loss of the last packed document of a row changes with the tokens before it."""
-    starts = _document_starts(row)
-    if starts is None or "input_ids" not in row or not bool(starts.any()):
+def _attends_across_documents(model: Any, batch: dict[str, Any]) -> bool:
+    """Whether the loss of the first row's last document changes with the tokens before it."""
+    starts = _document_starts(batch)
+    if starts is None or "input_ids" not in batch or not bool(starts[0].any()):
         return False
     begin = int(starts[0].nonzero().max())
     labels: dict[str, Tensor] = {
-        name: row[name].clone() for name in ("labels", "shift_labels") if name in row
+        name: batch[name].clone() for name in ("labels", "shift_labels") if name in batch
     }
     for label in labels.values():
-        label[:, : begin + 1] = -100
-    other = row["input_ids"].clone()
+        label[:, : begin + 1] = label[1:] = -100
+    other = batch["input_ids"].clone()
     other[:, :begin] = other[:, :begin].flip(1)
     sums = []
-    for ids in (row["input_ids"], other):
+    for ids in (batch["input_ids"], other):
         with LossObserver() as observer:
-            model(**(row | labels | {"input_ids": ids}))
+            model(**(batch | labels | {"input_ids": ids}))
         sums.append(observer.losses[0][0])
     return not torch.allclose(sums[0], sums[1], rtol=1e-5)

@@ -270,19 +270,18 @@ TOLD = {
 }
 
 
-CASES = {f.__name__: f for f in (warm_up, *RAISES, *TOLD, other_bad_counts, settings, estimates)}
-CASES["on_a_device"] = on_a_device
+QUICK = (*TOLD, other_bad_counts, settings, estimates, on_a_device)
 
 
 @functools.cache
-def results():
-    return ranks.run(CASES)
+def results(slow=False):
+    return ranks.run({f.__name__: f for f in (warm_up, *(RAISES if slow else QUICK))})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("f", RAISES, ids=lambda f: f.__name__)
 def test_all_ranks_raise_the_same(f):
-    (a, fast, after), (b, fast_too, _) = ranks.of(results(), f.__name__)
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(slow=True), f.__name__)
     assert ranks.anywhere(a) == ranks.anywhere(b)
     assert RAISES[f] in a
     assert max(fast, fast_too) < ranks.SOON

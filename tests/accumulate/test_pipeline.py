@@ -71,7 +71,7 @@ def data_by_pipeline(rank):
         model.zero_grad()
         if pp == 0:
             if streaming:
-                # What arrives from the last stage: averaged over "dp", over its estimate.
+                # The last stage sends a gradient averaged over "dp" and divided by its estimate.
                 module.weight.grad = torch.full((1, 1), 8.0 / (2 * FIRST_ESTIMATE))
                 acc.finish(model.parameters())
             else:

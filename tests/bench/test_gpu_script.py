@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedce.tools.peers import IMPLEMENTATIONS, missing
+from fusedce.tools.bench import IMPLEMENTATIONS, missing
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -80,7 +80,7 @@ def test_results_of_an_earlier_machine_are_copied_in_and_replace_nothing(tmp_pat
 
 
 def rows_of(file):
-    """What each row of the file holds, by problem and name; nothing while there is no file."""
+    """The rows of the file by problem and name; none while there is no file."""
     found = json.loads(file.read_text())["rows"] if file.exists() else []
     return {(r["suite"], r["mode"], r["ignored"], r["name"]): r for r in found}
 

@@ -21,8 +21,8 @@ def test_a_folder_keeps_its_own_scales(tmp_path):
     config = {"model_type": "gemma2", "final_logit_softcapping": 2.5}
     config |= {"hidden_size": 2304, "vocab_size": 256000}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    from fusedce.tools.check import small_config
     from fusedce.tools.model_sizes import class_of, config_of
-    from fusedce.tools.tiny_models import small_config
 
     of = config_of(str(tmp_path))
     assert class_of(str(tmp_path), of).__name__ == "Gemma2ForCausalLM"
@@ -77,3 +77,10 @@ def test_weights_of_a_folder_are_loaded(tmp_path):
     done = call("check", "llama", "--full")
     assert done.exit_code == 2
     assert "there are none in llama" in done.stderr
+
+
+def test_a_model_that_shifts_its_labels_to_the_decoder():
+    """T5's configuration names no first token of the decoder, which its published ones do."""
+    found = answer("check", "T5ForConditionalGeneration")
+    assert found["equal"]
+    assert found["fused"]

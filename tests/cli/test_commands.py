@@ -283,11 +283,25 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 @pytest.mark.slow
 def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
     """A demo of few and short sequences shows the same as the full one."""
-    from fusedce.tools.demo import run
+    from fusedce.tools import demo
 
-    monkeypatch.setattr(run, "QUICK_SEQUENCES", 8)
+    monkeypatch.setattr(demo, "QUICK_SEQUENCES", 8)
     done = call("demo", "--quick", "--steps", "3", "--out", str(tmp_path), "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["problem"] is None
     assert (tmp_path / "demo.png").exists()
     assert "s in all, from one step timed here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "named"),
+    [
+        (["--shape", "1²,2,3"], 2, "--shape"),
+        (["--shape", "1000000000,1000000,1000000"], 1, "memory"),
+        (["--shape", "2,2,2", "--device", "meta"], 2, "--device"),
+    ],
+)
+def test_a_bench_that_cannot_run_here(arguments, status, named):
+    done = call("bench", *arguments)
+    assert (done.exit_code, type(done.exception)) == (status, SystemExit), done.exception
+    assert named in done.stderr

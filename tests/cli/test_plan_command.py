@@ -106,7 +106,7 @@ def test_the_frontier_runs_from_the_least_budget_to_one_chunk(tmp_path):
     times = [p["milliseconds"] for p in points]
     assert times == sorted(times, reverse=True)  # more memory is never slower
     text = call("plan", "4096,128256").output
-    assert "What a memory_budget buys" in text
+    assert "Each memory_budget (beside inputs and gradients) and what it gives:" in text
     none = call("plan", "4096,128256", "--device", "cpu", "--picture", str(picture))
     assert none.exit_code == 2
     assert "--picture needs predicted times" in none.stderr
@@ -117,3 +117,21 @@ def test_text_is_plain(llama):
     assert done.exit_code == 0
     assert "\x1b" not in done.output
     assert "Predicted from bytes and FLOPs, not measured" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["0,5"], "H,V"),
+        (["5,0"], "H,V"),
+        (["64,1000", "--tokens", "99999999999999999999"], "tokens"),
+        (["64,1000", "--free", "nan"], "free"),
+        (["64,1000", "--free", "inf"], "free"),
+        (["64,1000", "--free", "1e308"], "free"),
+        ([""], "''"),
+    ],
+)
+def test_sizes_that_no_plan_has(arguments, named):
+    done = call("plan", *arguments)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.exception
+    assert named in done.stderr

@@ -174,3 +174,13 @@ def test_a_hook_before_and_after_a_write_in_place(bias):
         return ce(z, y) + z.square().mean()
 
     both(program, bias=bias)
+
+
+@pytest.mark.parametrize("divisor", [0.0, -0.0, float("inf"), float("nan")])
+def test_a_hook_that_divides_by_zero_gives_what_torch_gives(divisor):
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(lambda g: g / divisor)
+        return ce(z, y)
+
+    both(program, equal_nan=True)

@@ -16,7 +16,7 @@ import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.contract.objective import expecting
 from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.loss_observer import LossObserver
+from fusedce.head.report import LossObserver
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
@@ -217,13 +217,14 @@ def test_real_logits_in_one_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
 def test_compiled_transformers_stay_in_one_graph(sweep, model_type, request):
-    model = sweep.build(model_type, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], {})
-    inputs = sweep.tiny_models.batch(model.config)
-    native = sweep.run(model, inputs)
+    kind = getattr(sweep.transformers, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    model = sweep.tools.build(kind, sweep.CONFIG_MAPPING[model_type](), {}, steps=True)
+    inputs = sweep.tools.batch(model.config)
+    native = sweep.tools.run(model, inputs)
     replace_loss_head(model)
     request.getfixturevalue("no_logits")
     model.forward = compiled(model.forward, fullgraph=True)
-    fused = sweep.run(model, inputs)
+    fused = sweep.tools.run(model, inputs)
     torch.testing.assert_close(fused, native, rtol=1e-4, atol=1e-6)
 
 

@@ -24,7 +24,7 @@ def add(columns, hidden, entries, d_weight, d_bias, factor):
 
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("runs", LABELS)
 def test_rows_of_a_class_are_added_up(runs, K, total):
     rng = torch.Generator().manual_seed(0)

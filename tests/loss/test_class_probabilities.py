@@ -187,6 +187,22 @@ def test_it_is_torchs_cross_entropy(backend, reduction, weighted, smoothing):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["strided", "expanded"])
+def test_class_weights_in_any_order_of_memory(backend, name):
+    (hidden, weight, labels), _ = Given(N=5).tensors()
+    V = len(weight)
+    wide = torch.rand(2 * V)
+    class_weight = wide[::2] if name == "strided" else wide[:1].expand(V)
+    got, expected = (
+        fused_cross_entropy(
+            hidden, weight, labels, class_weight=c, reduction="none", backend=backend
+        )
+        for c in (class_weight, class_weight.contiguous())
+    )
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sure_and_right_class_does_not_cancel(backend):
     """Probability 1 - 1e-6 of the class that has nearly all of the target, too."""
     (hidden, weight, _), _ = Given(N=4, V=50).tensors()

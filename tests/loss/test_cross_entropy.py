@@ -70,7 +70,7 @@ def test_gradcheck_passes_with_every_option(reduction):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_token_losses_err_at_most_twice_as_torch(backend, dtype, smoothing):
     """Errors at most twice torch's own, under upstream gradients of many sizes and of 0."""
     hidden, weight, bias, labels = inputs((90,), 40, 333, dtype)

@@ -220,7 +220,7 @@ def test_opcheck_passes(backend):
 def test_accuracy_is_that_of_one_rounding(logits, chunk_tokens, backend):
     """Loss to 1e-6 of fp64, gradients to about one rounding, at p -> 0.999 too."""
     from fusedce.testing import Case
-    from fusedce.testing.comparison import _run
+    from fusedce.testing.cases import _run
 
     def ours(*args):
         return fused_ce(*args, chunk_tokens=chunk_tokens, backend=backend)

@@ -21,6 +21,17 @@ from fusedce.testing import Pair, assert_matches_reference_kl, check_pair, pairs
 
 KINDS = ("forward", "reverse", "jsd")
 BACKENDS = ("torch", "triton")
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# The interpreter takes a second for each kind: `make quick` takes one of them.
+KINDS_AND_BACKENDS = [
+    *((kind, "torch") for kind in KINDS), slow("forward", "triton"), slow("reverse", "triton"),
+    ("jsd", "triton"),
+]  # fmt: skip
 EVERYTHING = {
     "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
     "teacher_logit_scale": -1.3, "ce_weight": 0.4, "beta": 0.3,
@@ -83,9 +94,8 @@ def test_what_is_published_for_tests_sees_errors(factor):
         assert_matches_reference_kl(wrong, max_examples=20, options=("divergence",))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kind", "backend"), KINDS_AND_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
 def test_all_options_at_once(kind, dtype, backend):
     options = EVERYTHING | {"divergence": kind}
     pair = Pair(
@@ -99,8 +109,7 @@ def test_a_teacher_of_another_dtype(backend):
     check_pair(ours(backend), Pair(teacher_dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), KINDS_AND_BACKENDS)
 def test_nearly_equal_distributions_do_not_cancel(kind, backend):
     """1e-6 nats: what rounding the logits costs, and no more; no token is below 0."""
     rng = torch.Generator().manual_seed(0)
@@ -131,8 +140,7 @@ def test_logits_far_above_the_first_tile(kind):
     torch.testing.assert_close(ours.loss_sum.double(), exact.loss_sum, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), KINDS_AND_BACKENDS)
 def test_differences_of_logits_are_not_those_of_log_probabilities(kind, backend):
     """Each token within 3e-5, where logits are far smaller than their log-sum-exp."""
     rng = torch.Generator().manual_seed(0)

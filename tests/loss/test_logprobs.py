@@ -185,7 +185,14 @@ def test_one_token_has_the_same_bits_in_every_batch(backend):
         assert x[7:19].equal(y)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
     """There the used rows cannot be counted: all take part, and the result must not show it."""
     from fusedce.backends.triton import vocab_tiles as launch_tokens

@@ -201,6 +201,24 @@ def test_argmax_comes_at_no_second_pass(backend, with_terms, grad):
     assert everywhere.eq(best).all()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_argmax_out_in_the_memory_of_labels(backend, grad):
+    """Labels are read to the end before they are overwritten."""
+    hidden, weight, labels, _ = Case((30,), 12, 70, ignored=0.3).tensors()
+    weight.requires_grad_(grad)
+    best = torch.empty_like(labels)
+    right = fused_ce(hidden, weight, labels, backend=backend, argmax_out=best)
+    shifted = torch.cat([labels[:1], labels])
+    for read, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
+        out = fused_ce(
+            hidden, weight, read, backend=backend, argmax_out=argmax, monitor=("correct",)
+        )
+        torch.testing.assert_close(tuple(out), tuple(right), rtol=0, atol=0)
+        assert argmax.equal(best)
+        assert out.monitors["correct"] == ((best == labels) & (labels != -100)).sum()
+
+
 def test_plain_means_plain():
     """Options at their neutral values take the plain way, bit by bit."""
     hidden, weight, labels, _ = Case((30,), 12, 70).tensors()

@@ -146,6 +146,18 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_labels_in_any_order_of_memory(backend):
+    """``torch.stack([chosen, rejected]).T`` is how pairs are often made."""
+    hidden, weight, bias, labels = inputs()
+    in_order = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend)
+    transposed = labels.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    stats = fused_logprobs(hidden, weight, transposed, bias=bias, backend=backend)
+    for got, expected in zip(stats, in_order, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_near_a_probability_of_one(backend):
     """The likeliest class's log-probability keeps its digits, at whatever place it stands."""
     hidden, weight, bias, labels = inputs(scale=20.0)
@@ -181,7 +193,7 @@ def test_a_bad_class_is_named():
 
 
 def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
-    """As on a GPU: its entry is NaN, and so are then the token's log-probabilities."""
+    """A GPU does the same: the entry is NaN, and so are the token's log-probabilities."""
     hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
     classes = torch.tensor([[1, 7], [-100, 3]])
 

@@ -172,7 +172,7 @@ def automatic_chunks(rank):
 
 
 def collectives(rank):
-    """Those of one training step, forward and backward."""
+    """The collectives of one training step, forward and backward."""
     sizes = UNEQUAL[dist.get_world_size()]
     x = inputs(sum(sizes))
     local, _ = own_rows(x, sizes, rank)

@@ -28,7 +28,7 @@ FLOOR = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 4e-3}
 
 
 def example(seed, world):
-    """What every rank draws alike: functions, how many rows each has, tensors, options, dtype."""
+    """Draw functions, rows of each rank, tensors, options and dtype, alike on every rank."""
     rng = random.Random(seed)
     sharded, whole = rng.choice(FUNCTIONS)
     sizes = [rng.choice([0, 1, rng.randint(1, 40)]) for _ in range(world)]
@@ -61,7 +61,7 @@ def example(seed, world):
 
 
 def one_example(seed, rank):
-    """What was covered. Errors are at most twice those of the unsharded function, and a floor."""
+    """Compare, within twice the unsharded errors and a floor; return what was covered."""
     sharded, whole, sizes, x, options, backend = example(seed, dist.get_world_size())
     local, rows = own_rows(x, sizes, rank)
     group = dist.group.WORLD

@@ -288,7 +288,7 @@ def edges(rank):
 
 
 def collectives(several, rank):
-    """Those of one training step, and how many of them in the forward pass."""
+    """The collectives of one training step, and the number of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
     if several:
         local["labels"] = local["labels"][:, None].expand(N, K)
@@ -300,7 +300,7 @@ def collectives(several, rank):
 
 
 def vocab_parallel(rank):
-    """As tensor-parallel trainers test it: the loss of every token, scaled by a random mask."""
+    """The test of tensor-parallel trainers: the loss of every token, scaled by a random mask."""
     V, world = 16, dist.get_world_size()
     rng = torch.Generator().manual_seed(7)
     hidden = torch.randn(4, 5, H, generator=rng)
@@ -410,8 +410,12 @@ COLLECTIVES = {
 
 @functools.cache
 def results(world):
-    chosen = CASES if world == 2 else {k: v for k, v in CASES.items() if k.startswith(FEW)}
-    return ranks.run(chosen | (COLLECTIVES if world == 2 else {}), world)
+    return ranks.run({k: v for k, v in CASES.items() if world == 2 or k.startswith(FEW)}, world)
+
+
+@functools.cache
+def results_of_collectives():
+    return ranks.run(COLLECTIVES)  # without the slow cases
 
 
 @pytest.mark.slow
@@ -430,7 +434,7 @@ def test_on_four_ranks_one_of_them_without_rows(name):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_collectives_are_those_of_the_docstring(name):
-    for calls, forward, n_valid in ranks.of(results(2), name):
+    for calls, forward, n_valid in ranks.of(results_of_collectives(), name):
         of_classes = [("all_reduce", n_valid * K, False)] if "several" in name else []
         assert calls == [
             (ALL_GATHER, 2 * LENGTH, True),

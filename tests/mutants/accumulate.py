@@ -227,8 +227,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: first estimate of one token",
-        "torch.tensor(float(FIRST_ESTIMATE * self.tokens.size()), dtype=torch.float64)",
-        "torch.tensor(1.0, dtype=torch.float64)",
+        "tokens = FIRST_ESTIMATE * self.tokens.size()",
+        "tokens = 1",
         "accumulate/test_accumulator.py -k empty_first",
     ),
     Mutant(

@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: tuning draws from the user's generator",
-        "H, device=device, generator=rng)",
-        "H, device=device)",
+        "H, dtype=torch.float32, device=device, generator=rng)",
+        "H, dtype=torch.float32, device=device)",
         "test_tuning.py",
     ),
     Mutant(

@@ -211,9 +211,21 @@ MUTANTS = [
     ),
     Mutant(
         "rounding: a rounded tile has no sum",
-        "ones = torch.ones(1, len(x), dtype=x.dtype)",
-        "ones = torch.zeros(1, len(x), dtype=x.dtype)",
+        "self(some.new_ones(1, len(rows)), some, sums, add=True)",
+        "self(some.new_zeros(1, len(rows)), some, sums, add=True)",
         ROUNDING,
+    ),
+    Mutant(
+        "rounding: no tile of many tokens has an outlier",
+        "return tile.view(torch.int16).amax(0).view(tile.dtype)",
+        "return tile[0].clone().zero_()",
+        ROUNDING,
+    ),
+    Mutant(
+        "products: column sums in the user's default dtype",
+        "x.new_zeros(1, x.shape[1], dtype=self.acc)",
+        "torch.zeros(1, x.shape[1])",
+        "test_defaults.py -k names_its_dtype",
     ),
     Mutant(
         "rounding: the same, token by token",

@@ -7,6 +7,12 @@ GIVEN = "test_class_probabilities.py"
 
 MUTANTS = [
     Mutant(
+        "targets: class weights with gaps",
+        "c.float().contiguous(),",
+        "c.float(),",
+        "test_class_probabilities.py -k any_order",
+    ),
+    Mutant(
         "divergence: of absolute log-probabilities",
         "half = torch.sub(s, t, out=first)\n"
         "        torch.add(self.half_shift, half, alpha=0.5, out=half)",

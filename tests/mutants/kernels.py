@@ -255,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "label_grad: the second entries of rows are the first",
-        "places // C * stride_row + rows",
+        "index // C * stride_row + rows",
         "rows",
         "test_input_grads.py",
     ),

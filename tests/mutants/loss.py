@@ -11,7 +11,7 @@ MUTANTS = [
     ),
     Mutant(
         "cross-entropy: mean over tokens, not weights",
-        "torch.where(valid, chosen, 0.0).sum()",
+        "torch.where(valid, _of_labels(c, problem), 0.0).sum()",
         "valid.sum()",
         "test_cross_entropy.py -k parity",
     ),

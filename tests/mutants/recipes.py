@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "distillation: no tail",
-        "forward_parts(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
-        "forward_parts(log_p, log_q)",
+        "forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
+        "forward_terms(log_p, log_q)",
         f"{RECIPES} -k distillation",
     ),
     Mutant(

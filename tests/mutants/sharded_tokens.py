@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes of shards: upstream gradients of own tokens alone",
-        "told += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
-        "told += torch.zeros_like(z).unbind(1)",
+        "rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
+        "rows += torch.zeros_like(z).unbind(1)",
         f"{TOKENS} -k several",
     ),
     Mutant(
@@ -61,9 +61,9 @@ MUTANTS = [
         TOKENS,
     ),
     Mutant(
-        "tokens of shards: the winner among the rest",
-        "rest = above.exp().scatter(0, winner, 0).sum(0)",
-        "rest = above.exp().sum(0)",
+        "tokens of shards: the winner among the others",
+        "others = above.exp().scatter(0, winner, 0).sum(0)",
+        "others = above.exp().sum(0)",
         TOKENS,
     ),
     Mutant(

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         "trainer: counted before the shift",
         "int(observer.losses[0][1])",
-        "row[name].numel()",
+        "inputs[name].numel()",
         "trainer/test_mixin.py",
     ),
     Mutant(

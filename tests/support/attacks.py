@@ -8,7 +8,7 @@ from fusedce import head_report, replace_loss_head
 from support.heads import plain_model, tokens
 
 
-def both(program, model=None, *, rtol=1e-5, atol=1e-6, **kwargs):
+def both(program, model=None, *, rtol=1e-5, atol=1e-6, equal_nan=False, **kwargs):
     """Run ``program(model, x, y)`` on an untouched and on a replaced model; they must agree.
 
     The program returns a loss, or a loss and other tensors. Returns the report of the replaced one.
@@ -24,6 +24,6 @@ def both(program, model=None, *, rtol=1e-5, atol=1e-6, **kwargs):
             loss.backward()
         grads = {n: p.grad for n, p in m.named_parameters()}
         results.append((loss.detach(), [o.detach() + 0 for o in others], grads))
-    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=atol, equal_nan=equal_nan)
     assert any(g is not None for g in results[0][2].values()), "the program trains nothing"
     return head_report(replaced)

@@ -52,7 +52,7 @@ def backend_on(name: str):
             module = import_module(f"{_BACKEND}.{module}")
             stack.enter_context(mock.patch.object(module, "raise_on_cpu"))
         head_gradients.compile_for_sums.cache_clear()
-        # What torch.empty gives holds NaN and the largest integers: no launch may count on zeros.
+        # torch.empty gives NaN and the largest integers here: no launch may count on zeros.
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:

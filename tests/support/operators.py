@@ -11,7 +11,6 @@ def opcheck_sum(problem):
     plain = _detached(problem)
     for wanted in (Wanted(), Wanted(hidden=True, weight=True, argmax=True)):
         torch.library.opcheck(torch.ops.fusedce.summed, (*plain, *wanted))
-    torch.library.opcheck(torch.ops.fusedce.summed_into, (*plain, *wanted, _argmax(problem)))
     total, _, _, factor, *grads = torch.ops.fusedce.summed(*plain, *wanted)
     leaves = [x.detach().requires_grad_() for x in (problem.hidden, problem.weight)]
     attached = Attached(total, factor, *leaves, problem.bias, *grads, problem.backend)
@@ -23,7 +22,6 @@ def opcheck_tokens(problem):
     plain = _detached(problem)
     wanted = Wanted(*[True] * len(Wanted._fields))
     torch.library.opcheck(torch.ops.fusedce.token_stats, (*plain, *wanted))
-    torch.library.opcheck(torch.ops.fusedce.token_stats_into, (*plain, *wanted, _argmax(problem)))
     values = Values(*torch.ops.fusedce.token_stats(*plain, *wanted)[:4])
     torch.library.opcheck(torch.ops.fusedce.token_values, (*problem, *values))
     arguments = (*plain, *wanted, *values, *Upstreams(*values))
@@ -32,7 +30,3 @@ def opcheck_tokens(problem):
 
 def _detached(problem):
     return Problem(*(x.detach() if isinstance(x, torch.Tensor) else x for x in problem))
-
-
-def _argmax(problem):
-    return torch.zeros_like(problem.labels, dtype=torch.int64)

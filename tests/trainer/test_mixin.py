@@ -349,3 +349,31 @@ def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
     assert sum(counted for _, counted in found) == n
     for loss, _ in found:
         assert loss == pytest.approx(exact, rel=1e-5)
+
+
+class Pictures(LlamaForCausalLM):
+    """Takes the patches of all rows' pictures one after the other, as Qwen2-VL does."""
+
+    def forward(self, patches=None, sizes=None, **kwargs):
+        if int(sizes.sum()) != len(patches):
+            raise ValueError(f"pictures of {sizes.tolist()} patches, got {len(patches)} patches")
+        return super().forward(**kwargs)
+
+
+def with_pictures(rows):
+    """Three patches for the picture of each row."""
+    patches = torch.zeros(3 * len(rows), 5)
+    sizes = torch.full((len(rows), 1), 3)
+    return default_data_collator(rows) | {"patches": patches, "sizes": sizes}
+
+
+def test_tensors_without_a_row_for_each_sample(tmp_path):
+    """Models of vision and language take all pictures of a batch in one tensor."""
+    model, data = Pictures(llama().config), Dataset(8)
+    model.load_state_dict(llama().state_dict())
+    exact = true_mean(llama(), data)
+    args = arguments(tmp_path, 4, 2, max_steps=1, remove_unused_columns=False)
+    _, losses, _, _ = train(
+        FusedTrainer, model, args, train_dataset=data, data_collator=with_pictures
+    )
+    assert losses[0] == pytest.approx(exact, rel=1e-5)

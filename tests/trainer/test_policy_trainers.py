@@ -8,8 +8,8 @@ from support.tiny_trainer import llama, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
+import fusedce.trainer_rl as policy
 from fusedce import head_report, replace_loss_head
-from fusedce.trainer import policy
 from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 
 trl = pytest.importorskip("trl")

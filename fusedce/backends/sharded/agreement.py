@@ -19,7 +19,7 @@ from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, word
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
 from fusedce.backends.sharded.exchange import Shard, waiting_for_ranks
-from fusedce.contract.groups import Ranks
+from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 
@@ -30,12 +30,12 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
     "statistics of tokens with mean_logit",
     "likeliest classes",
 )
-# A rank sends its rows of the vocabulary, tokens, those of them that are computed and those that
-# are valid, bytes for a chunk's logits, checksums of what each token has, a sketch of hidden
-# states.
+# A rank sends the number of its rows of the vocabulary, of its tokens, of those that are computed
+# and of those that are valid; its bytes for a chunk's logits; checksums of labels, weights and
+# temperatures; and a sketch of its hidden states.
 _ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
 LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
-_NOISE = 0.01  # of their norm, by which replicas' hidden states may differ: other orders of sums
+_NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
 
 
 def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def agree(
     reduction: str | None = None,
     monitor: str | None = None,
 ) -> Shard:
-    """Compare the ranks' settings and tokens, and find each rank's place in the vocabulary.
+    """Compare the ranks' settings and tokens, and find each rank's rows of the vocabulary.
 
     Collectives: one all-gather of under 1 KiB on each of ``layout.groups``.
 
@@ -196,11 +196,11 @@ def agree(
     )
     # Tokens of weight 0 are left out; a class weight counts as its tokens' weight.
     c = problem.class_weight
-    c = c if c is not None and c.dim() == 1 and len(c) else None  # else refused below
+    c = c if c is not None and c.dim() == 1 and len(c) else None  # others are an error below
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
-    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64)
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
     mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
     mine[_BUDGET] = device_budget(memory_of(labels.device))
     mine = mine.to(labels.device, non_blocking=True)
@@ -260,7 +260,7 @@ def agree(
 
 
 class Layout(NamedTuple):
-    """This rank's tensors, and the ranks that hold the rest of the vocabulary."""
+    """This rank's tensors, and the ranks that hold the other rows of the vocabulary."""
 
     problem: Problem  # of local tensors
     groups: list[dist.ProcessGroup]  # as :func:`groups_of`, the vocabulary's last
@@ -313,11 +313,6 @@ def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
     mesh = weight.device_mesh
     others = (i for i in range(mesh.ndim) if i not in sharded and mesh.size(i) > 1)
     return [mesh.get_group(i) for i in (*others, *sharded)]
-
-
-def is_dtensor(x: object) -> bool:
-    """Whether ``x`` is a ``DTensor``; does not import it."""
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def shard_dim(name: str, x: Any) -> int:

@@ -17,7 +17,7 @@ from fusedce.backends.torch.rows import valid_rows
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
-# torch 2.13 gave this one a new name
+# The name of the collective from torch 2.13 on, and before.
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """Sizes for a plan: those of the largest shard, so that all ranks make the same plan.
+    """Sizes for a plan, of the largest shard, so that all ranks make the same plan.
 
     ``N``: the number of all ranks' tokens.
     """
@@ -69,13 +69,13 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
 
 def of_classes(grads: Gradients, real: int) -> Gradients:
     """The gradients of the first ``real`` rows, which are classes; those of padding become 0."""
-    part = copy.copy(grads)
+    of_real = copy.copy(grads)
     if grads.weight is not None:
         grads.weight[real:] = 0
-        part.weight = grads.weight[:real]
+        of_real.weight = grads.weight[:real]
     if grads.bias is not None:
-        part.bias = grads.bias[:real]
-    return part
+        of_real.bias = grads.bias[:real]
+    return of_real
 
 
 def sharded_way(problem: Problem, shard: Shard) -> Way:
@@ -148,7 +148,7 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class RunningSums:
-    """All-reduces of the ranks' ``d_rows (N_valid, H)`` by pieces, while others are computed."""
+    """All-reduces of the ranks' ``d_rows (N_valid, H)`` piece by piece, beside the computation."""
 
     def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
         self._d_rows, self._group = d_rows, group

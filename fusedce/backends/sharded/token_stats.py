@@ -7,7 +7,7 @@ merge tiles.
 The backend needs a label of every token. Where the label lies on another rank, the first row here
 stands in for it, and backward gives that row the gradient of any other.
 
-As everywhere, the label's own exponential stays out of the sums: nothing cancels at p -> 1.
+The label's own exponential stays out of the sums, so that nothing cancels at p -> 1.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Local(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Statistics over all classes, and a number of this rank that backward needs."""
+    """Statistics over all classes, and this rank's own that backward needs."""
 
     stats: Stats
-    nll_here: Tensor  # (n,) -log p of that row
+    nll_here: Tensor  # (n,) -log p of the row that is the label here
 
 
 def local_of(problem: Problem, rows: Tensor, shard: Shard) -> Local:
@@ -72,17 +72,17 @@ def local_of(problem: Problem, rows: Tensor, shard: Shard) -> Local:
 
 
 def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
-    """Equal on all ranks but for ``nll_here``.
+    """Statistics over all ranks' classes; they are equal on all ranks but for ``nll_here``.
 
-    One all-gather of float64 numbers a token: two, one more for each of entropy and mean logit, two
-    more for argmax.
+    Collectives: one all-gather of float64 numbers a token: two, one more for each of entropy and
+    mean logit, two more for argmax.
     """
     n = len(local.y)
     acc = acc_dtype(local.problem.hidden.dtype)
     z_here, mine = _of_here(local, shard, wanted)
     k, ranks = len(mine), dist.get_world_size(shard.group)
-    told = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)
-    others, z_labels, *more = told  # (ranks, n) each
+    of_ranks = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)
+    others, z_labels, *more = of_ranks  # (ranks, n) each
     nll, lse = nll_and_lse(others.logsumexp(0), z_labels, local.y, shard)
     entropy = zmean = lse.new_empty(0)
     argmax = None
@@ -93,7 +93,7 @@ def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
     if wanted.argmax:
         tops, classes = more
         argmax = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
-    n_valid = torch.full((), n, device=lse.device)
+    n_valid = torch.full((), n, dtype=torch.int64, device=lse.device)
     stats = Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
     return Merged(stats, torch.where(local.here, nll, lse - z_here).to(acc))
 
@@ -114,9 +114,9 @@ def nll_and_lse(
 
 
 def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
-    """``(n,)`` logit of the row that is the label here; what the others are told, float64.
+    """``(n,)`` logit of the row that is the label here; numbers for the other ranks, float64.
 
-    That is: the log-sum-exp of the logits but the label's, the label's logit where it lies here,
+    These are the log-sum-exp of the logits but the label's, the label's logit where it lies here,
     entropy, sum of the logits, the largest logit and its class.
     """
     n, device = len(local.y), local.y.device
@@ -129,8 +129,8 @@ def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[T
     backend = get_backend(local.problem.backend)
     found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
     nll, lse = found.nll.double(), found.lse.double()
-    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # of nothing but masked classes
-    # log(exp(lse) - exp(z)), by what is exact: p of the label near 1, or far from it
+    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # all classes masked
+    # log(exp(lse) - exp(z)), by the formula that is exact: for p of the label near 1, or far from 1
     others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
     others = others.masked_fill(lse == -math.inf, -math.inf)
     mine = [
@@ -154,7 +154,7 @@ def _entropy(
     """``sum over shards of P * (entropy - log P)``, ``P`` a shard's probability: chain rule."""
     top, winner = lses.max(0, keepdim=True)
     above = lses - top
-    rest = above.exp().scatter(0, winner, 0).sum(0)
-    surprise = rest.log1p() - above  # -log P, where nothing cancels at P -> 1
+    others = above.exp().scatter(0, winner, 0).sum(0)
+    surprise = others.log1p() - above  # -log P, where nothing cancels at P -> 1
     p = (lses - lse).exp()
     return torch.where(p == 0, 0.0, p * (entropies + surprise)).sum(0)

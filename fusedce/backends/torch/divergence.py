@@ -62,8 +62,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     for at, chunk in enumerate(parts):
         h, C = hidden[chunk].to(acc), len(chunk)
         compared.start(h, chunk, step)
-        of_rows = torch.full((C,), problem.logit_scale / divergence.temperature, device=device)
-        of_rows = of_rows.double() * factor
+        outer = problem.logit_scale / divergence.temperature * factor.double()
+        of_rows = torch.ones(C, dtype=torch.float64, device=device) * outer
         w = None if problem.token_weight is None else problem.token_weight[chunk].double()
         of_rows = (of_rows if w is None else of_rows * w).to(acc)[:, None]  # (C, 1)
         scaled = (h * of_rows).to(gemm)

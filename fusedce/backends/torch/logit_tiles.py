@@ -227,9 +227,9 @@ def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
     """``(C,)``: the largest logit but the label's of some classes, evenly chosen.
 
     With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. It
-    is 0 where that fits as well: there is nothing to subtract then.
+    is 0 where that fits as well: there is nothing to subtract then. Half of a sample is enough.
     """
-    classes = sample(logits.head.weight)
+    classes = sample(logits.head.weight)[::2]
     z = logits.of_classes(h, classes)
     z.masked_fill_(classes[:, None] == y, -math.inf)
     k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)

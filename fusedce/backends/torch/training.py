@@ -245,17 +245,24 @@ class _Exponentials:
         return tokens, classes, outliers.to(h.dtype), rounded.to(h.dtype)
 
     def _candidates(self, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens, and classes, of tiles whose sum is a probability of `OUTLIER_P` or more."""
-        found = []
+        """Tokens and classes of stored gradients of `OUTLIER_P` or more, one of a tile and token.
+
+        A tile holds one only where its sum is a probability of that size. If that is so for many
+        tokens, a pass over the whole tile for maxima costs less than gathering their columns.
+        """
+        found = [(lse[:0].long(), lse[:0].long())]
         sums = torch.stack(self.stats.sums).double()  # (tiles, C)
         spans = self.stats.factors(lse)
         factors = torch.stack([f for _, _, f in self.tiles_of(spans)])
         for number in (held := sums.mul_(factors) >= OUTLIER_P).any(1).nonzero()[:, 0].tolist():
             here, begin = held[number].nonzero()[:, 0], number * self.step
-            some = self.exps[begin : begin + self.step].index_select(1, here)
-            found.append((here, begin + some.float().argmax(0)))
-        if not found:
-            return lse[:0].long(), lse[:0].long()
+            tile, factor = self.exps[begin : begin + self.step], factors[number]
+            if 4 * len(here) > len(factor):
+                here = here[_maxima(tile).double().mul_(factor)[here] >= OUTLIER_P]
+            if len(here):  # (rows of the transposed tile are gathered in a quarter of the time)
+                top, best = tile.t().index_select(0, here).float().max(1)
+                large = top.double().mul_(factor[here]) >= OUTLIER_P
+                found.append((here[large], begin + best[large]))
         tokens, classes = (torch.cat(x) for x in zip(*found, strict=True))
         return tokens, classes
 
@@ -308,6 +315,17 @@ class _Exponentials:
         begins = [begin for begin, _ in factors]
         for begin, end in tiles(len(self.exps), self.step):
             yield begin, end, factors[bisect.bisect_right(begins, begin) - 1][1]
+
+
+def _maxima(tile: Tensor) -> Tensor:
+    """``(C,)``: the largest of each column of ``tile (v, C)``, which has no negative element.
+
+    bfloat16 numbers from 0 are ordered as their bits are, and torch compares integers in a quarter
+    of the time.
+    """
+    if tile.dtype != torch.bfloat16:
+        return tile.amax(0)
+    return tile.view(torch.int16).amax(0).view(tile.dtype)
 
 
 def _label_gradient(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.mean_logit import MeanLogit
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
 from fusedce.backends.triton.launch import (
     CachedLaunch,
-    multiple,
     padded,
     pointwise,
     power_of_2,
@@ -57,11 +57,11 @@ class Chunks:
         self.amplify = amplification(weight.dtype, problem.logit_scale)
         self.tiles = Tiles(self.weight, C, self.arch, of_logits=gemm_blocks(problem) is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
-        self.grads = torch.empty(C, multiple(V), dtype=weight.dtype, device=device)
+        self.grads = torch.empty(C, multiple_of_16(V), dtype=weight.dtype, device=device)
         exps = self.grads
         if problem.label_smoothing and problem.softcap is None:
             # What smoothing leaves of a probability is rounded, not the probability itself.
-            exps = torch.empty(C, multiple(V), dtype=torch.float32, device=device)
+            exps = torch.empty(C, multiple_of_16(V), dtype=torch.float32, device=device)
         self.normalise = weight.dtype == torch.float16 or exps is not self.grads
         self.exponentials = Exponentials(
             problem,
@@ -133,7 +133,7 @@ class Chunks:
             first=first,
             H=H,
             V=V,
-            width=multiple(V),
+            width=multiple_of_16(V),
             stride_hn=h.stride(0),
             stride_row=C,
             stride_terms=C,
@@ -222,7 +222,8 @@ class RowFactors:
         """``V`` and ``mean``: of all classes, where ``weight`` has not a row of each."""
         self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
         self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
-        self.class_weight, self.largest = None, torch.ones((), device=problem.weight.device)
+        self.class_weight = None
+        self.largest = torch.ones((), dtype=torch.float32, device=problem.weight.device)
         if self.mean is not None and problem.class_weight is not None:
             c = problem.class_weight.float()
             self.largest = c.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
@@ -249,5 +250,5 @@ class RowFactors:
             None if self.mean is None else self.mean.of(h.float()),
             terms.float(),
             self.class_weight,
-            torch.empty(C, device=device),
+            torch.empty(C, dtype=torch.float32, device=device),
         )

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import way_of_divergence
+from fusedce.backends.plan import multiple_of_16, way_of_divergence
 from fusedce.backends.protocol import Diverged
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
-    multiple,
     on,
     power_of_2,
     raise_on_cpu,
@@ -99,7 +98,9 @@ def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
 def _weights(problem: Problem, graph: bool) -> Tensor:
     """``(N,)`` fp32, 0 at positions that are left out."""
     w = problem.token_weight
-    w = torch.ones(problem.labels.shape, device=problem.labels.device) if w is None else w.float()
+    if w is None:
+        w = torch.ones_like(problem.labels, dtype=torch.float32)
+    w = w.float()
     if graph:
         return w.masked_fill(~problem.valid(), 0)
     V, y = len(problem.weight), problem.labels
@@ -114,7 +115,7 @@ class _Chunk:
         self.weight, self.divergence, self.train = weight, divergence, train
         self.arch = archs.architecture(device)
         V = len(weight)
-        self.V, self.width = V, multiple(V)
+        self.V, self.width = V, multiple_of_16(V)
         # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
         self.block = min(power_of_2(V), self.arch.divergence_block_v)
         self.normalise = weight.dtype == torch.float16 and train
@@ -135,7 +136,7 @@ class _Chunk:
         if divergence.kind == TARGETS:
             c = problem.class_weight
             self.common |= {
-                "class_weight": None if c is None else c.float(),
+                "class_weight": None if c is None else c.float().contiguous(),
                 "smoothing": problem.label_smoothing,
                 "z_loss": problem.z_loss,
             }

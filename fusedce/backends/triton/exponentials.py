@@ -14,13 +14,13 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.sharded.exchange import Shard, all_gather
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,
     alignment,
     has_options,
-    multiple,
     operands,
     power_of_2,
 )
@@ -128,7 +128,7 @@ class Exponentials:
         for name in ("tiles_per_split", "splits"):
             del walk[name]
         exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
-            width=multiple(walk["V"]), **(walk | shared)
+            width=multiple_of_16(walk["V"]), **(walk | shared)
         )
 
 

@@ -102,9 +102,11 @@ def _blocks(problem: Problem, unit: int) -> Blocks:
 
     def milliseconds(blocks: Blocks) -> float:
         rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
-        rows = torch.randn(tuning.ROWS, H, device=device, generator=rng).to(dtype)
+        rows = torch.randn(tuning.ROWS, H, dtype=torch.float32, device=device, generator=rng)
         labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
-        sample = problem.but(hidden=rows, labels=labels, ignore_index=-100, token_weight=None)
+        sample = problem.but(
+            hidden=rows.to(dtype), labels=labels, ignore_index=-100, token_weight=None
+        )
         call = functools.partial(loss, sample, blocks)
         with on(device):
             return float(triton.testing.do_bench(call, return_mode="median"))
@@ -144,7 +146,11 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     if argmax is not None:
         top = zeros(True)
         best = torch.empty(splits, N, dtype=torch.int32, device=device)
-    planes = iter(torch.empty(2 + wanted.entropy + wanted.zmean, splits, N, device=device).unbind())
+    planes = iter(
+        torch.empty(
+            2 + wanted.entropy + wanted.zmean, splits, N, dtype=torch.float32, device=device
+        ).unbind()
+    )
     partials = {
         "maxima": next(planes),
         "sums": next(planes),

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.plan import multiple_of_16, tiles_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
@@ -94,19 +94,14 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def multiple(n: int) -> int:
-    """``n`` rounded up to a multiple of 16, as the kernels' masks are."""
-    return -(-n // 16) * 16
-
-
 def span(x: Tensor, begin: int, end: int, dim: int = 0) -> Tensor:
     """``x[begin:end]`` along ``dim``, and ``x`` itself where that is all of it: no view to make."""
     return x if end - begin == x.shape[dim] else x.narrow(dim, begin, end - begin)
 
 
 def padded(x: Tensor) -> Tensor:
-    """``x (V,)`` with zeros up to a :func:`multiple`."""
-    return pad(x, (0, multiple(len(x)) - len(x)))
+    """``x (V,)`` with zeros up to a :func:`multiple_of_16`."""
+    return pad(x, (0, multiple_of_16(len(x)) - len(x)))
 
 
 def with_unit_strides(problem: Problem) -> Problem:

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import exp_block, rows_of_hidden
+from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16, rows_of_hidden
 from fusedce.backends.triton.archs import Architecture
-from fusedce.backends.triton.launch import multiple, span
-
-_ROWS = 16384  # of a weight gradient, whose product is held before it is added
+from fusedce.backends.triton.launch import span
 
 
 @functools.cache
@@ -93,10 +91,10 @@ def add_product(
                 total, g.t(), h, beta=beta, alpha=factor, out_dtype=torch.float32, out=total
             )
             return
-    for begin in range(0, len(total), _ROWS):
-        some = total[begin : begin + _ROWS]
+    for begin in range(0, len(total), WEIGHT_ROWS):
+        some = total[begin : begin + WEIGHT_ROWS]
         added = torch.empty(some.shape, dtype=torch.float32, device=some.device)
-        product(h.device, h.dtype)(g[:, begin : begin + _ROWS].t(), h, out=added)
+        product(h.device, h.dtype)(g[:, begin : begin + WEIGHT_ROWS].t(), h, out=added)
         if largest is not None:
             added.mul_(largest)
         if first:
@@ -130,7 +128,7 @@ class Tiles:
         self._rows_of_hidden = rows_of_hidden(H, arch.tile_elements)
         self.products = torch.empty(
             max(
-                self.most_rows * multiple(self.most) if of_logits else 0,
+                self.most_rows * multiple_of_16(self.most) if of_logits else 0,
                 min(self._rows_of_hidden, C) * H,
             ),
             dtype=torch.float32,
@@ -152,7 +150,7 @@ class Tiles:
             for first, rows, some in some_rows:
                 if shape != (rows, T):
                     shape = (rows, T)
-                    products = self.products.as_strided(shape, (multiple(T), 1))
+                    products = self.products.as_strided(shape, (multiple_of_16(T), 1))
                 self._product(some, w, out=products)
                 yield first, rows, begin, T, products
             begin += T

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.mean_logit import sampled_mean_row
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.plan import multiple_of_16, tiles_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import amplification
 from fusedce.backends.triton.head_gradients import add_entries, add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
-    multiple,
     on,
     padded,
     pointwise,
@@ -129,8 +128,8 @@ class _Walk:
         """Blocks of ``R`` tokens by tiles of ``T`` classes; finds the single entries."""
         V, n, dtype = len(self.weight), len(self.h), self.weight.dtype
         device = self.weight.device
-        products = torch.empty(R * multiple(T), dtype=torch.float32, device=device)
-        stored = torch.empty(R, multiple(T), dtype=dtype, device=device)
+        products = torch.empty(R * multiple_of_16(T), dtype=torch.float32, device=device)
+        stored = torch.empty(R, multiple_of_16(T), dtype=dtype, device=device)
         h, largest = self.h, None
         if self.factors is not None:  # float16, whose range is not that of the factors
             largest = self.factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
@@ -163,7 +162,7 @@ class _Walk:
     ) -> Tensor:
         """``(R, T)``: ``amplify`` times the derivative by the products of rows and classes."""
         C, T = rows.stop - rows.start, end - begin
-        width = multiple(T)
+        width = multiple_of_16(T)
         block = min(power_of_2(T), self.arch.exp_block_v)
         logits = products.as_strided((C, T), (width, 1))
         w = span(self.weight, begin, end)

@@ -19,6 +19,7 @@ Closures that are kept must not refer to the gradient itself, since it may refer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -237,6 +238,8 @@ def _undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x, args = args[0], (x,)
     row = op_info(func).undoing
     step = None if row is None or row.undo is None else row.undo(x, *args, **kwargs)
+    if isinstance(step, Scale) and (not math.isfinite(step.number) or not step.number):
+        return NotImplemented  # torch gives NaN for some of the entries, infinities for others
     if isinstance(step, Scale) or (row is not None and _is_factor(args)):
         terms = tuple(_scaled(t, step, func, args) for t in x.terms)
         return _moved(x, x.like, lambda t: func(t, *args, **kwargs), terms)

@@ -24,8 +24,8 @@ from fusedce.head.call import HeadCall
 from fusedce.head.lazy.grad import LogitsGrad, LogitsSource, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits, Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
-from fusedce.head.loss_observer import LossObserver
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
+from fusedce.head.report import LossObserver
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import reduced
@@ -72,6 +72,11 @@ class FusedCall(NamedTuple):
             factor = factor / over
         grad = torch.where(valid[..., None], grad * factor[..., None], 0)
         return grad.movedim(-1, dim)
+
+    def copy(self) -> FusedCall:
+        """The same call; later writes into its labels and class weights do not count."""
+        weight = None if self.weight is None else self.weight.detach().clone()
+        return self._replace(target=self.target.clone(), weight=weight)
 
     def over(self, n_valid: Tensor) -> Tensor:
         """The denominator of a mean, ``()`` in tokens."""
@@ -399,7 +404,7 @@ class FusedLoss(torch.autograd.Function):
         fused.saved = ()  # they are freed by the backward pass
         # This memory keeps the logits of now; later writes into x do not change it.
         ctx.fused, ctx.logits = fused, Memory(x.memory.call, x.recorded, x.memory)
-        ctx.like = x.like
+        ctx.fused_call, ctx.like = fused.plan.fused_call.copy(), x.like
         return fused.loss.detach()  # the loss itself would be held by its own node
 
     @staticmethod
@@ -422,7 +427,7 @@ class FusedLoss(torch.autograd.Function):
         left = tuple([s for s in reversed(plan.steps) if s.undone])
         term = Term(plan.call, tuple(input_grads), bias, left)
 
-        logits, fused_call = LogitsSource(ctx.logits), plan.fused_call
+        logits, fused_call = LogitsSource(ctx.logits), ctx.fused_call
 
         def make(operation: str) -> Tensor:
             return fused_call.gradient_of_real(logits.materialize(operation), grad)
@@ -442,7 +447,10 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     if plan is None:
         return NotImplemented
     plan.call.report.fused()
-    return _apply(x, LossWithGrads.of(plan) or LossGraph(plan)) if wanted else plan.compute()
+    loss = _apply(x, LossWithGrads.of(plan) or LossGraph(plan)) if wanted else plan.compute()
+    if LossObserver.current is not None:
+        LossObserver.current.results.append(loss)
+    return loss
 
 
 LazyLogits.above[F.cross_entropy] = _cross_entropy

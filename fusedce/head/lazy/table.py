@@ -190,7 +190,7 @@ def _dims_of(i: Any) -> int:
 
 def _undo_permute(read: Callable[..., LogitsSteps | None]) -> Callable[..., LogitsStep | None]:
     def undo(grad: Tensor, *args: Any, **kwargs: Any) -> LogitsStep | None:
-        out = torch.empty(0, device="meta")
+        out = torch.empty(0, dtype=grad.dtype, device="meta")
         steps = read(tuple(grad.shape), out, *args, **kwargs)
         if steps is None or not isinstance(steps[0], Permute):
             return None

@@ -200,7 +200,7 @@ def _indexed(x: LazyLayout, indices: Any) -> LazyLayout | None:
     used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
     if used >= len(x.shape) or any(i is not None and i.device.type == "meta" for i in indices):
         return None
-    one = torch.empty((1,), device=next(i.device for i in indices if i is not None))
+    one = next(i for i in indices if i is not None).new_empty((1,))
     shape = aten.index.Tensor(one.expand(*x.shape[:-1], 1), indices).shape[:-1]
     return LazyLayout((*shape, x.shape[-1]), x.dtype)
 

@@ -26,6 +26,13 @@ def inputs(dtype, size, right, n=100):
     return hidden, weight, torch.where(torch.rand(n, generator=rng) < right, best, labels)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+DTYPES = [slow(torch.float32), torch.bfloat16, slow(torch.float16)]
+
+
 def gradients(problem):
     """Gradients of the sum times its expected factor, and exact gradients."""
     wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
@@ -77,7 +84,7 @@ def test_bf16_gradients_are_as_exact_as_the_exact_ones_rounded(
         assert error(a.bfloat16(), b) <= 1.1 * error(b.bfloat16(), b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("above", [50.0, 90.0, 1000.0])
 def test_blocks_far_above_the_label_take_references_of_their_own(dtype, above):
     """Logits of 0 in the label's block, of ``above`` in another, of a little less in the third."""
@@ -91,9 +98,9 @@ def test_blocks_far_above_the_label_take_references_of_their_own(dtype, above):
         assert error(a, b) <= (2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("classes", "masked"), [(1, 0), (257, 0), (513, 0), (700, 512)])
-@pytest.mark.parametrize("level", [-85.0, -92.0, -1000.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("classes", "masked"), [(1, 0), (257, 0), slow(513, 0), (700, 512)])
+@pytest.mark.parametrize("level", [slow(-85.0), slow(-92.0), -1000.0])
 def test_a_block_with_no_other_class_has_no_say(dtype, classes, masked, level):
     """The label alone in the last block, or a block of classes that are masked; all logits low."""
     hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)

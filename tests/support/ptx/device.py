@@ -57,7 +57,7 @@ class Device:
         self.utils = self
         self.remarks: Counter[str] = Counter()  # of all launches: questionable, but no fault
 
-    # What Triton asks of a driver and of its utilities.
+    # Triton asks these of a driver and of its utilities.
     def get_current_target(self):
         return self.target
 

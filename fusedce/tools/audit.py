@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedce
-from fusedce.tools.demo.data import (
+from fusedce.tools.demo import (
     LEARNING_RATE,
     build_model,
     draw_batches,

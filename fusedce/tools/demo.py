@@ -10,11 +10,16 @@ The same 32 sequences make one optimizer step:
 
 Initial weights, samples, order and optimizer are the same; float32, no dropout, deterministic
 algorithms.
+
+Nothing is downloaded. The text ships with Python: the topics of `pydoc`, each split at its section
+borders (two blank lines). A section is one training sequence of natural length, cut at
+``MAX_TOKENS``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,27 +34,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_labels
-from fusedce.tools.demo.cost import LOSSES, measure_cost
-from fusedce.tools.demo.data import (
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    MAX_TOKENS,
-    SEQUENCES,
-    VOCABULARY,
-    Batch,
-    build_model,
-    draw_batches,
-    hidden_states,
-    pad,
-    sections,
-    train_tokenizer,
+from fusedce.tools.demo_results import (
+    FULL,
+    LOSSES,
+    NAIVE,
+    WINDOW,
+    DemoReport,
+    Run,
+    StepLoss,
+    measure_cost,
 )
-from fusedce.tools.demo.publish import FULL, NAIVE, WINDOW, DemoReport, Run, StepLoss
 
-QUICK_SEQUENCES = 16  # per optimizer step
+SEQUENCES, QUICK_SEQUENCES = 32, 16  # per optimizer step
 REPEATS, QUICK_REPEATS = 5, 2
+LEARNING_RATE = 1e-3
+MAX_TOKENS = 512
+VOCABULARY = 4096
+HIDDEN, LAYERS, HEADS = 128, 2, 4
+END = "<end>"
 
+Batch = list[Tensor]  # one optimizer step: SEQUENCES tensors (T,) int64 of different T
 Losses = list[LossSum]  # of the micro-batches of a step
 # Runs backward; returns the loss to log and the micro-batches' losses.
 TrainStep = Callable[[nn.Module, Batch], tuple[float, Losses]]
@@ -93,7 +97,7 @@ def run(
     with exactly_repeatable():
         runs = train_all(model, batches, console)
     console.print("\nmeasuring the loss alone, forward and backward ...", highlight=False)
-    cost = measure_cost(model, batches[0], device, QUICK_REPEATS if quick else REPEATS)
+    cost = measure_cost(*inputs_of_loss(model, batches[0]), QUICK_REPEATS if quick else REPEATS)
     report = DemoReport(
         runs=runs,
         cost=cost,
@@ -111,6 +115,89 @@ def run(
         },
     )
     return report.publish(console, out, begin)
+
+
+# ---- data and model --------------------------------------------------------------------------
+
+
+def sections() -> list[str]:
+    """The sections of all documents of `pydoc_data.topics`, in a fixed order."""
+    from pydoc_data.topics import topics
+
+    return [
+        section
+        for _, text in sorted(topics.items())
+        for section in re.split(r"\n{3,}", text.strip("\n"))
+    ]
+
+
+def train_tokenizer(texts: list[str], longest: int = MAX_TOKENS) -> Callable[[str], list[int]]:
+    """Train a byte-level BPE of `VOCABULARY` entries; return its encoder.
+
+    The encoder appends `END` and cuts at ``longest`` tokens.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end = tokenizer.encode(END).ids  # one token, which no section holds
+    return lambda text: [*tokenizer.encode(text).ids, *end][:longest]
+
+
+def build_model(seed: int) -> nn.Module:
+    """A small Llama in float32 with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=MAX_TOKENS,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).float().train()
+
+
+def draw_batches(
+    sequences: list[Tensor], steps: int, seed: int, size: int = SEQUENCES
+) -> list[Batch]:
+    """Batches of ``size`` sequences for each step, from shuffled epochs one after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while len(order) < steps * size:
+        order += torch.randperm(len(sequences), generator=generator).tolist()
+    return [[sequences[i] for i in order[step * size : (step + 1) * size]] for step in range(steps)]
+
+
+def pad(batch: Batch, value: int) -> Tensor:
+    """``(SEQUENCES, T)``, padded on the right: under causal attention no token sees padding."""
+    return nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=value)
+
+
+def hidden_states(model: Any, input_ids: Tensor) -> Tensor:
+    """Hidden states ``(B, T, H)`` of the decoder, without the head's logits."""
+    return model.model(input_ids=input_ids).last_hidden_state
+
+
+def inputs_of_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """``hidden (N, H)``, ``weight (V, H)`` and shifted ``labels (N,)`` of one padded batch."""
+    with torch.no_grad():
+        hidden = hidden_states(model, pad(batch, 0))
+    weight = model.lm_head.weight.detach().clone()
+    return hidden.flatten(0, 1), weight, shift_labels(pad(batch, -100)).flatten()
 
 
 # ---- the three ways to train ----------------------------------------------------------------

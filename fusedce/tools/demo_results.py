@@ -1,12 +1,15 @@
-"""The results of `fusedce demo`: tables, a picture, a JSON file and a verdict."""
+"""The results of `fusedce demo`: the cost of its loss, tables, a picture, JSON and a verdict."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +23,80 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from fusedce.tools.demo.cost import Cost
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.tools.bench import eager, fused_ce
 
 FULL, NAIVE, WINDOW = "A full batch", "B naive mean", "C LossAccumulator"
 COLORS = {FULL: "#222222", NAIVE: "#d55e00", WINDOW: "#0072b2"}  # safe for the colour-blind
 TOLERANCE = 1e-5  # nats, the largest allowed distance of C from A, in float32
 VISIBLE = 1e-2  # nats, the least distance of B from A for the comparison to mean anything
+
+
+class Cost(NamedTuple):
+    """The loss alone, forward and backward, at one shape."""
+
+    seconds: dict[str, list[float]]  # of each repeat, sorted
+    extra_bytes: dict[str, int]
+    memory_method: str
+    shape: dict[str, int]
+    n_valid: int
+
+
+def measure_cost(hidden: Tensor, weight: Tensor, labels: Tensor, repeats: int) -> Cost:
+    """Time and memory of the loss of one real batch, fused and eager, forward and backward.
+
+    Args:
+        hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``, shifted.
+        repeats: timed calls of each loss.
+    """
+    inputs, device = (hidden, weight, labels), str(hidden.device)
+    calls = {name: partial(forward_backward, loss, inputs) for name, loss in LOSSES.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "inputs.pt")
+        torch.save(tuple(x.cpu() for x in inputs), path)
+        extra = {
+            name: peak_extra_bytes(
+                "fusedce.tools.demo_results:prepare_loss",
+                {"name": name, "path": path, "device": device},
+                device=device,
+            )
+            for name in LOSSES
+        }
+    (N, H), V = hidden.shape, len(weight)
+    return Cost(
+        seconds=median_seconds(calls, repeats),
+        extra_bytes=extra,
+        memory_method=memory_method(device),
+        shape={"N": N, "H": H, "V": V},
+        n_valid=int((labels != -100).sum()),
+    )
+
+
+def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
+    """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
+    hidden, weight, labels = (x.to(device) for x in torch.load(path, weights_only=True))
+    forward_backward(LOSSES[name], (hidden[:64], weight, labels[:64]))
+    return partial(forward_backward, LOSSES[name], (hidden, weight, labels))
+
+
+def unpadded(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Mean loss by plain torch on the valid rows, so that padding costs nothing."""
+    valid = labels != -100
+    return eager(hidden[valid], weight, labels[valid])
+
+
+def forward_backward(
+    loss_of: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]
+) -> list[Tensor]:
+    """The loss, and its gradients of hidden state and weight."""
+    wanted = [x.requires_grad_() for x in inputs[:2]]
+    loss = loss_of(*inputs)
+    return [loss, *torch.autograd.grad(loss, wanted)]
+
+
+LOSSES = {"fused_ce": fused_ce, "eager": eager, "eager, padding removed": unpadded}
 
 
 class StepLoss(NamedTuple):

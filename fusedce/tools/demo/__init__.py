@@ -1,1 +1,0 @@
-"""`fusedce demo`: one model trained three ways, and the comparison."""
