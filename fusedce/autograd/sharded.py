@@ -226,7 +226,7 @@ class _Values(torch.autograd.Function):
         *tensors, y, here, classes, z, nll_here, lse, entropy, zmean = ctx.saved_tensors
         if ctx.shard.tokens is not None:
             upstream = _of_all_ranks(upstream, lse, z, ctx.shard)
-        if all(u is None for u in upstream):
+        elif all(u is None for u in upstream):
             return tuple(nothing)
         *of_stats, of_z = upstream
         problem = ctx.options.but(**dict(zip(ctx.names, tensors, strict=True)))

@@ -146,8 +146,10 @@ def checked_ce(
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, values = dispatch.loss_sum(problem, wanted)
-    _fill(argmax_out, values)
-    return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
+    if monitor:
+        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
+    _fill(argmax_out, values)  # now that labels, whose memory it may be, were read
+    return out
 
 
 def sharded_loss_sum(
@@ -172,10 +174,10 @@ def sharded_loss_sum(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
     out, values = sharded.loss_sum(problem, shard, wanted)
+    found = sums(problem, monitor, *values) if monitor else {}
     _fill(argmax_out, values)
     if not monitor:
         return out
-    found = sums(problem, monitor, *values)
     total = sharded.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
 
