@@ -1,4 +1,4 @@
-"""How vocabulary and tokens lie on the ranks, and the exchange in which ranks compare them.
+"""Placement of vocabulary and tokens on the ranks, and the exchange that compares it.
 
 The placement is read from DTensors or groups (:class:`Layout`). One all-gather then compares the
 ranks' arguments and tokens, and finds each rank's rows of the vocabulary (:func:`agree`).
