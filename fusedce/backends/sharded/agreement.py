@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.exchange import Shard, waiting_for_ranks
+from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
