@@ -29,7 +29,7 @@ from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.plan import TILES, tiles_of, way_of
-from fusedce.backends.sharded.exchange import (
+from fusedce.backends.sharded.collectives import (
     Shard,
     all_reduce,
     all_tokens,
@@ -37,7 +37,7 @@ from fusedce.backends.sharded.exchange import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.sharded.token_stats import Local, local_problem, stats_over_ranks
+from fusedce.backends.sharded.merged_stats import Local, local_problem, stats_over_ranks
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.contract.objective import Stats, folded, token_losses, weights_and_count
 from fusedce.contract.problem import Problem, Wanted

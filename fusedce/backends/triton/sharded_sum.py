@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.protocol import Summed
-from fusedce.backends.sharded.exchange import (
+from fusedce.backends.sharded.collectives import (
     RunningSums,
     Shard,
     all_gather,
