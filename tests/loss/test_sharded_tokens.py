@@ -280,6 +280,22 @@ def edges(rank):
         torch.testing.assert_close(tuple(a), tuple(b))
 
 
+def no_gradient_is_missing(rank):
+    """Where no own token of any rank counts gradients are 0, not absent: DDP waits for them."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    shared = {"process_group": dist.group.WORLD, "tokens_sharded": True}
+    ignored = torch.full((N,), -100)
+    for x in (inputs(sum(sizes)) | {"labels": ignored}, inputs(sum(sizes))):
+        local, _ = own_rows(x, sizes, rank)
+        stats = sharded_logprobs(**local, **shared)
+        (0 * stats.logprob + 0 * stats.entropy).sum().backward()
+        assert all(local[k].grad.eq(0).all() for k in ("hidden", "weight"))
+        local, _ = own_rows(x, sizes, rank)
+        loss = sharded_cross_entropy(**local, **shared, reduction="none").sum()
+        (0 * loss).backward()
+        assert all(local[k].grad.eq(0).all() for k in ("hidden", "weight"))
+
+
 def collectives(several, rank):
     """The collectives of one training step, and the number of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
@@ -341,6 +357,7 @@ CASES = {
         for reduction in (None, "none", "mean", "sum")
     },
     "edges": edges,
+    "tokens, no gradient": no_gradient_is_missing,
     "vocabulary parallel": vocab_parallel,
 }
 RUNS = [
