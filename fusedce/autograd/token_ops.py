@@ -138,7 +138,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     """Gradients for the arguments of ``token_values``, computed by ``grads_op``."""
     nothing: Any = [None] * len(Problem._fields)
     values: Any = [None] * len(Values._fields)
-    needed, _ = _problem_and_values(ctx.needs_input_grad)
+    needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
     wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
     if all(u is None for u in upstream) or not any(wanted):
         return (*nothing, *values)

@@ -1,4 +1,4 @@
-"""The public loss and its contract. Computes nothing itself."""
+"""The public loss and its contract: checks, then one call of the layer below."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def fused_ce(
 
 
 def ce_with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads | None:
-    """The same without autograd: the loss, and its gradients for a node of the caller's own.
+    """:func:`fused_ce` without graph: the loss, and its gradients for the caller's autograd node.
 
-    ``None`` where they do not come by themselves.
+    ``None`` where the forward pass computes no gradients.
     """
     return dispatch.sum_with_grads(problem, wanted)
 

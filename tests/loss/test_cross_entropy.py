@@ -23,8 +23,11 @@ def inputs(leading=(11,), H=12, V=37, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("smoothing", "weighted"),
+    [(0.0, False), pytest.param(0.0, True, marks=pytest.mark.slow),
+     pytest.param(0.3, False, marks=pytest.mark.slow), (0.3, True)],
+)  # fmt: skip
 def test_parity_with_torch(backend, reduction, smoothing, weighted):
     """1-D, 2-D and 3-D hidden; ignored: nothing, a negative number, a real class."""
     every = itertools.product([(), (11,), (3, 5)], [-100, -1, 2])

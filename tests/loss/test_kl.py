@@ -229,6 +229,7 @@ def test_limits_of_beta_are_those_of_trl():
         assert limit == fused_kl(*args, divergence=kind).loss_sum
 
 
+@pytest.mark.slow  # the import of TRL
 def test_the_loss_of_trl():
     from trl.experimental.gkd import GKDTrainer
 
@@ -266,7 +267,7 @@ def liger_jsd(
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(
-    ("backend", "temperature"), [("torch", 1.0), ("torch", 2.0), ("triton", 2.0)]
+    ("backend", "temperature"), [("torch", 1.0), ("torch", 2.0), slow("triton", 2.0)]
 )
 def test_the_loss_of_liger(backend, beta, temperature):
     """The row of docs/migrating.md: the same arguments, the same mean and gradients."""

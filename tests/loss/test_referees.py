@@ -177,8 +177,19 @@ def test_the_page_holds_every_function_and_way():
     assert set(table()) == {(name, way) for name in NAMES for way in WAYS}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+SLOW = ("gradcheck", "compile", "export")  # half a second for each function
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(
+            name, way, marks=[pytest.mark.slow] if way in SLOW and name in NAMES[2:] else []
+        )
+        for name in NAMES
+        for way in WAYS
+    ],
+)
 def test_what_the_page_says_of_a_way_to_run_holds(name, way):
     cell = table()[name, way]
     assert cell in ("yes", "refused", "-")
