@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lib.drift import Fused, compare, flat, naive, permuted, train
+from lib.drift import compare, flat, fused, naive, permuted, train
 from lib.results import FOLDER, device_name, source, write
 from lib.tables import markdown
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ def measure(
     for rows, micro in SPLITS[1:]:
         runs[f"naive {rows}x{micro}"] = train(model, start, batches, rows, naive, LEARNING_RATE)
     for rows, micro in SPLITS:
-        runs[f"fused {rows}x{micro}"] = train(model, start, batches, rows, Fused(), LEARNING_RATE)
+        runs[f"fused {rows}x{micro}"] = train(model, start, batches, rows, fused(), LEARNING_RATE)
     model.load_state_dict(start)
     lengths = sorted(len(x) for x in samples)
     return {

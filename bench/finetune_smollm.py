@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.drift import Fused, compare, flat, naive, train
+from lib.drift import compare, flat, fused, naive, train
 from lib.results import FOLDER, caption, device_name, versions, write
 from lib.tables import markdown, put
 
@@ -29,7 +29,7 @@ RUNS = {
     "8x1": (8, naive),
     "floor": (8, naive),  # its rows permuted
     "naive 1x8": (1, naive),
-    "fused 1x8": (1, Fused()),
+    "fused 1x8": (1, fused()),
 }
 
 

@@ -1,8 +1,8 @@
 """Predict time and memory of the loss on a GPU from bytes, FLOPs, launches and device figures.
 
-A call is a sum of terms, each a number of bytes over the memory's
-bandwidth, FLOPs over the rate of products, or a count of launches: nothing overlaps but what says
-so. Sizes are N tokens (all valid), H hidden, V vocabulary; inputs are bf16. No torch is needed.
+A call is a sum of terms: bytes over the memory's bandwidth, FLOPs over the rate of products, and
+launches times their cost. Terms do not overlap unless their comment says so. Sizes are N tokens
+(all valid), H hidden, V vocabulary; inputs are bf16. No torch is needed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Device(NamedTuple):
     narrow: bool = False  # two forward programs share a processor up to FORWARD_NARROW_H
 
 
-# What was measured on the H200 over what its datasheet says (989 TFLOP/s dense, 4.8 TB/s), taken
-# for the devices that nobody has measured for us.
+# Rates measured on the H200 over those of its datasheet (989 TFLOP/s dense, 4.8 TB/s), for devices
+# without measurements.
 _REACHED_FLOPS, _REACHED_BANDWIDTH = 788 / 989, 4.3 / 4.8
 
 
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
     normalise: bool = False  # a second pass over the exponentials
     add_in_place: bool = True  # the chunks' weight gradients are added in the product's epilogue
     known_denominator: bool = True  # the gradients are made with their final factor
-    single_entries: bool = True  # of labels and of the likeliest others: apart, in float32
+    single_entries: bool = True  # of labels and of the likeliest others: in float32
     # The rate of our own main loops over the vendor's (assumed). A tile of 128 x 256 reads 11.7
     # bytes a kFLOP from L2, 9.5 TB/s at an H200's rate; the vendor's shares tiles in a cluster.
     own_gemm: float = 0.84
@@ -113,10 +113,8 @@ ONE_GEMM = NOW._replace(one_gemm=True)
 # The least certain assumption of each way, and the range in which its number may lie. A tile's
 # float32 products stay in L2 until they are read (2 bytes a logit are left), or go to memory.
 UNCERTAIN = {"own_gemm": (0.94, 0.80), "tile_bytes": (2.0, 10.0)}
-_BANDWIDTH = (
-    1.05,
-    0.9,
-)  # of a pass over the logits, over that of a copy: the least certain of peers
+# Bandwidth of a pass over the logits, over that of a copy: the least certain assumption for peers.
+_BANDWIDTH = 1.05, 0.9
 PLANS = {
     "fused_ce": NOW,
     "fused_ce, one GEMM": ONE_GEMM,
@@ -139,10 +137,12 @@ class Prediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The sum of the terms."""
         return math.fsum(self.terms.values())
 
     @property
     def bytes(self) -> int:
+        """The sum of the memory's parts."""
         return sum(self.memory.values())
 
 
@@ -164,7 +164,7 @@ def _move(device: Device, count: float) -> float:
 
 
 def bare_gemms(N: int, H: int, V: int, device: Device, *, training: bool = True) -> Prediction:
-    """The products nobody can do without: one forward, three with gradients."""
+    """The products that every implementation needs: one forward, three with gradients."""
     terms = {"logits product": product(device, N, V, H)}
     if training:
         terms["d_hidden product"] = product(device, N, H, V)
@@ -189,9 +189,9 @@ def eager(N: int, H: int, V: int, device: Device, *, training: bool = True) -> P
 
 
 def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = True) -> Prediction:
-    """The same through torch.compile: two reads forward, a read and a write backward.
+    """:func:`eager` through torch.compile: two reads forward, a read and a write backward.
 
-    The gradient of the logits takes their place: seen in the memory it needs on a CPU.
+    The gradient of the logits overwrites them: its memory on a CPU shows that.
     """
     passes = {"log-sum-exp": 4} | ({"slope": 4} if training else {})
     terms = dict(bare_gemms(N, H, V, device, training=training).terms)
@@ -230,7 +230,7 @@ def fused_ce(
     plan: Plan = NOW,
     memory_budget: int | None = None,
 ) -> Prediction:
-    """Ours: `forward_kernel`, or the way that the backend takes within the budget."""
+    """This library's loss: `forward_kernel`, or the way that the backend takes in the budget."""
     if not training:
         return _with_range(lambda plan: _forward(N, H, V, device, plan), plan, "own_gemm")
     asked = call(N, H, V, 2, memory_budget, device=device)
@@ -255,7 +255,7 @@ def _with_range(of: Callable[[Plan], Prediction], plan: Plan, uncertain: str) ->
 
 
 def launches(way: Way, N: int, H: int, V: int, gemm_block: int = 0) -> dict[str, int]:
-    """How often a training pass by chunks launches each of our kernels, and a product.
+    """Number of launches of each kernel, and of products, in a training pass by chunks.
 
     The names are those of the kernels; a test compares the counts with what the code launches.
     """

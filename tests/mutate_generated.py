@@ -29,20 +29,49 @@ from typing import NamedTuple
 import mutants
 from mutate import run_tests
 
-# The tests that a folder of the package has to fail: the quick ones about it, and then all.
-FOLDERS = {
-    "contract": ("contract loss/test_fused_ce.py", "contract loss autograd backends"),
-    "autograd": ("autograd loss/test_logprobs.py loss/test_kl.py", "autograd loss backends/torch"),
-    "backends/sharded": ("loss/test_sharded.py loss/test_sharded_agreement.py", "loss"),
-    "backends/triton": ("backends/triton", "backends/triton kernels loss"),
-    "backends": ("backends/torch backends/test_plan.py", "backends loss autograd"),
-    "accumulate": (
-        "accumulate/test_accumulator.py accumulate/test_guard_rails.py accumulate/test_state.py",
-        "accumulate",
-    ),
-    "head": ("head/test_losses.py head/test_tensors.py head/test_heads.py", "head trainer"),
+# The first tests of a mutant, by the beginning of its path (the first that fits).
+FIRST = {
+    "contract/monitors": "contract/test_monitors.py",
+    "contract/divergence": "loss/test_kl.py",
+    "contract/labels": "contract/test_labels.py contract/test_bad_values.py",
+    "contract": "contract/test_checks.py contract/test_results.py contract/test_problem.py "
+    "contract/test_bad_values.py loss/test_options.py",
+    "autograd/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
+    "autograd": "autograd loss/test_logprobs.py loss/test_several_classes.py loss/test_kl.py",
+    "backends/sharded": "loss/test_sharded.py loss/test_sharded_agreement.py",
+    "backends/torch/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
+    "backends/triton/sharded": "loss/test_sharded_triton.py",
+    "backends/triton/rank": "loss/test_sharded_triton.py",
+    "backends/triton/archs": "backends/triton/test_tuning.py kernels/test_kernels.py",
+    "backends/triton/tuning": "backends/triton/test_tuning.py",
+    "backends/triton/divergence": "loss/test_kl.py",
+    "backends/triton": "backends/triton loss/test_logprobs.py loss/test_memory_budget.py",
+    "backends/torch/divergence": "loss/test_kl.py",
+    "backends/torch/per_token": "loss/test_logprobs.py loss/test_one_rounding.py",
+    "backends/torch": "backends/torch loss/test_fused_ce.py loss/test_memory_budget.py",
+    "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
+    "backends": "backends/test_gradients.py loss/test_logprobs.py loss/test_one_rounding.py "
+    "loss/test_fused_ce.py",
+    "accumulate/guard": "accumulate/test_guard_rails.py accumulate/test_misuse.py "
+    "accumulate/test_forgetting.py",
+    "accumulate/gradients": "accumulate/test_failures.py accumulate/test_uneven.py "
+    "accumulate/test_engines.py",
+    "accumulate": "accumulate/test_accumulator.py accumulate/test_guard_rails.py "
+    "accumulate/test_state.py accumulate/test_agreement.py",
+    "head/lazy/traced": "head/test_compiled_pieces.py head/test_losses.py",
+    "head/lazy/loss": "head/test_losses.py head/test_report.py",
+    "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
+    "head/report": "head/test_report.py",
+    "head": "head/test_heads.py head/test_probe.py head/test_stale.py head/test_peft.py",
 }
-SHARDED = "loss/test_sharded.py loss/test_sharded_tokens.py loss/test_sharded_triton.py"
+# And then all of these, without those that are slow and with them.
+FOLDERS = {
+    "contract": "contract loss autograd backends",
+    "autograd": "autograd loss backends",
+    "backends": "backends loss autograd kernels",
+    "accumulate": "accumulate",
+    "head": "head trainer",
+}
 # Equal by construction: None and other single objects compare as they are identical.
 EQUAL = ("Is_Eq", "Eq_Is", "IsNot_NotEq", "NotEq_IsNot")
 SECONDS = 900  # until tests that do not end are a difference that was noticed
@@ -109,10 +138,9 @@ def _sites(text: str) -> Iterator[tuple[tuple[int, int], str, int]]:
 
 
 def verdict(mutant: Generated, quick: bool) -> str:
-    folder = next(folder for folder in FOLDERS if Path(mutant.file).is_relative_to(folder))
-    few, all_of_them = FOLDERS[folder]
-    few = SHARDED if "sharded" in mutant.file else few
-    stages = [(few, "not slow"), (all_of_them, "not slow"), (all_of_them, "slow")]
+    first = next(tests for start, tests in FIRST.items() if mutant.file.startswith(start))
+    rest = FOLDERS[Path(mutant.file).parts[0]]
+    stages = [(first, "not slow"), (rest, "not slow"), (rest, "slow")]
     for tests, chosen in stages[: 1 if quick else None]:
         paths = [str(mutants.ROOT / "tests" / name) for name in tests.split()]
         begin = time.monotonic()

@@ -7,45 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, bare_gemms
+from fusedce.tools import bench
+from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS
 
 from .problems import Spec, make_inputs
 
 
 def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
-    """A call that does the whole job once and drops the gradients; warmed up on a small input."""
+    """A call that does the whole job once and drops the gradients; warmed up on a few rows."""
     spec = Spec(*spec)
     _forget(name)
-    hidden, weight, labels = make_inputs(spec)
-    if name == FLOOR:
-        return bare_gemms(hidden, weight, labels, spec.mode)
-    loss = IMPLEMENTATIONS[name]
-    options = _options(spec)
-    if spec.mode == "forward":
-
-        @torch.no_grad()
-        def forward() -> Tensor:
-            return loss(hidden, weight, labels, **options)
-
-        call: Callable[[], object] = forward
-    else:
-        leaves = [hidden.requires_grad_()]
-        if spec.mode == "train":
-            leaves.append(weight.requires_grad_())
-
-        def step() -> None:
-            loss(hidden, weight, labels, **options).backward()
-            for x in leaves:
-                x.grad = None
-
-        call = step
-    # Libraries and thread pools that the first call of a process loads are not counted as memory.
-    if name != COMPILED:  # which would compile twice
-        small = [x.detach()[:16].clone().requires_grad_(x.requires_grad) for x in (hidden, weight)]
-        loss(*small, labels[:16].clamp(max=15))
-    return call
+    return bench.make_call(name, *make_inputs(spec), spec.mode, **_options(spec))
 
 
 def _forget(name: str) -> None:

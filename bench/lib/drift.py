@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedce import LossAccumulator, count_valid
+from fusedce import LossAccumulator
 from fusedce.tools import demo
 
 
@@ -21,36 +22,12 @@ class Run(NamedTuple):
     seconds: float
 
 
-def split(batch: demo.Batch, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Padded ``(input_ids, labels)`` micro-batches of ``rows`` sequences."""
-    parts = [batch[i : i + rows] for i in range(0, len(batch), rows)]
-    return [(demo.pad(part, 0), demo.pad(part, -100)) for part in parts]
+naive = demo.mean_of_means
 
 
-def naive(model: nn.Module, micro: list[tuple[Tensor, Tensor]]) -> tuple[float, demo.Losses]:
-    outs = []
-    for input_ids, labels in micro:
-        out = demo.loss_of(model, input_ids, labels)
-        (out.mean() / len(micro)).backward()
-        outs.append(out)
-    return sum(out.mean().item() for out in outs) / len(outs), outs
-
-
-class Fused:
-    """Train through one accumulator, which is kept for the whole run."""
-
-    def __init__(self) -> None:
-        self.accumulator = LossAccumulator()
-
-    def __call__(
-        self, model: nn.Module, micro: list[tuple[Tensor, Tensor]]
-    ) -> tuple[float, demo.Losses]:
-        outs = []
-        with self.accumulator.window([count_valid(labels) for _, labels in micro]):
-            for input_ids, labels in micro:
-                outs.append(demo.loss_of(model, input_ids, labels))
-                self.accumulator.backward(outs[-1])
-        return self.accumulator.metrics(reset=True)["loss"], outs
+def fused() -> Callable:
+    """A way to train through one accumulator, which is kept for the whole run."""
+    return functools.partial(demo.one_denominator, LossAccumulator())
 
 
 def train(
@@ -67,7 +44,7 @@ def train(
     logged, true, first = [], [], 0.0
     for batch in batches:
         optimizer.zero_grad()
-        loss, outs = way(model, split(batch, rows))
+        loss, outs = way(model, demo.split(batch, rows))
         logged.append(loss)
         true.append(sum(x.loss_sum.item() for x in outs) / sum(int(x.n_valid) for x in outs))
         if len(true) == 1:

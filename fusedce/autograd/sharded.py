@@ -37,7 +37,7 @@ from fusedce.backends.sharded.exchange import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.sharded.token_stats import Local, local_of, stats_over_ranks
+from fusedce.backends.sharded.token_stats import Local, local_problem, stats_over_ranks
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.contract.objective import Stats, folded, token_losses, weights_and_count
 from fusedce.contract.problem import Problem, Wanted
@@ -149,7 +149,7 @@ def _statistics(problem: Problem, counted: Counted, wanted: Wanted) -> tuple[Sta
     """
     gradients, shard = wanted_gradients(problem), counted.shard
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        local = local_of(counted.problem, counted.rows, shard)
+        local = local_problem(counted.problem, counted.rows, shard)
         z = _class_logits(local, counted)
         valid = counted.problem.but(labels=counted.classes).valid()
         if z.shape[1]:
@@ -226,7 +226,7 @@ class _Values(torch.autograd.Function):
         *tensors, y, here, classes, z, nll_here, lse, entropy, zmean = ctx.saved_tensors
         if ctx.shard.tokens is not None:
             upstream = _of_all_ranks(upstream, lse, z, ctx.shard)
-        if all(u is None for u in upstream):
+        elif all(u is None for u in upstream):
             return tuple(nothing)
         *of_stats, of_z = upstream
         problem = ctx.options.but(**dict(zip(ctx.names, tensors, strict=True)))

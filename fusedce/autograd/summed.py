@@ -179,8 +179,8 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    needed: Any = Attached(*ctx.needs_input_grad)
-    wanted = needed.hidden, needed.weight, needed.bias
+    # (torch takes entries off its end, more than its own where threads share a graph)
+    _, _, *wanted = ctx.needs_input_grad[:5]
     hidden, weight, bias = scaled(
         ctx.saved_tensors, upstream, wanted, ctx.dtype, ctx.backend, ours=ctx.ours
     )

@@ -138,7 +138,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     """Gradients for the arguments of ``token_values``, computed by ``grads_op``."""
     nothing: Any = [None] * len(Problem._fields)
     values: Any = [None] * len(Values._fields)
-    needed, _ = _problem_and_values(ctx.needs_input_grad)
+    needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
     wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
     if all(u is None for u in upstream) or not any(wanted):
         return (*nothing, *values)
@@ -204,7 +204,7 @@ def upstream_of(
     """
     V = problem.weight.shape[0]
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
-    upstreams = Upstreams(*(u if len(x) else None for u, x in zip(upstreams, values, strict=True)))
+    upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
     nll = values.nll.double()
     p_label = torch.exp(-nll)
     alpha = torch.zeros_like(p_label)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and why another one cannot."""
+"""Choice of the backend that runs, and the reason why another one cannot."""
 
 from __future__ import annotations
 

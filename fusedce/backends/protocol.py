@@ -1,4 +1,4 @@
-"""What a backend is: a module with these functions, called with checked problems, grad mode off."""
+"""Interface of a backend: a module with these functions, for checked problems, in no-grad mode."""
 
 from __future__ import annotations
 

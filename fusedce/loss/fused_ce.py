@@ -1,4 +1,4 @@
-"""The public loss and its contract. Computes nothing itself."""
+"""The public loss and its contract: checks, then one call of the layer below."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def fused_ce(
 
 
 def ce_with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads | None:
-    """The same without autograd: the loss, and its gradients for a node of the caller's own.
+    """:func:`fused_ce` without graph: the loss, and its gradients for the caller's autograd node.
 
-    ``None`` where they do not come by themselves.
+    ``None`` where the forward pass computes no gradients.
     """
     return dispatch.sum_with_grads(problem, wanted)
 
@@ -146,8 +146,10 @@ def checked_ce(
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, values = dispatch.loss_sum(problem, wanted)
-    _fill(argmax_out, values)
-    return MonitoredLossSum.of(out, sums(problem, monitor, *values)) if monitor else out
+    if monitor:
+        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
+    _fill(argmax_out, values)  # now that labels, whose memory it may be, were read
+    return out
 
 
 def sharded_loss_sum(
@@ -172,10 +174,10 @@ def sharded_loss_sum(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
     out, values = sharded.loss_sum(problem, shard, wanted)
+    found = sums(problem, monitor, *values) if monitor else {}
     _fill(argmax_out, values)
     if not monitor:
         return out
-    found = sums(problem, monitor, *values)
     total = sharded.total(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
 

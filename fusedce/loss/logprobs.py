@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and likeliest classes token by token, for policy gradients."""
+"""Log-probabilities, entropies and likeliest classes token by token, also over sharded classes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fusedce.contract.checks import (
     checked_temperature,
 )
 from fusedce.contract.explain import explains_names, not_a_tensor
+from fusedce.contract.groups import local_of
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
@@ -31,7 +32,6 @@ from fusedce.loss.sharded_problem import (
     device_of,
     has_several_classes,
     is_sharded,
-    local_of,
     tokens_of,
 )
 
@@ -231,18 +231,10 @@ def sharded_logprobs(
 ) -> TokenStats | TokenStatsAndMean:
     """:func:`fusedce.fused_logprobs` with the rows of ``weight`` spread over ranks.
 
-    With the logits ``z`` over all ranks' classes, divided by the temperature, and ``p =
-    softmax(z[i])``, in nats::
-
-        logprob[i] = z[i, labels[i]] - logsumexp(z[i])
-        entropy[i] = -sum over v of p[v] * log p[v]
-        lse[i]     = logsumexp(z[i])
-        argmax[i]  = argmax(z[i])
-
-    The entropy is put together by the chain rule, ``sum over shards of P * (H - log P)`` with ``P``
-    and ``H`` a shard's probability and entropy: of terms that are never negative. What holds of
-    ranks, backward passes and waiting for :func:`fusedce.sharded.sharded_cross_entropy` holds here
-    too.
+    The statistics are the same, in nats, with the classes of all ranks. The entropy follows the
+    chain rule, ``sum over shards of P * (H - log P)`` with a shard's probability ``P`` and entropy
+    ``H``; none of its terms is negative. As with :func:`fusedce.sharded.sharded_cross_entropy`,
+    every rank must run backward, and the forward pass by Triton waits for the device once.
 
     Collectives on the vocabulary's ranks:
 
@@ -250,16 +242,15 @@ def sharded_logprobs(
       float64 a token that counts (6 with ``mean_logit``);
     * with ``labels (..., K)`` before them, one all-reduce of K float32 a token that counts (float64
       for float64 inputs), the logits of the K classes;
-    * backward: those of that function; with sharded tokens the same before, too, and K more numbers
-      a token in the all-reduce of upstream gradients.
+    * backward, and sharded tokens: as :func:`fusedce.sharded.sharded_cross_entropy`, with K more
+      numbers a token in the all-reduce of upstream gradients.
 
     Args:
         labels: ``(...)``, or several classes of each token, ``(..., K)``, as in
             :func:`fusedce.fused_logprobs`.
         hidden, weight, process_group, tokens_sharded, vocab_size, bias: as in :func:`sharded_ce`.
         ignore_index, softcap, logit_scale, temperature, mean_logit, chunk_tokens, memory_budget,
-            backend: as in
-            :func:`fusedce.fused_logprobs`.
+            backend: as in :func:`fusedce.fused_logprobs`.
 
     Returns:
         :class:`fusedce.TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``, argmax among all
@@ -344,7 +335,7 @@ def _sharded_stats(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
-    """:func:`sharded_logprobs` of a problem whose arguments nobody has checked yet."""
+    """:func:`sharded_logprobs` of a problem whose arguments are not checked yet."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_flag("mean_logit", mean_logit)
         problem = _tempered(problem, temperature)
@@ -381,7 +372,7 @@ def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
 def _shaped(
     logprob: Tensor, stats: Stats, tokens: torch.Size, mean_logit: bool
 ) -> TokenStats | TokenStatsAndMean:
-    """Everything but ``logprob`` in the shape of the tokens."""
+    """The result of the public functions: statistics in the shape of the tokens."""
     assert stats.argmax is not None
     found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
     return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found

@@ -1,6 +1,6 @@
-"""The loss under the names and in the order of arguments that users of other libraries write.
+"""The loss under the names and with the order of arguments of other libraries.
 
-Switching is one import; what is computed is :func:`fusedce.fused_cross_entropy`.
+To switch, change one import; both names compute :func:`fusedce.fused_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """The options, for ``repr`` of the module."""
         shown = {"reduction": self.reduction, **self.options}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 

@@ -1,7 +1,7 @@
-"""The loss with a vocabulary that is sharded over ranks (tensor parallelism).
+"""The losses with a vocabulary that is sharded over ranks (tensor parallelism).
 
-Column-parallel output layer and cross-entropy of Megatron-LM (arXiv:1909.08053, section 3), with
-the logits of a chunk of tokens at a time.
+They replace the column-parallel output layer and cross-entropy of Megatron-LM (arXiv:1909.08053,
+section 3), and hold the logits of a chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -43,16 +43,10 @@ def sharded_ce(
 ) -> LossSum:
     """:func:`fusedce.fused_ce` with the rows of ``weight`` spread over ranks; the same results.
 
-    With ``z = logit_scale * (hidden @ weight.T + bias)`` over all ranks' rows, soft-capped where a
-    cap is given, ``eps = label_smoothing`` and ``lse = logsumexp(z)``::
-
-        loss_sum = sum over valid i of token_weight[i] * (lse[i]
-            - (1 - eps) * z[i, labels[i]] - eps * mean(z[i]) + z_loss * lse[i]^2)
-
-    Every rank returns the whole ``loss_sum`` and ``n_valid``, and receives its rows of the weight
-    and bias gradients and the whole gradient of its ``hidden``: the loss counts once, not once per
-    rank. A :class:`fusedce.LossAccumulator` must therefore not count these ranks
-    (``from_mesh(mesh, ["dp"])``).
+    The classes are the rows of all ranks. Every rank returns the whole ``loss_sum`` and
+    ``n_valid``, and receives its rows of the weight and bias gradients and the whole gradient of
+    its ``hidden``: the loss counts once, not once per rank. A :class:`fusedce.LossAccumulator` must
+    therefore not count these ranks (``from_mesh(mesh, ["dp"])``).
 
     A rank holds the logits of one chunk of tokens for its own rows, never ``(N, V_local)``; without
     gradients the Triton kernels hold O(N) numbers. Deterministic; all ranks compute the same bits
@@ -97,15 +91,10 @@ def sharded_ce(
         vocab_size: classes, where the last rows are padding that must have no probability;
             ``None`` counts every row.
         bias: like ``weight``.
-        ignore_index, softcap, logit_scale, chunk_tokens, memory_budget: as in
-            :func:`fusedce.fused_ce`; the budget is each rank's, the same on all. By tiles, its
-            collectives are those of :func:`sharded_cross_entropy`.
-        backend: ``"triton"``, ``"torch"`` or ``None`` as in :func:`fusedce.fused_ce`, the same on
-            all ranks.
-        label_smoothing: in ``[0, 1]``, spread evenly over the classes.
-        z_loss: factor of ``lse^2`` (PaLM, arXiv:2204.02311).
-        token_weight: ``(...)``, factor of each token's loss. Tokens of weight 0 are left out,
-            whatever their hidden state holds; they still count in ``n_valid``.
+        ignore_index, softcap, logit_scale, label_smoothing, z_loss, token_weight, chunk_tokens,
+            memory_budget, backend: as in :func:`fusedce.fused_ce`, the same on all ranks. The
+            budget is each rank's; where it leads to tiles, the collectives are those of
+            :func:`sharded_cross_entropy`.
 
     Returns:
         :class:`fusedce.LossSum`, equal on all ranks, in nats and tokens.
@@ -159,15 +148,7 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """:func:`fusedce.fused_cross_entropy` with the rows of ``weight`` spread over ranks.
 
-    The same losses, in nats: with the logits ``z`` over all ranks' classes, ``nll[i, v] =
-    logsumexp(z[i]) - z[i, v]`` and ``y = labels[i]``::
-
-        loss[i] = token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
-        CE[i]   = (1 - label_smoothing) * class_weight[y] * nll[i, y]
-                  + label_smoothing * mean over v of class_weight[v] * nll[i, v]
-
-    ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum; ``"mean"`` that over the
-    sum of ``class_weight[labels]`` (without: over the number of valid positions). Every rank
+    The losses and reductions are the same, in nats, with the classes of all ranks. Every rank
     returns the same (of its own tokens, where tokens are sharded too), and must run backward: it
     receives its rows of the weight and bias gradients and the whole gradient of its ``hidden``.
     Upstream gradients must be equal on ranks that hold the same tokens, as those of equal programs

@@ -1,4 +1,4 @@
-"""Steps that all losses on a sharded vocabulary begin with: checks, and agreement of the ranks."""
+"""First steps of all losses on a sharded vocabulary: checks, and agreement of the ranks."""
 
 from __future__ import annotations
 

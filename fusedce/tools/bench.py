@@ -134,25 +134,50 @@ def bench(
 def prepare(
     name: str, shape: tuple[int, int, int], dtype: str, device: str
 ) -> Callable[[], object]:
-    """The call to measure, on random inputs; warmed up on a few rows."""
+    """The call to measure, on random inputs (:func:`make_call`)."""
     N, H, V = shape
     rng = torch.Generator().manual_seed(0)
     make = functools.partial(torch.randn, generator=rng)
-    hidden = make(N, H).to(device, DTYPES[dtype]).requires_grad_()
-    weight = (make(V, H) / H**0.5).to(device, DTYPES[dtype]).requires_grad_()
+    hidden = make(N, H).to(device, DTYPES[dtype])
+    weight = (make(V, H) / H**0.5).to(device, DTYPES[dtype])
     labels = torch.randint(V, (N,), generator=rng)
     labels[torch.randperm(N, generator=rng)[: N // 4]] = -100
-    labels = labels.to(device)
+    return make_call(name, hidden, weight, labels.to(device))
+
+
+def make_call(
+    name: str, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str = "train", **options: Any
+) -> Callable[[], object]:
+    """A call that computes one loss and drops its gradients; warmed up on a few rows.
+
+    Args:
+        name: of :data:`IMPLEMENTATIONS`, or :data:`FLOOR`.
+        hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``.
+        mode: "forward": the loss; "frozen": also the gradient of hidden; "train": of both.
+        options: of the implementation.
+    """
     if name == FLOOR:
-        return bare_gemms(hidden, weight, labels)
+        return bare_gemms(hidden, weight, labels, mode)
+    loss = IMPLEMENTATIONS[name]
+    hidden.requires_grad_(mode != "forward")
+    weight.requires_grad_(mode == "train")
 
-    def step(hidden: Tensor = hidden, labels: Tensor = labels) -> None:
-        IMPLEMENTATIONS[name](hidden, weight, labels).backward()
-        hidden.grad = weight.grad = None
+    @torch.set_grad_enabled(mode != "forward")
+    def call() -> None:
+        out = loss(hidden, weight, labels, **options)
+        if mode != "forward":
+            out.backward()
+            hidden.grad = weight.grad = None
 
+    # Libraries and thread pools that the first call of a process loads are not counted as memory.
     if name != COMPILED:  # which would compile twice
-        step(hidden.detach()[:16].clone().requires_grad_(), labels[:16])
-    return step
+        few = hidden.detach()[:16].clone().requires_grad_(hidden.requires_grad)
+        with torch.set_grad_enabled(mode != "forward"):
+            out = loss(few, weight, labels[:16])
+            if mode != "forward":
+                out.backward()
+        weight.grad = None
+    return call
 
 
 def _gpu(device: str) -> str:

@@ -54,9 +54,10 @@ HIDDEN, LAYERS, HEADS = 128, 2, 4
 END = "<end>"
 
 Batch = list[Tensor]  # one optimizer step: SEQUENCES tensors (T,) int64 of different T
+MicroBatches = list[tuple[Tensor, Tensor]]  # input_ids and labels, (rows, T) int64 each
 Losses = list[LossSum]  # of the micro-batches of a step
 # Runs backward; returns the loss to log and the micro-batches' losses.
-TrainStep = Callable[[nn.Module, Batch], tuple[float, Losses]]
+TrainStep = Callable[[nn.Module, MicroBatches], tuple[float, Losses]]
 
 
 def run(
@@ -208,43 +209,40 @@ def loss_of(model: Any, input_ids: Tensor, labels: Tensor) -> LossSum:
     return fused_ce(hidden_states(model, input_ids), model.lm_head.weight, shift_labels(labels))
 
 
-def full_batch(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
-    """A: one padded batch."""
-    out = loss_of(model, pad(batch, 0), pad(batch, -100))
-    loss = out.mean()
-    loss.backward()
-    return loss.item(), [out]
+def split(batch: Batch, rows: int) -> MicroBatches:
+    """``(input_ids, labels)`` of each ``rows`` sequences of a batch, padded on the right."""
+    parts = [batch[i : i + rows] for i in range(0, len(batch), rows)]
+    return [(pad(part, 0), pad(part, -100)) for part in parts]
 
 
-def naive_mean(model: nn.Module, batch: Batch) -> tuple[float, Losses]:
-    """B: the mean of the sequences' means."""
+def mean_of_means(model: nn.Module, micro: MicroBatches) -> tuple[float, Losses]:
+    """B, and A with one micro-batch: the mean of the micro-batches' means."""
     outs = []
-    for sequence in batch:
-        out = loss_of(model, sequence[None], sequence[None])
-        (out.mean() / len(batch)).backward()
+    for input_ids, labels in micro:
+        out = loss_of(model, input_ids, labels)
+        (out.mean() / len(micro)).backward()
         outs.append(out)
     return statistics.fmean(out.mean().item() for out in outs), outs
 
 
 def one_denominator(
-    accumulator: LossAccumulator, model: nn.Module, batch: Batch
+    accumulator: LossAccumulator, model: nn.Module, micro: MicroBatches
 ) -> tuple[float, Losses]:
-    """C: the same micro-batches through a :class:`LossAccumulator`."""
+    """C: the micro-batches through a :class:`LossAccumulator`."""
     outs = []
-    with accumulator.window([count_valid(sequence[None]) for sequence in batch]):
-        for sequence in batch:
-            out = loss_of(model, sequence[None], sequence[None])
-            accumulator.backward(out)
-            outs.append(out)
+    with accumulator.window([count_valid(labels) for _, labels in micro]):
+        for input_ids, labels in micro:
+            outs.append(loss_of(model, input_ids, labels))
+            accumulator.backward(outs[-1])
     return accumulator.metrics(reset=True)["loss"], outs
 
 
 def train_all(model: nn.Module, batches: list[Batch], console: Console) -> list[Run]:
     """Train the model three times from the same weights."""
-    train_steps: dict[str, TrainStep] = {
-        FULL: full_batch,
-        NAIVE: naive_mean,
-        WINDOW: partial(one_denominator, LossAccumulator()),
+    train_steps: dict[str, tuple[int, TrainStep]] = {
+        FULL: (len(batches[0]), mean_of_means),
+        NAIVE: (1, mean_of_means),
+        WINDOW: (1, partial(one_denominator, LossAccumulator())),
     }
     start = {name: value.clone() for name, value in model.state_dict().items()}
     columns = (
@@ -256,23 +254,25 @@ def train_all(model: nn.Module, batches: list[Batch], console: Console) -> list[
     )
     runs = []
     with Progress(*columns, console=console) as progress:
-        for name, train_step in train_steps.items():
+        for name, (rows, train_step) in train_steps.items():
             task = progress.add_task(name, total=len(batches), loss="")
             model.load_state_dict(start)
             history = []
-            for step in train(model, batches, train_step):
+            for step in train(model, batches, rows, train_step):
                 history.append(step)
                 progress.update(task, advance=1, loss=f"{step.logged:.4f}")
             runs.append(Run(name, history))
     return runs
 
 
-def train(model: nn.Module, batches: list[Batch], train_step: TrainStep) -> Iterator[StepLoss]:
+def train(
+    model: nn.Module, batches: list[Batch], rows: int, train_step: TrainStep
+) -> Iterator[StepLoss]:
     """Train with plain AdamW; yield the logged loss and the true mean loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for batch in batches:
         optimizer.zero_grad()
-        logged, outs = train_step(model, batch)
+        logged, outs = train_step(model, split(batch, rows))
         optimizer.step()
         loss_sum = sum(out.loss_sum.item() for out in outs)
         yield StepLoss(logged, loss_sum / sum(int(out.n_valid) for out in outs))
@@ -284,7 +284,7 @@ def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
     Each process that measures memory imports torch, which takes about ``start`` seconds.
     """
     begin = time.perf_counter()
-    naive_mean(model, batches[0])
+    mean_of_means(model, split(batches[0], 1))
     step = time.perf_counter() - begin
     model.zero_grad()
     return start + step * (3 * len(batches) + len(LOSSES)) + len(LOSSES) * (1 + start)

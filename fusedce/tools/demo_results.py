@@ -76,7 +76,7 @@ def measure_cost(hidden: Tensor, weight: Tensor, labels: Tensor, repeats: int) -
 
 def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
     """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
-    hidden, weight, labels = (x.to(device) for x in torch.load(path))
+    hidden, weight, labels = (x.to(device) for x in torch.load(path, weights_only=True))
     forward_backward(LOSSES[name], (hidden[:64], weight, labels[:64]))
     return partial(forward_backward, LOSSES[name], (hidden, weight, labels))
 

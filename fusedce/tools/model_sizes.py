@@ -89,7 +89,7 @@ def config_of(model: str) -> PretrainedConfig:
     transformers = _transformers()
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            str(path), local_files_only=True
+            str(path), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError) as problem:
         raise UserError(f"transformers cannot read {path}: {_first_line(problem)}") from None
@@ -107,7 +107,7 @@ def load(model: str) -> nn.Module:
         raise UserError(f"--full loads weights, and there are none in {model}")
     try:
         loaded: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
-            model, local_files_only=True
+            model, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError) as problem:
         raise UserError(f"cannot load {model}: {_first_line(problem)}") from None

@@ -1,5 +1,8 @@
 """Derivatives: exact in float64, scaled without a rounding, and refused where there is none."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -156,3 +159,42 @@ def test_what_a_users_hooks_hand_back_is_left_as_it_is(dtype):
         assert kept
         assert all(x.equal(before) for x, before in kept)
         torch.testing.assert_close(got, torch.autograd.grad(loss(), (hidden, weight)))
+
+
+@pytest.mark.parametrize("name", ["sum", "none", "entropy"])
+def test_threads_differentiate_one_graph(name):
+    """``retain_graph`` lets several threads do so, and each gets the whole gradient.
+
+    torch 2.13 shortens ``ctx.needs_input_grad`` of a custom operator while its backward runs, for
+    all threads.
+    """
+    hidden, weight = torch.randn(9, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    labels = torch.randint(7, (9,))
+    losses = {
+        "sum": lambda: fused_ce(hidden, weight, labels).loss_sum,
+        "none": lambda: fused_cross_entropy(hidden, weight, labels, reduction="none").sum(),
+        "entropy": lambda: fused_logprobs(hidden, weight, labels).entropy.sum(),
+    }
+    loss = losses[name]()
+    expected = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    found, threads = [], 8
+    together = threading.Barrier(threads)
+
+    def work():
+        together.wait()
+        for _ in range(20):
+            found.append(torch.autograd.grad(loss, (hidden, weight), retain_graph=True))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        running = [threading.Thread(target=work) for _ in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 20 * threads
+    for grads in found:
+        torch.testing.assert_close(grads, expected, rtol=0, atol=0)

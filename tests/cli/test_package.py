@@ -1,6 +1,9 @@
 """An installation: names at first use, errors that name missing extras, a clean tree."""
 
+import ast
+import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusedce
 
@@ -95,26 +99,148 @@ def test_a_submodule_does_not_hide_the_function_of_its_name():
     assert done.returncode == 0, done.stderr
 
 
+def licence_of(name):
+    """The licence that an installed distribution states."""
+    about = importlib.metadata.metadata(name)
+    kinds = [x for x in about.get_all("Classifier") or [] if x.startswith("License ::")]
+    given = about.get("License-Expression") or (kinds[0] if kinds else about["License"])
+    return given.split(" :: ")[-1].removesuffix(" License")
+
+
+def test_the_page_holds_the_licences_of_all_dependencies():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = {"": project["dependencies"]} | {
+        name: extras[name] for name in ("transformers", "demo", "bench", "testing")
+    }
+    by_extra: dict[str, set[str]] = {}
+    for extra, lines in needed.items():
+        for name in (re.match(r"[\w-]+", line)[0] for line in lines):
+            if name != "fusedce":
+                by_extra.setdefault(name, set()).add(extra)
+    page = (ROOT / "docs/trust.md").read_text().split("<!-- licences -->")[1]
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in page.strip().splitlines()]
+    said = {row[0]: (row[1], row[2]) for row in rows[2:]}
+    pinned = (ROOT / "constraints.txt").read_text().split()
+    assert said.keys() == by_extra.keys()
+    for name, extra in by_extra.items():
+        assert said[name][0] == (", ".join(sorted(extra)) or "always"), name
+        version = importlib.metadata.version(name).partition("+")[0]
+        if f"{name}=={version}" in pinned:
+            assert said[name][1] == licence_of(name), name
+
+
+def test_nothing_runs_what_a_file_holds():
+    """No call of the package unpickles, evaluates or executes data."""
+    never = {"eval", "exec", "compile", "__import__", "pickle", "marshal", "shelve", "dill", "yaml",
+             "cloudpickle", "joblib", "runpy"}  # fmt: skip
+    found = []
+    for file in [*ROOT.glob("fusedce/**/*.py"), *ROOT.glob("kernels/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [x.name for x in node.names] + [getattr(node, "module", None) or ""]
+            elif isinstance(node, ast.Call):
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                called = ast.unparse(node.func)
+                names = [called] if isinstance(node.func, ast.Name) else []
+                if called == "torch.load" and keywords.get("weights_only") != "True":
+                    names.append("eval")
+                if called.endswith("from_pretrained") and (
+                    keywords.get("trust_remote_code") != "False"
+                ):
+                    names.append("eval")
+                if keywords.get("shell", "False") != "False":
+                    names.append("eval")
+            found += [(file.name, node.lineno) for x in names if x.split(".")[0] in never]
+    assert found == []
+
+
+@pytest.mark.slow
+def test_a_model_folder_runs_no_code(tmp_path):
+    """Neither a pickle among its weights nor a class that its configuration names."""
+    from support.command_line import call
+
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8,
+        "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11,
+    }))  # fmt: skip
+    ran = tmp_path / "ran"
+    torch.save({"lm_head.weight": Runs(str(ran))}, tmp_path / "pytorch_model.bin")
+    done = call("check", str(tmp_path), "--full")
+    assert done.exit_code != 0
+    assert "Traceback" not in done.output
+    own = {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    for arguments in (["check", "--full"], ["plan"]):
+        done = call(*arguments, str(tmp_path))
+        assert done.exit_code == 2, done.output
+    assert not ran.exists()
+
+
+class Runs:
+    """A pickle that creates a file where it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
 def test_versions_agree():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"version: {fusedce.__version__}\n" in citation
     assert f'version = "{fusedce.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.slow
-def test_building_leaves_nothing_behind(tmp_path):
-    """A wheel built from the tracked files has the kernels, and leaves no file in the tree."""
+def copied(tree):
+    """The tracked files without those of the docs, below ``tree``; skips outside of git."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
-    tree, wheels = tmp_path / "tree", tmp_path / "wheels"
     for name in listed.stdout.splitlines():
         if (ROOT / name).exists() and not name.startswith("docs/"):
             target = tree / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target, follow_symlinks=False)
+
+
+@pytest.mark.slow
+def test_two_builds_are_the_same_bytes(tmp_path):
+    """Two checkouts of one commit, of other times, places and masks."""
+    built = []
+    for number, mask in enumerate((0o022, 0o077)):
+        tree, out = tmp_path / f"tree{number}", tmp_path / f"out{number}"
+        out.mkdir()
+        copied(tree)
+        for path in tree.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(0o644 & ~mask)
+                os.utime(path, (10**9 + number, 10**9 + number))
+        for hook in ("build_wheel", "build_sdist"):  # a process each, as build frontends do
+            code = f"import clean_build; clean_build.{hook}({str(out)!r})"
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True,
+                env=os.environ | {"PYTHONPATH": ".ci"}, umask=mask,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+        built.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert built[0].keys() == built[1].keys()
+    assert len(built[0]) == 2
+    for name, content in built[0].items():
+        assert content == built[1][name], name
+
+
+@pytest.mark.slow
+def test_building_leaves_nothing_behind(tmp_path):
+    """A wheel built from the tracked files has the kernels, and leaves no file in the tree."""
+    tree, wheels = tmp_path / "tree", tmp_path / "wheels"
+    copied(tree)
     before = {p for p in tree.rglob("*") if "__pycache__" not in p.parts}
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",

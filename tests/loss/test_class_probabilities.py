@@ -13,8 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedce import fused_ce, fused_cross_entropy, reference_ce
 from fusedce.backends.plan import Call, way_of_divergence
-from fusedce.contract.divergence import checked_targets
-from fusedce.contract.problem import Problem, Wanted
 
 BACKENDS = ("torch", "triton")
 EVERYTHING = {"softcap": 5.0, "logit_scale": -0.7, "label_smoothing": 0.1, "z_loss": 0.05}
@@ -324,19 +322,6 @@ def test_a_budget_makes_small_chunks():
     exact = fused_cross_entropy(hidden, weight, labels)
     ours = fused_cross_entropy(hidden, weight, labels, memory_budget=7 * 2**20)
     torch.testing.assert_close(ours, exact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend):
-    (hidden, weight, labels), more = Given(bias=True, class_weight=True).tensors()
-    problem, targets = checked_targets(
-        Problem(hidden, weight, labels, label_smoothing=0.1, backend=backend, **more), labels
-    )
-    for wanted in (Wanted(), Wanted(hidden=True, weight=True, bias=True)):
-        torch.library.opcheck(torch.ops.fusedce.divergence, (*problem, *wanted, *targets))
-    problem = problem.but(hidden=hidden.requires_grad_(), weight=weight.requires_grad_())
-    torch.library.opcheck(torch.ops.fusedce.token_divergences, (*problem, *targets))
 
 
 @pytest.mark.slow

@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.operators import opcheck_tokens
 from support.oracle import cross_entropy
 
 from fusedce import fused_cross_entropy
-from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -25,8 +23,11 @@ def inputs(leading=(11,), H=12, V=37, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("smoothing", "weighted"),
+    [(0.0, False), pytest.param(0.0, True, marks=pytest.mark.slow),
+     pytest.param(0.3, False, marks=pytest.mark.slow), (0.3, True)],
+)  # fmt: skip
 def test_parity_with_torch(backend, reduction, smoothing, weighted):
     """1-D, 2-D and 3-D hidden; ignored: nothing, a negative number, a real class."""
     every = itertools.product([(), (11,), (3, 5)], [-100, -1, 2])
@@ -191,8 +192,8 @@ def test_the_mean_of_token_weights_keeps_the_count():
     torch.testing.assert_close(got, (w * each).sum() / 10)
 
 
-def test_compile_and_opcheck_pass():
-    hidden, weight, bias, labels = inputs()
+def test_compiled_gives_the_same_gradients():
+    hidden, weight, _, labels = inputs()
 
     def step(hidden, weight, labels):
         losses = fused_cross_entropy(
@@ -206,19 +207,6 @@ def test_compile_and_opcheck_pass():
         torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight)),
         torch.autograd.grad(step(hidden, weight, labels), (hidden, weight)),
     )
-    problem = Problem(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        token_weight=torch.linspace(0, 1, 11),
-        class_weight=torch.linspace(0, 1, 37),
-        softcap=2.0,
-        logit_scale=0.5,
-        chunk_tokens=4,
-        backend="torch",
-    )
-    opcheck_tokens(problem)
 
 
 @pytest.mark.slow

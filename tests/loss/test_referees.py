@@ -5,11 +5,13 @@ must raise an error in words of this library; "-" is a way that makes no sense f
 """
 
 import io
+import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from support import operators
 from torch.utils.checkpoint import checkpoint
 
 import fusedce
@@ -172,8 +174,19 @@ def test_the_page_holds_every_function_and_way():
     assert set(table()) == {(name, way) for name in NAMES for way in WAYS}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+SLOW = ("gradcheck", "compile", "export")  # half a second for each function
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(
+            name, way, marks=[pytest.mark.slow] if way in SLOW and name in NAMES[2:] else []
+        )
+        for name in NAMES
+        for way in WAYS
+    ],
+)
 def test_what_the_page_says_of_a_way_to_run_holds(name, way):
     cell = table()[name, way]
     assert cell in ("yes", "refused", "-")
@@ -182,3 +195,44 @@ def test_what_the_page_says_of_a_way_to_run_holds(name, way):
     elif cell == "refused":
         with pytest.raises(RuntimeError, match="fused_"):
             WAYS[way](name)
+
+
+# With FUSEDCE_OPCHECK=whole every call is traced with symbolic shapes as well: a minute.
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
+WHOLE = (*QUICK, "test_aot_dispatch_dynamic")
+
+
+def opchecked(name, options, backend):
+    """Names of the operators that a function calls, with each option alone and with all of them.
+
+    ``opcheck`` runs an operator for real, on fake tensors, with autograd and, without options
+    and with all of them on the torch backend, through ``aot_dispatch`` with symbolic shapes.
+    """
+    found, every = set(), tuple(x for x in options if x != "memory_budget")
+    for chosen in ((), every, *((option,) for option in options)):
+        quick = len(chosen) == 1 or backend == "triton"
+        tests = QUICK if quick and not os.environ.get("FUSEDCE_OPCHECK") else WHOLE
+        with operators.recorded() as calls:
+            operators.run(name, chosen, backend)
+        assert calls, (name, chosen)
+        distinct = {operators.signature(which, args): (op, args) for which, op, args in calls}
+        for operator, arguments in distinct.values():
+            torch.library.opcheck(operator, arguments, test_utils=tests)
+        found |= {which for which, *_ in calls}
+    return found
+
+
+@pytest.mark.slow
+def test_opcheck_of_every_operator_with_every_option():
+    found = set()
+    for name, options in operators.OPTIONS_OF.items():
+        found |= opchecked(name, options, "torch")
+    assert found == operators.registered()
+
+
+@pytest.mark.slow
+def test_opcheck_on_triton():
+    found = set()
+    for name in operators.OPTIONS_OF:
+        found |= opchecked(name, (), "triton")
+    assert found == operators.registered()

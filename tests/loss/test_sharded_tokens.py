@@ -42,11 +42,28 @@ STATISTICS = {
 
 def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=None):
     """Within twice the error of the unsharded function against that of float64, and a floor."""
-    sizes = UNEQUAL[dist.get_world_size()]
-    x = inputs(sum(sizes), dtype, bias=True)
+    x = inputs(sum(UNEQUAL[dist.get_world_size()]), dtype, bias=True)
     if "token_weight" in options:
         options = options | {"token_weight": x["hidden"].new_ones(N, dtype=torch.float32)}
         options["token_weight"][::5] = 0
+    return compared(x, function, whole, options, backend, rank, chunk)
+
+
+def several(options, dtype, backend, rank):
+    """Labels ``(N, K)``: classes of both ranks, ignored ones, and one class twice."""
+    V = sum(UNEQUAL[dist.get_world_size()])
+    x = inputs(V, dtype, bias=True) | {"labels": classes_of_tokens(V)}
+    x["hidden"] = x["hidden"].nan_to_num(0.3)
+    x["hidden"][1] = float("nan")  # all its classes are ignored
+    found = compared(x, sharded_logprobs, fused_logprobs, options, backend, rank)
+    assert len(found[0]) == N
+    assert len(found[0][0]) == K
+    return found
+
+
+def compared(x, function, whole, options, backend, rank, chunk=None):
+    """The results, equal to the unsharded ones within twice their error and a floor."""
+    sizes, dtype = UNEQUAL[dist.get_world_size()], x["hidden"].dtype
     local, rows = own_rows(x, sizes, rank)
     group = dist.group.WORLD
     out, grads = answers(
@@ -59,30 +76,6 @@ def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=Non
     for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
-    for name, grad in grads.items():
-        part = slice(None) if name == "hidden" else rows
-        assert grad.dtype == dtype
-        near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
-    return [x.tolist() for x in out]
-
-
-def several(options, dtype, backend, rank):
-    """Labels ``(N, K)``: classes of both ranks, ignored ones, and one class twice."""
-    sizes = UNEQUAL[dist.get_world_size()]
-    x = inputs(sum(sizes), dtype, bias=True) | {"labels": classes_of_tokens(sum(sizes))}
-    x["hidden"] = x["hidden"].nan_to_num(0.3)
-    x["hidden"][1] = float("nan")  # all its classes are ignored
-    local, rows = own_rows(x, sizes, rank)
-    group = {"process_group": dist.group.WORLD}
-    out, grads = answers(sharded_logprobs, local, **group, backend=backend, **options)
-    every, _ = own_rows(x, [sum(sizes)], 0)
-    theirs, their_grads = answers(fused_logprobs, every, backend=backend, **options)
-    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
-    truth, true_grads = answers(fused_logprobs, exact, **options)
-    assert out[0].shape == (N, K)
-    for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
-        assert a.dtype == b.dtype
         near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
     for name, grad in grads.items():
         part = slice(None) if name == "hidden" else rows
@@ -287,6 +280,22 @@ def edges(rank):
         torch.testing.assert_close(tuple(a), tuple(b))
 
 
+def no_gradient_is_missing(rank):
+    """Where no own token of any rank counts gradients are 0, not absent: DDP waits for them."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    shared = {"process_group": dist.group.WORLD, "tokens_sharded": True}
+    ignored = torch.full((N,), -100)
+    for x in (inputs(sum(sizes)) | {"labels": ignored}, inputs(sum(sizes))):
+        local, _ = own_rows(x, sizes, rank)
+        stats = sharded_logprobs(**local, **shared)
+        (0 * stats.logprob + 0 * stats.entropy).sum().backward()
+        assert all(local[k].grad.eq(0).all() for k in ("hidden", "weight"))
+        local, _ = own_rows(x, sizes, rank)
+        loss = sharded_cross_entropy(**local, **shared, reduction="none").sum()
+        (0 * loss).backward()
+        assert all(local[k].grad.eq(0).all() for k in ("hidden", "weight"))
+
+
 def collectives(several, rank):
     """The collectives of one training step, and the number of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
@@ -348,6 +357,7 @@ CASES = {
         for reduction in (None, "none", "mean", "sum")
     },
     "edges": edges,
+    "tokens, no gradient": no_gradient_is_missing,
     "vocabulary parallel": vocab_parallel,
 }
 RUNS = [

@@ -7,6 +7,12 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 
 MUTANTS = [
     Mutant(
+        "tokens: no gradient where nothing counts on any rank",
+        "        elif all(u is None for u in upstream):",
+        "        if all(u is None for u in upstream):",
+        "test_sharded_tokens.py -k four_ranks",
+    ),
+    Mutant(
         "classes of shards: each rank's own logits",
         "    all_reduce(z, counted.shard.group)  # one number",
         "    # one number",

@@ -52,8 +52,8 @@ class Merged(NamedTuple):
     nll_here: Tensor  # (n,) -log p of the row that is the label here
 
 
-def local_of(problem: Problem, rows: Tensor, shard: Shard) -> Local:
-    """The tokens at ``rows``, and the rows of ``problem.weight`` that are classes."""
+def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> Local:
+    """The problem of the tokens at ``rows`` and the rows of ``weight`` that are classes."""
     real = shard.real(problem)
     classes = slice(shard.first, shard.first + real)
     bias, c, t = problem.bias, problem.class_weight, problem.temperature

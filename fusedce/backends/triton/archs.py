@@ -53,7 +53,7 @@ class Walks(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Everything the backend knows of a family of devices."""
+    """Block sizes and limits for a family of devices."""
 
     name: str
     two_bytes: Walks  # bf16, fp16
@@ -62,9 +62,7 @@ class Architecture(NamedTuple):
     shared_limit: int = 0  # bytes a program may use
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
-    exp_block_v: int = (
-        plan.EXP_BLOCK_V
-    )  # vocabulary entries of a row that share one maximum in training
+    exp_block_v: int = plan.EXP_BLOCK_V  # classes of a row that share one maximum in training
     exp_warps: int = 4
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
@@ -78,6 +76,7 @@ class Architecture(NamedTuple):
     label_block: tuple[int, int] = (4, 512)  # rows of one label, and of H, that are added at a time
 
     def walks(self, element_size: int) -> Walks:
+        """Blocks for inputs of ``element_size`` bytes."""
         return self.two_bytes if element_size == 2 else self.four_bytes
 
     def tile_shape(self, C: int, V: int, H: int, block: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from fusedce.kernels.softmax_grad import softmax_rows_kernel
 
 
 class ChunkGradient(NamedTuple):
-    """``amplify`` times the derivative of the losses by ``h @ weight.T``, as products want it.
+    """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
 
     Row ``c`` is ``factors[c] * logits[c]``, and ``entries[k * C + c]`` (without ``amplify``) more
     at ``columns[k * C + c]``.
@@ -46,7 +46,7 @@ class Chunks:
     def __init__(
         self, problem: Problem, C: int, *, of_weight: bool = False, peers: Peers | None = None
     ) -> None:
-        """``peers``: who holds other rows of the vocabulary."""
+        """``peers``: the ranks that hold other rows of the vocabulary."""
         weight, bias = problem.weight, problem.bias
         self.peers = peers
         V, H = weight.shape
@@ -60,7 +60,7 @@ class Chunks:
         self.grads = torch.empty(C, multiple_of_16(V), dtype=weight.dtype, device=device)
         exps = self.grads
         if problem.label_smoothing and problem.softcap is None:
-            # What smoothing leaves of a probability is rounded, not the probability itself.
+            # The difference from the smoothed target is rounded, not the probability.
             exps = torch.empty(C, multiple_of_16(V), dtype=torch.float32, device=device)
         self.normalise = weight.dtype == torch.float16 or exps is not self.grads
         self.exponentials = Exponentials(
@@ -90,7 +90,7 @@ class Chunks:
         argmax: Tensor | None,  # (N,) int64 to fill at `rows`
         rows: Tensor,  # (N,) int32
     ) -> ChunkGradient:
-        """From the logits, which are made here."""
+        """Compute the chunk's logits, losses and gradient."""
         (V, H), C = self.weight.shape, h.shape[0]
         exponentials, grads = self.exponentials, self.grads
         best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
@@ -156,6 +156,7 @@ class Chunks:
         d_hidden: Tensor,  # (N, H) to fill at rows[first : first + C]
         outer: float,  # a factor
     ) -> None:
+        """Write the chunk's rows of ``outer * gradient @ weight`` into ``d_hidden``."""
         (V, H), C = self.weight.shape, gradient.logits.shape[0]
         block = min(power_of_2(H), 1024)
         launch = CachedLaunch(
@@ -186,8 +187,8 @@ class Chunks:
 def amplification(dtype: torch.dtype, logit_scale: float) -> float:
     """The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
 
-    A probability below 6e-5 loses bits in float16 and one below 6e-8 is lost, and a vocabulary has
-    little else. bfloat16 and float32 have the range.
+    In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most classes of a
+    large vocabulary have such probabilities. bfloat16 and float32 have the range.
     """
     if dtype != torch.float16:
         return 1.0
@@ -195,31 +196,29 @@ def amplification(dtype: torch.dtype, logit_scale: float) -> float:
 
 
 class ChunkFactors(NamedTuple):
-    """Options of one chunk of tokens, and what the kernel says of its rows."""
+    """Options of one chunk of tokens, and the log-sum-exps that the kernel fills."""
 
     problem: Problem  # token weights are the chunk's
     y: Tensor  # (C,) labels, in range
     padding: Tensor | None  # (C,) bool: rows that are none, inside a CUDA graph
     zmean: Tensor | None  # (C,) fp64, with label smoothing
-    terms: (
-        Tensor  # (4, C) fp32: derivatives by nll and lse, of the latter by lse, by a logit's mean
-    )
+    terms: Tensor  # (4, C) fp32: derivatives by nll, lse, lse of the latter, and the mean logit
     class_weight: Tensor | None  # (V,) fp32, at most 1, padded, with label smoothing
     lse: Tensor  # (C,) fp32, for the kernel to fill
 
     def losses(self, nll: Tensor) -> Tensor:
-        """``(C,)`` losses from what the kernel found."""
+        """``(C,)`` losses from the kernel's ``nll (C,)`` and log-sum-exps."""
         losses = token_losses(self.problem, self.y, nll.double(), self.lse.double(), self.zmean)
         return losses if self.padding is None else losses.masked_fill(self.padding, 0)
 
 
 class RowFactors:
-    """Options of a loss, from which :meth:`chunk` cuts."""
+    """Options of a loss as factors per row; :meth:`chunk` gives those of one chunk."""
 
     def __init__(
         self, problem: Problem, V: int | None = None, mean: MeanLogit | None = None
     ) -> None:
-        """``V`` and ``mean``: of all classes, where ``weight`` has not a row of each."""
+        """``V``, ``mean``: of all ranks' classes, where ``weight`` has only some of them."""
         self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
         self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
         self.class_weight = None
@@ -236,6 +235,7 @@ class RowFactors:
         y: Tensor,  # (C,)
         padding: Tensor | None,  # (C,) bool
     ) -> ChunkFactors:
+        """Factors of the tokens ``rows``, from their hidden states and labels."""
         C, device = len(h), h.device
         problem = self.problem.rows(rows)
         y = y.long().clamp(0, self.V - 1)

@@ -1,9 +1,9 @@
-"""A student beside a teacher or given probabilities: products by cuBLAS, one kernel between them.
+"""Divergence from a teacher or from given probabilities: products by cuBLAS, and one kernel.
 
-A chunk's logits are float32; the kernel writes the factors of the student's gradient in the place
-of the student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is
-read once, since the host sets the sizes of the products; inside a CUDA graph, which nothing may
-wait for, all rows are computed, ignored ones as zeros.
+A chunk's logits are float32; the kernel writes the gradient of the student's logits over the
+student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is read once, since the
+host sets the sizes of the products; inside a CUDA graph, which nothing may wait for, all rows are
+computed, ignored ones as zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
+    """Each token's loss, and the wanted gradients of their sum; holds a chunk of both logits."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
     problem = problem.but(labels=labels)
     (N, H), device, dtype = hidden.shape, hidden.device, hidden.dtype
@@ -104,7 +104,7 @@ def _weights(problem: Problem, graph: bool) -> Tensor:
     if graph:
         return w.masked_fill(~problem.valid(), 0)
     V, y = len(problem.weight), problem.labels
-    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)  # a bad label is seen
+    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)  # a bad label counts
 
 
 class _Chunk:

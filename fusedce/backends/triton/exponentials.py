@@ -1,7 +1,7 @@
-"""A chunk's exponentials: the seam behind which the training pass makes them.
+"""A chunk's exponentials, and their reference and sum over the ranks of a sharded vocabulary.
 
-By products of cuBLAS with a kernel after each, or by one product of ours; the architecture's row
-says by which. What follows knows nothing of it.
+They are made by products of cuBLAS with a kernel after each, or by one product of ours with an
+epilogue; the architecture's row decides. Callers see no difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel
 
 
 def gemm_blocks(problem: Problem) -> archs.Blocks | None:
-    """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS's tiles do."""
+    """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     walks = archs.architecture(weight.device).walks(weight.element_size())
     if not archs.by_one_gemm(walks, weight.shape[1]):
@@ -43,7 +43,7 @@ def gemm_blocks(problem: Problem) -> archs.Blocks | None:
 
 
 class Exponentials:
-    """Of one chunk after another of at most ``C`` tokens, in the same buffers.
+    """Exponentials of one chunk after another, of at most ``C`` tokens, in the same buffers.
 
     A row of ``maxima`` and ``sums``, one a block, is as long as the chunk at hand.
     """
@@ -73,7 +73,7 @@ class Exponentials:
     def fill(
         self, h: Tensor, y: Tensor, best: Tensor | None, z_label: Tensor | None = None
     ) -> None:
-        """From the hidden states ``(C, H)`` and labels of a chunk, whose logits are made here.
+        """Compute logits and exponentials of a chunk from ``h (C, H)`` and its labels.
 
         ``z_label (C,)`` fp32: the labels' logits, where they are known.
         """
@@ -105,7 +105,7 @@ class Exponentials:
         self.out.zero_()
 
     def _by_tiles(self, h: Tensor, shared: dict[str, Any]) -> None:
-        """Products by cuBLAS, a kernel after each."""
+        """Make tiles of products by cuBLAS, and launch a kernel after each."""
         tiles, block = self.tiles, self.block
         launch = CachedLaunch(
             exp_tile_kernel,
@@ -121,7 +121,7 @@ class Exponentials:
             launch((rows, -(-T // block), 1), first=first, first_block=begin // block)
 
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
-        """One product whose epilogue makes them."""
+        """Launch one product, whose epilogue makes the exponentials."""
         problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
         walk = operands(problem, blocks, alignment(problem)) | self.pointwise
         tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
@@ -138,9 +138,9 @@ def label_logits(
     y: Tensor,  # (C,) int
     z_label: Tensor,  # (C,) fp32 to fill; NaN where y is no class
     pointwise: dict[str, Any],
-    rows: Tensor | None = None,  # (C,) int32: where each hidden state is
+    rows: Tensor | None = None,  # (C,) int32: the row of h of each label
 ) -> None:
-    """The logits of the labels."""
+    """Compute the logits of the labels."""
     (V, H), C = weight.shape, y.shape[0]
     block_c, block_h = archs.architecture(h.device).label_block
     label_logit_kernel[(-(-C // block_c),)](

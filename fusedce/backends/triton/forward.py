@@ -44,12 +44,12 @@ def loss(
 
 def row_sums(
     problem: Problem,
-    local: Problem,  # the same of some of the classes, whose rows its labels are, or -1
+    local: Problem,  # the same with this rank's classes; labels are rows here, or -1
     V: int,  # classes
 ) -> tuple[Rows, Tensor]:
-    """The rows that count; of each ``(3, N)`` fp32: reference, sum, the label's logit or NaN.
+    """The rows that count, and ``(3, N)`` fp32: reference, sum, the label's logit or NaN.
 
-    The sum is of the exponentials of some of the classes, the label's left out.
+    The sum is of the exponentials of this rank's classes, without the label's.
     """
     out = torch.empty(3, len(problem.labels), dtype=torch.float32, device=problem.hidden.device)
     return _walk(problem, local, None, V=V, row_sums=out), out
@@ -116,7 +116,7 @@ def _blocks(problem: Problem, unit: int) -> Blocks:
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
-    """One pass over the logits, which stay in registers; never waits for the GPU."""
+    """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
     check_budget(problem)
     problem = with_unit_strides(problem)
     N, device = len(problem.hidden), problem.hidden.device

@@ -1,7 +1,7 @@
 """The gradient of the head by a chunk: a product, and the entries that are not in it.
 
-The latter, by :mod:`fusedce.kernels.input_grads`, are added to the product, which is small beside
-them: in a buffer of two bytes (that of a single chunk) its rounding is not felt.
+:mod:`fusedce.kernels.input_grads` adds those entries to the product, which is small beside them: in
+a buffer of two bytes (that of a single chunk) the product's rounding does not matter.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def compile_for_sums(
     H: int,
     biased: bool,
 ) -> None:
-    """Once, beside a gradient of two bytes: the kernel that adds to float32. It adds nothing.
+    """Warm-up launch of the kernel that adds to float32, so that graph capture never compiles.
 
-    A CUDA graph computes the ignored rows, too: it may hold several chunks where its warm-up had
-    one, and nothing may be compiled inside.
+    A CUDA graph computes the ignored rows, too: it may have several chunks, with a float32 sum,
+    where its warm-up had one with a gradient of two bytes.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,7 +111,7 @@ def compile_for_sums(
 
     _launch(
         zeros(1, H, dtype=dtype),
-        zeros(K, dtype=of_columns) - 1,  # which is none
+        zeros(K, dtype=of_columns) - 1,  # no column: nothing is added
         zeros(K, dtype=torch.int64),
         zeros(K),
         zeros(1, H),

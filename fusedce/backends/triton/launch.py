@@ -1,6 +1,6 @@
-"""What every launcher of a kernel needs: its arguments, the rows that count, the device.
+"""Arguments of kernels, packing of the rows that count, and launches on the right device.
 
-The arguments of the kernels that walk over the vocabulary are derived here and nowhere else
+The arguments of the kernels that read the whole vocabulary are derived here and nowhere else
 (:func:`operands`).
 """
 
@@ -64,7 +64,7 @@ def operands(problem: Problem, blocks: Blocks, unit: int) -> dict[str, Any]:
 
 
 def pointwise(problem: Problem) -> dict[str, Any]:
-    """What follows the product; ``None`` for what is not asked for."""
+    """Arguments of the pointwise steps after the product; ``None`` for a step that is left out."""
     return {
         "bias": problem.bias,
         "scale": None if problem.logit_scale == 1.0 else problem.logit_scale,
@@ -78,10 +78,10 @@ def has_options(problem: Problem) -> bool:
 
 
 def alignment(problem: Problem) -> int:
-    """How many elements can be moved at once: 16 bytes' worth, or 1 where rows are not aligned.
+    """Number of elements that one load can move: 16 bytes, or 1 where rows are not aligned.
 
-    Triton finds out for itself whether a number is a multiple of 16, not of 8; so sizes and strides
-    are handed over in this unit.
+    Triton specialises on numbers that are multiples of 16, not of 8, so sizes and strides are
+    passed in this unit.
     """
     hidden, weight = problem.hidden, problem.weight
     unit = 16 // hidden.element_size()
@@ -90,7 +90,7 @@ def alignment(problem: Problem) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The least that is not below ``n``. (Triton's own costs the host as much as a view.)"""
+    """The least power of 2 that is at least ``n``; Triton's own function is slower on the host."""
     return 1 << (n - 1).bit_length()
 
 
@@ -105,7 +105,7 @@ def padded(x: Tensor) -> Tensor:
 
 
 def with_unit_strides(problem: Problem) -> Problem:
-    """Tensors that kernels may walk along the last dimension of."""
+    """The problem with tensors whose last dimension has stride 1; copies are made where needed."""
     bias = problem.bias
     problem = problem._replace(
         hidden=_unit_stride("hidden", problem.hidden),
@@ -143,7 +143,7 @@ def interpreted(device: torch.device) -> bool:
 
 
 def input_precision(x: Tensor) -> str:
-    """How the kernels multiply: TF32 for float32 where torch's own products use it."""
+    """Precision of the kernels' products: TF32 for float32 where torch's own products use it."""
     return "tf32" if x.dtype == torch.float32 and _cuda(x.device) and tf32_allowed() else "ieee"
 
 
@@ -152,14 +152,14 @@ def _cuda(device: torch.device) -> bool:
 
 
 def tf32_allowed() -> bool:
-    """Torch's setting. Once the newer interface was used, asking the older one raises."""
+    """Torch's setting. Reading the older attribute raises once the newer one was used."""
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)  # torch 2.9
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
 class Rows(NamedTuple):
-    """Valid rows, packed, and how many."""
+    """The rows that count, packed, and their numbers."""
 
     rows: Tensor  # (N,) int32, of which `used` are written
     used: Tensor  # () int32
@@ -173,7 +173,7 @@ def compact(
     used: Tensor | None = None,
     V: int | None = None,
 ) -> Rows:
-    """Rows with a label to predict and a weight (or ``used (N,)``) other than 0.
+    """Pack the rows with a label to predict and a weight (or ``used (N,)``) other than 0.
 
     ``tickets (...)`` int32 are set to 0. ``V``: classes, where ``weight`` has not a row of each.
     """
@@ -204,38 +204,38 @@ def compact(
 
 
 def raise_on_cpu(n_valid: Tensor, problem: Problem, V: int | None = None) -> None:
-    """Bad labels: an error where looking costs nothing; on a GPU the code in ``n_valid`` stays."""
+    """Raise ValueError for a bad label on a CPU; on a GPU the code in ``n_valid`` reports it."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
         V = problem.weight.shape[0] if V is None else V
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
 
 
 def check_budget(problem: Problem) -> None:
-    """Raise ValueError where what a pass without gradients holds does not fit the budget."""
+    """Raise ValueError where the memory of a pass without gradients exceeds the budget."""
     if problem.memory_budget is not None:
         call = call_of(problem, Wanted(), len(problem.labels), triton=True)
         tiles_of(call, memory_budget=problem.memory_budget)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Context in which ``device`` is the current one, on which Triton launches."""
     if device.type == "cpu":
         return nullcontext()
     return getattr(torch, device.type).device(device)
 
 
 def capturing(device: torch.device) -> bool:
-    """Inside a CUDA graph nothing may wait: then all rows are computed, the ignored ones as 0."""
+    """Whether a CUDA graph is captured: nothing may wait then, so all rows are computed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class CachedLaunch:
     """Launches ``kernel`` with ``common`` arguments and those of each call.
 
-    The first call asks Triton which compilation fits, which costs the host more than a small tile's
-    work; the others launch that one. So nothing may change between calls that Triton compiles anew
-    for: types, and whether numbers and addresses are multiples of 16. The interpreter compiles
-    nothing, and is asked every time.
+    The first call lets Triton find the compilation that fits, which costs the host more time than a
+    small tile takes; later calls launch the same one. So arguments must not change between calls in
+    a way for which Triton compiles anew: in their types, or in whether numbers and addresses are
+    multiples of 16. The interpreter compiles nothing, and is called every time.
     """
 
     def __init__(self, kernel: Any, **common: Any) -> None:
@@ -247,7 +247,7 @@ class CachedLaunch:
         if self._compiled is None:
             self._compiled = self._kernel[grid](**self._common, **changing)
             return
-        if not self._arguments:  # (many are launched once)
+        if not self._arguments:  # many kernels are launched once
             self._arguments = {name: self._common.get(name) for name in self._kernel.arg_names}
         self._arguments.update(changing)
         self._compiled[grid](*self._arguments.values())

@@ -15,7 +15,7 @@ from fusedce.backends.triton.launch import span
 
 @functools.cache
 def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What is called with ``(a, b, out=c)``: ``c = a @ b`` in float32, as it is accumulated."""
+    """The function to call with ``(a, b, out=c)`` for ``c = a @ b`` in float32."""
     if dtype == torch.float32:
         return torch.mm
     if widens(torch.mm, device, dtype):
@@ -103,13 +103,16 @@ def add_product(
             some.add_(added, alpha=factor)
 
 
-# Of a chunk's logits: the first row, how many; the first class, how many; and the products
-# themselves, their rows padded.
+# A tile of a chunk's logits: first row, number of rows, first class, number of classes, and the
+# products themselves, whose rows are padded.
 Tile = tuple[int, int, int, int, Tensor]
 
 
 class Tiles:
-    """Of the logits of at most ``C`` tokens, and of the gradient of their hidden states."""
+    """Shared float32 buffer for the products of up to ``C`` tokens.
+
+    They are the tiles of the logits, or rows of the gradient of the hidden states.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Tiles:
         C: int,
         arch: Architecture,
         *,
-        of_logits: bool = True,  # else :meth:`logits` is not asked for
+        of_logits: bool = True,  # whether :meth:`logits` will be called
     ) -> None:
         V, H = weight.shape
         self.weight, self._product = weight, product(weight.device, weight.dtype)
@@ -136,7 +139,7 @@ class Tiles:
         )
 
     def logits(self, h: Tensor) -> Iterator[Tile]:
-        """``h (C, H) @ weight.T``."""
+        """Tiles of ``h (C, H) @ weight.T``, each in the same buffer."""
         C, most_rows, products = h.shape[0], self.most_rows, self.products
         some_rows = [(0, C, h)]
         if most_rows < C:
@@ -156,7 +159,7 @@ class Tiles:
             begin += T
 
     def of_hidden(self, g: Tensor) -> Iterator[tuple[int, int]]:
-        """``g (C, V) @ weight``, some rows at a time: the first one, and how many."""
+        """Rows of ``g (C, V) @ weight`` in the buffer: number of the first, how many."""
         C, H, step = g.shape[0], self.weight.shape[1], self._rows_of_hidden
         for begin in range(0, C, step):
             n = min(step, C - begin)

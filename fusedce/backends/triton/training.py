@@ -1,4 +1,4 @@
-"""The training pass: a chunk's exponentials by cuBLAS, one factor a row, two more products.
+"""Host side of the training pass: a chunk's exponentials, a factor a row, two more products.
 
 A chunk holds its exponentials in the inputs' dtype; float32 logits exist for one tile of the
 vocabulary at a time. The number of valid tokens is read once, since the host sets the sizes of
@@ -73,7 +73,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
 
 
 def walkable(problem: Problem) -> Problem:
-    """Labels side by side, and hidden states that are rows."""
+    """The problem with contiguous labels, and hidden states whose rows have stride 1."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
@@ -96,15 +96,15 @@ def add_chunks(
     every_row: bool,  # all are computed, in their order
     graph: bool = False,
     d_rows: Tensor | None = None,  # (n, H) fp32 to write, in place of grads.hidden
-    written: Callable[[int], None] | None = None,  # is told how many rows of d_rows are
+    written: Callable[[int], None] | None = None,  # called with the number of rows written so far
 ) -> Tensor:
     """``(n,)`` fp32 losses of the rows, chunk by chunk, with their gradients."""
     hidden, labels, device = problem.hidden, problem.labels, problem.hidden.device
     rows, count = packed.rows, packed.used
     losses = torch.empty(n, dtype=torch.float32, device=device)
-    d_hidden, places = grads.hidden, rows
+    d_hidden, positions = grads.hidden, rows
     if d_rows is not None:
-        d_hidden, places = d_rows, torch.arange(n, dtype=torch.int32, device=device)
+        d_hidden, positions = d_rows, torch.arange(n, dtype=torch.int32, device=device)
     for begin in range(0, n, C):
         end = min(begin + C, n)
         chunk: Tensor | slice = slice(begin, end)
@@ -123,7 +123,7 @@ def add_chunks(
         if factors is not None:
             nll.copy_(factors.losses(nll))
         if d_hidden is not None:
-            chunks.hidden_gradient(gradient, places, begin, d_hidden, outer)
+            chunks.hidden_gradient(gradient, positions, begin, d_hidden, outer)
             if written is not None:
                 written(end)
         add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
@@ -131,10 +131,10 @@ def add_chunks(
 
 
 def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
-    """Rows used, and :func:`expected_upstream` on both sides: the one host synchronisation.
+    """Number of rows used, and :func:`expected_upstream` as a number and a tensor.
 
-    What :meth:`LossSum.mean` brings is computed here from what is read, rather than on the device:
-    the same number, and nothing is launched for it that the host would wait for.
+    This is the one host synchronisation. The factor of :meth:`LossSum.mean` is computed on the host
+    from the count that is read: the same number as on the device, without a launch to wait for.
     """
     expected = problem.expected_upstream
     if expected is None:

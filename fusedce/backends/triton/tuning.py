@@ -82,7 +82,7 @@ def choose(key: str, candidates: Sequence[Blocks], measure: Callable[[Blocks], f
 
 
 def key_of(device: torch.device, dtype: torch.dtype, H: int, V: int, options: bool) -> str:
-    """Everything a choice may depend on: device, problem, versions, and the kernel's own source."""
+    """Key of a choice: device, problem, versions, and the kernel's own source."""
     name = torch.get_device_module(device).get_device_name(device)
     kind = str(dtype).removeprefix("torch.")
     versions = f"torch={torch.__version__} triton={triton.__version__} source={source_hash()}"
@@ -91,7 +91,7 @@ def key_of(device: torch.device, dtype: torch.dtype, H: int, V: int, options: bo
 
 @functools.cache
 def source_hash() -> str:
-    """Of the files that the forward kernel is made of."""
+    """Hash of the source files of the forward kernel."""
     folder = Path(kernels.__file__).parent
     code = b"".join((folder / name).read_bytes() for name in ("forward.py", "tile.py"))
     return hashlib.sha256(code).hexdigest()[:16]

@@ -1,12 +1,12 @@
 """Gradients with factors of each token's own, by tiles of the vocabulary.
 
 The log-sum-exp is known, so a tile of logits becomes its own gradient by one kernel, and one
-product of it with the hidden states is all there is of these rows of the weight gradient: they are
-rounded once, and no sum over chunks is held. Parts of ``d_hidden`` are added up in float32.
+product of it with the hidden states is the whole of these rows of the weight gradient: they are
+rounded once, and no sum over chunks is held. Addends of ``d_hidden`` are summed in float32.
 
 A token's largest entries leave the tiles and reach the gradients in float32, as in training: the
-label's, and that of another class whose probability is above 1/2. What rounding to bfloat16 takes
-from the sum of the others is given back to d_hidden along the mean row of the head.
+label's, and that of another class whose probability is above 1/2. Rounding the others to bfloat16
+changes their sum; the difference is added to d_hidden times the mean row of the head.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Walk:
     """The tokens that are used, (n, ...) each, and the buffers of one tile after another."""
 
     count: Tensor  # () int32: rows from here on are padding
-    lost: Tensor | None = None  # (n,) fp32: sums of what rounding took from a row
+    lost: Tensor | None = None  # (n,) fp32: sums of the rounding errors of a row
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Walk:
         return stored[:C, :T]
 
     def finish_hidden(self, dh: Tensor, rows: Tensor, d_hidden: Tensor) -> None:
-        """Single entries and factors of ``dh (n, H)``, and every row to where it belongs."""
+        """Add single entries to ``dh (n, H)``, apply factors, and store rows at their positions."""
         (V, H), n = self.weight.shape, len(dh)
         block = min(power_of_2(H), 1024)
         hidden_grad_kernel[(n, -(-H // block))](
@@ -227,11 +227,11 @@ class _Walk:
 def _factors(
     upstream: Upstream, rows: Tensor | slice, class_weight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-    """Factors of the rows in fp32, and the upstream ones by name, divided by the former.
+    """Factors of the rows in fp32, and the upstream factors by name, divided by them.
 
-    In float16, so that what the kernel stores is at most about 2 times the scale of the logits,
-    whatever comes from upstream; other dtypes have the range, and no factors. A bad label's
-    ``at_label`` is NaN, and so is then all of its row.
+    Only float16 has factors of rows, so that the kernel stores at most about 2 times the scale of
+    the logits, whatever comes from upstream. The ``at_label`` of a bad label is NaN, and makes all
+    of its row NaN.
     """
     at_label = upstream.at_label[rows].double()
     alpha = upstream.alpha[rows] + at_label * 0
@@ -244,7 +244,7 @@ def _factors(
             size += beta.abs()
         if gamma is not None:
             size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
-        # A power of two: the products' other operand takes it in without being rounded again.
+        # A power of two, which multiplies the products' other operand without rounding it again.
         size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
     given = {"alpha": alpha, "beta": beta, "gamma": gamma, "at_label": at_label}
     return None if size is None else size.float(), {
