@@ -11,10 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.backends.sharded import agreement
 from fusedce.backends.sharded.agreement import _signs
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
+
+
+class Odd(torch.Tensor):
+    """A user's tensor that raises where it is asked."""
+
+    @property
+    def is_nested(self):
+        raise KeyError("odd")
 
 
 def inputs(seed=0):
@@ -58,6 +67,7 @@ BAD = {
     "softcap < 0": (lambda x: x.update(softcap=-1.0), "softcap"),
     "vocab_size": (lambda x: x.update(vocab_size=2.5), "vocab_size must be an int"),
     "label": (lambda x: x["labels"].fill_(99), "labels must be the same on all ranks"),
+    "error of a tensor": (lambda x: x.update(hidden=x["hidden"].as_subclass(Odd)), "KeyError"),
 }
 CASES |= {name: functools.partial(differ, change) for name, (change, _) in BAD.items()}
 
@@ -302,6 +312,19 @@ def test_a_weight_replicated_over_other_tokens_is_refused():
     for name, words in REFUSED.items():
         (error,) = {error for error, _ in ranks.of(found, name)}
         assert words in error, name
+
+
+def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
+    """NCCL sends nothing from the host, where wrong labels may lie."""
+    sent = []
+    monkeypatch.setattr(agreement, "_meet", lambda mine, _: sent.append(mine.device.type))
+    monkeypatch.setattr(agreement, "words_of", str)
+    monkeypatch.setattr(agreement, "device_for", lambda group, device: torch.device("meta"))
+    with agreement.tell_peers_on_error([object()], torch.device("cpu")):
+        raise ValueError("labels must be on the device of hidden")
+    with agreement.tell_peers_on_error([object()], None):
+        raise TypeError("labels must be a tensor")
+    assert sent == ["meta", "meta"]
 
 
 def test_signs_have_no_pattern():

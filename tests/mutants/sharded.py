@@ -8,6 +8,18 @@ AGREE = "test_sharded_agreement.py"
 
 MUTANTS = [
     Mutant(
+        "errors: peers are told of three kinds alone",
+        "    except Exception as error:\n        if not groups:",
+        "    except (TypeError, ValueError, RuntimeError) as error:\n        if not groups:",
+        "test_sharded_agreement.py -k before_they_meet",
+    ),
+    Mutant(
+        "errors: sent from where the labels lie",
+        'device = device_for(groups[-1], torch.device("cpu"))',
+        "pass",
+        "test_sharded_agreement.py -k can_send",
+    ),
+    Mutant(
         "shards: weights travel in the dtype of each rank",
         "_gather_tokens(token_weight.double(), most",
         "_gather_tokens(token_weight, most",

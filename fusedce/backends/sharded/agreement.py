@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
+from fusedce.agreement import TEXT, Told, device_for, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
 from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
@@ -85,9 +85,11 @@ def tell_peers_on_error(
     """Send an error to the ranks of ``groups``, which receive it in :func:`agree`."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         if not groups:
             raise
+        if device is None or device.type == "cpu":  # wrong labels may lie where NCCL sends nothing
+            device = device_for(groups[-1], torch.device("cpu"))
         nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
         _meet(row(words_of(error), nothing), groups)
 
