@@ -230,3 +230,15 @@ def test_compile_gives_the_same_gradients():
         torch.autograd.grad(compiled(hidden, weight, labels), hidden),
         torch.autograd.grad(step(hidden, weight, labels), hidden),
     )
+
+
+@pytest.mark.slow
+def test_the_entropy_of_several_tiles_of_the_vocabulary():
+    """Each tile sums with its own maximum, and the sums are moved to the largest."""
+    torch.manual_seed(0)
+    N, H, V = 256, 8, 70_000
+    hidden, weight = torch.randn(N, H), torch.randn(V, H)
+    logprobs = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
+    exact = -(logprobs.exp() * logprobs).sum(-1)
+    stats = fused_logprobs(hidden, weight, torch.zeros(N, dtype=torch.int64), backend="torch")
+    torch.testing.assert_close(stats.entropy.double(), exact, rtol=1e-5, atol=0)

@@ -12,6 +12,12 @@ REFERENCE = "test_one_rounding.py -k first_reference"
 
 MUTANTS = [
     Mutant(
+        "entropy: a tile's own maximum counts twice when sums are moved",
+        "(moment + (1 + others) * (top - k))",
+        "(moment + (2 + others) * (top - k))",
+        "test_logprobs.py -k several_tiles",
+    ),
+    Mutant(
         "mask: ignored means negative",
         "self.labels.ne(cast(int, self.ignore_index))",
         "self.labels >= 0",
