@@ -1,7 +1,5 @@
 """Gradients in bfloat16 are as exact as one rounding of the exact ones, whatever is asked."""
 
-import statistics
-
 import pytest
 import torch
 from support import rounding
@@ -12,7 +10,9 @@ from fusedce.backends import mean_logit
 from fusedce.backends.torch import logit_tiles, products
 
 # In the median, and in one of a hundred.
-MEDIAN, HIGH = 1.05, 1.1
+BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
+# What a table computed anew may differ by: by fewer draws, and by another CPU's order of sums.
+TOLERANCES = (0.02, 0.05)
 
 
 @pytest.fixture
@@ -26,10 +26,24 @@ def exact_products(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
-def test_every_option_and_pair_on_torch():
-    for name, (median, high) in rounding.table("torch", seeds=1).items():
-        assert median <= MEDIAN, name
-        assert high <= HIGH, name
+@pytest.mark.parametrize("backend", BOUNDS)
+def test_every_option_and_pair_is_as_the_page_says(backend):
+    found, stated = rounding.table(backend, seeds=1), rounding.stated(backend)
+    assert list(found) == list(stated)
+    for name, errors in found.items():
+        limits = zip(errors, stated[name], BOUNDS[backend], TOLERANCES, strict=True)
+        for error, says, bound, tolerance in limits:
+            assert error <= bound, name
+            assert abs(error - says) <= tolerance, name
+
+
+@pytest.mark.parametrize("backend", BOUNDS)
+def test_the_page_states_every_option_within_its_bounds(backend):
+    rng = torch.Generator().manual_seed(0)
+    stated = rounding.stated(backend)
+    assert list(stated) == [name for name, _ in rounding.losses(torch.zeros(3).long(), 9, rng)]
+    for errors in stated.values():
+        assert all(1 <= x <= bound for x, bound in zip(errors, BOUNDS[backend], strict=True))
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -61,15 +75,6 @@ def test_statistics_alone_on_torch(statistic, logits, shared):
     exact = rounding._gradients(loss, inputs, torch.float64, "torch")
     ratios = [rounding._over_once(x, e) for x, e in zip(got, exact, strict=True)]
     assert max(ratios) <= (1.12 if logits == "sharp" else 2**0.5 * 1.05), ratios
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("logits", "shared"), [("peaked", 0.5), ("sharp", 0.9)])
-def test_options_one_by_one_on_triton(logits, shared):
-    draw = Draw(logits, shared, True, 0, N=32, H=32, V=300)
-    for name, ratios in rounding.errors(draw, "triton"):
-        assert statistics.median(ratios) <= 1.1, (name, ratios)
-        assert max(ratios) <= 1.3, (name, ratios)
 
 
 @pytest.mark.usefixtures("exact_products")

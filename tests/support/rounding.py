@@ -1,6 +1,7 @@
 """Errors of bfloat16 gradients, relative to rounding the exact gradients once, by option.
 
-python tests/support/rounding.py          # writes the table of docs/accuracy.md
+PYTHONPATH=tests python tests/support/rounding.py           # writes both tables of docs/accuracy.md
+PYTHONPATH=tests python tests/support/rounding.py triton    # that of one backend
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +20,13 @@ from torch import Tensor
 from fusedce import fused_cross_entropy, fused_logprobs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
-BEGIN, END = "<!-- one rounding -->", "<!-- end -->"
+BEGIN, END = (
+    {
+        "torch": "<!-- one rounding -->",
+        "triton": "<!-- one rounding, triton -->",
+    },
+    "<!-- end -->",
+)
 OF_SUMS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "token_weight", "class_weight")
 Loss = Callable[..., Tensor]  # of hidden, weight, bias and a backend
 
@@ -51,7 +59,11 @@ class Draw(NamedTuple):
         return hidden, weight, bias, labels, rng
 
 
-def draws(seeds: int) -> list[Draw]:
+def draws(backend: str, seeds: int) -> list[Draw]:
+    """Inputs of a table; small and few for the Triton backend, which the interpreter runs."""
+    if backend == "triton":
+        kinds = [("flat", 0.0), ("peaked", 0.9), ("sharp", 0.9)]
+        return [Draw(*kind, True, seed, 32, 32, 300) for kind in kinds for seed in range(seeds)]
     product = itertools.product(
         ("flat", "peaked", "sharp"), (0.0, 0.5, 0.9), (False, True), range(seeds)
     )
@@ -122,7 +134,7 @@ def _over_once(got: Tensor, exact: Tensor) -> float:
 def table(backend: str, seeds: int) -> dict[str, tuple[float, float]]:
     """Median and 99th percentile by option."""
     found: dict[str, list[float]] = {}
-    for draw in draws(seeds):
+    for draw in draws(backend, seeds):
         for name, ratios in errors(draw, backend):
             found.setdefault(name, []).extend(ratios)
     return {
@@ -131,16 +143,30 @@ def table(backend: str, seeds: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def main() -> None:
-    """Writes the table between its marks."""
-    torch.set_num_threads(1)
+def stated(backend: str) -> dict[str, tuple[float, float]]:
+    """The committed table of docs/accuracy.md, as :func:`table` returns it."""
+    lines = PAGE.read_text().split(BEGIN[backend])[1].split(END)[0].strip().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    return {name: (float(median), float(high)) for name, median, high in rows}
+
+
+def write(backend: str, found: dict[str, tuple[float, float]]) -> None:
+    """Put a table between its marks."""
     rows = ["| | median | 99th percentile |", "|---|---|---|"]
-    for name, (median, high) in table("torch", seeds=3).items():
-        rows.append(f"| {name} | {median:.2f} | {high:.2f} |")
-    text = PAGE.read_text()
-    head, rest = text.split(BEGIN)
+    rows += [f"| {name} | {median:.2f} | {high:.2f} |" for name, (median, high) in found.items()]
+    head, rest = PAGE.read_text().split(BEGIN[backend])
     tail = rest.split(END, 1)[1]
-    PAGE.write_text(f"{head}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{tail}")
+    PAGE.write_text(f"{head}{BEGIN[backend]}\n" + "\n".join(rows) + f"\n{END}{tail}")
+
+
+def main() -> None:
+    """Write the tables of the backends that are named, by default of both."""
+    from support.interpreter import as_on_hardware
+
+    torch.set_num_threads(1)
+    for backend in sys.argv[1:] or BEGIN:
+        with as_on_hardware():
+            write(backend, table(backend, seeds={"torch": 3, "triton": 1}[backend]))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
+_WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
+
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
@@ -61,9 +63,11 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
     call = call_of(problem, Wanted(), len(rows))
     way = tiles_of(call, memory_budget=problem.memory_budget)
-    if problem.memory_budget is None and logits.products.logits == problem.hidden.dtype:
-        # Of few tokens more classes fit into the cache, where no widened rows lie beside them.
-        way = way._replace(classes=tile_classes(call, None, way.tokens))
+    if problem.memory_budget is None:  # of few tokens, more classes fit into the cache
+        most = tile_classes(call, None, way.tokens)
+        if logits.products.logits != problem.hidden.dtype:
+            most = min(most, _WIDENED // max(problem.hidden.shape[1], 1))
+        way = way._replace(classes=max(way.classes, most))
     step = logits.step(way)
     for chunk in chunks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[chunk])  # (C, H)
