@@ -263,7 +263,8 @@ def _grads_here(
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
     if not len(problem.weight):
-        d_hidden = torch.zeros_like(problem.hidden, dtype=acc)
+        # Not like hidden: a collective sends memory as it lies, and columns may lie side by side.
+        d_hidden = problem.hidden.new_zeros(problem.hidden.shape, dtype=acc)
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)
     upstream = upstream_of(problem, values, upstreams, classes=shard.V, here=local.here)
     backend = get_backend(problem.backend)

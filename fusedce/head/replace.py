@@ -23,7 +23,7 @@ from fusedce.head.lazy.loss import note_items  # also registers F.cross_entropy 
 from fusedce.head.probe import can_probe, mode_of, restoring
 from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.replaced_forward import Attached, attached_to
-from fusedce.head.report import HeadReport
+from fusedce.head.report import HeadReport, added_up
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -80,9 +80,9 @@ def replace_loss_head(
     Raises:
         TypeError: ``model`` is not a module, or the head is not a linear layer; ``memory_budget``
             is not an int.
-        ValueError: no head was found or several; fused and native loss differ on a few random
-            tokens, in training or in evaluation: the message says by how much; ``memory_budget`` is
-            not positive.
+        ValueError: no head was found or several; ``head`` is not a module of ``model``; fused and
+            native loss differ on a few random tokens, in training or in evaluation: the message
+            says by how much; ``memory_budget`` is not positive.
 
     Examples:
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
@@ -107,11 +107,18 @@ def attach(
     if replaced is not None:
         if memory_budget is not None:
             replaced.memory_budget = memory_budget
+            if named:
+                _watch(model, memory_budget)
         return
     _restore(head)  # it may have been replaced before an adapter was put around it
     with restoring(head):
         check_linear(head)
         attached = _probed(head)
+    if all(m is not head for m in model.modules()):
+        raise ValueError(
+            f"head must be a module of model, got a {type(head).__name__} that "
+            f"{type(model).__name__} does not hold: pass model.get_submodule(...)"
+        )
     attached.memory_budget = memory_budget
     attached.install()
     if _ITEMS not in model.__dict__:
@@ -140,6 +147,8 @@ def restore_loss_head(model: ModelT) -> ModelT:
 def head_report(model: nn.Module) -> HeadReport:
     """Report what the replaced head of ``model`` has done since it was replaced.
 
+    Several heads are added up; ``head_report(model.head)`` is that of one.
+
     ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
     the operation, the user's line, the shape and the bytes. ``str`` of it is a readable summary.
@@ -153,14 +162,12 @@ def head_report(model: nn.Module) -> HeadReport:
         >>> print(head_report(model))
     """
     _check_model(model)
-    heads = [m for m in model.modules() if attached_to(m) is not None]
+    heads = {m: attached for m in model.modules() if (attached := attached_to(m)) is not None}
     if not heads:
         return HeadReport(False, None, 0, 0, (), ())
     current = _named_head(model)
-    head = next((h for h in heads if h is current), heads[-1])
-    attached = attached_to(head)
-    assert attached is not None, "found among the replaced heads"
-    report = attached.report.summary(active=current is None or head is current)
+    active = current is None or current in heads
+    report = added_up([a.report.summary(active) for a in heads.values()])
     if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
         report = report._replace(notes=(*report.notes, _TRL))
     return report
@@ -286,6 +293,11 @@ def _watch(model: nn.Module, memory_budget: int | None) -> None:
          and not hasattr(m, "peft_config")), None,
     )  # fmt: skip
     decoder = getattr(owner, "base_model", None)
-    if owner is None or not isinstance(decoder, nn.Module) or _WATCH in decoder.__dict__:
+    if owner is None or not isinstance(decoder, nn.Module):
+        return
+    handle = decoder.__dict__.get(_WATCH)
+    if handle is not None:
+        if memory_budget is not None:
+            decoder._forward_pre_hooks[handle.id].memory_budget = memory_budget  # type: ignore[attr-defined]
         return
     decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner, memory_budget))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,18 @@ class HeadReport(NamedTuple):
             *self.notes,
         ]
         return "\n".join(lines)
+
+
+def added_up(reports: Sequence[HeadReport]) -> HeadReport:
+    """The report of several heads of one model."""
+    return HeadReport(
+        active=all(r.active for r in reports),
+        since=min((r.since for r in reports if r.since is not None), default=None),
+        losses_fused=sum(r.losses_fused for r in reports),
+        logits_made=sum(r.logits_made for r in reports),
+        places=tuple(p for r in reports for p in r.places),
+        notes=tuple(dict.fromkeys(note for r in reports for note in r.notes)),
+    )
 
 
 class GraphEvent:

@@ -226,3 +226,15 @@ def test_dynamic_quantisation_finds_the_head():
         quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
         kinds.append(type(quantised[1]))
     assert kinds[1] is kinds[0] is not nn.Linear
+
+
+def test_a_later_head_gets_the_last_memory_budget():
+    pytest.importorskip("transformers")
+    from support.tiny_trainer import llama
+
+    model, x = llama(), tokens(2, 5)
+    replace_loss_head(model, memory_budget=10**9)
+    replace_loss_head(model, memory_budget=10**8)
+    model.resize_token_embeddings(V + 20, mean_resizing=False)
+    model(input_ids=x, labels=x)
+    assert model.lm_head._fusedce_head.memory_budget == 10**8

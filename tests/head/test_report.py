@@ -112,3 +112,32 @@ def test_consumers_of_a_compiled_models_logits():
     accelerate = pytest.importorskip("accelerate")
     gathered = accelerate.Accelerator(cpu=True).gather(run(x).tensor())
     torch.testing.assert_close(gathered.detach() + 0, real)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Embedding(V, 16)
+        self.first, self.second = torch.nn.Linear(16, V), torch.nn.Linear(16, V)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.first(hidden), self.second(hidden)
+
+
+def test_a_report_adds_up_several_heads():
+    model, x, y = TwoHeads(), tokens(3, 7), tokens(3, 7, seed=1)
+    replace_loss_head(model, head=model.first)
+    replace_loss_head(model, head=model.second)
+    first, second = model(x)
+    (ce(first, y) + ce(second, y)).backward()
+    first.argmax(-1), second.argmax(-1)
+    report = head_report(model)
+    assert (report.active, report.losses_fused, report.logits_made) == (True, 2, 2)
+    assert head_report(model.first).losses_fused == 1
+
+
+def test_a_head_that_is_not_the_models_is_refused():
+    with pytest.raises(ValueError, match="head must be a module of model"):
+        replace_loss_head(plain_model(), head=torch.nn.Linear(16, V))

@@ -63,4 +63,10 @@ MUTANTS = [
         "            self._now.afterwards",
         "test_audit.py -k before_the_step",
     ),
+    Mutant(
+        "audit: auxiliary losses weigh tokens",
+        "if len(results) == 1 and results[0].requires_grad:",
+        "if False:",
+        "test_audit.py -k auxiliary_loss_is_no",
+    ),
 ]

@@ -249,4 +249,16 @@ MUTANTS = [
         "    if False:\n        for part in parts:",
         "head/test_writes.py -k part",
     ),
+    Mutant(
+        "lazy: the gradient is that of labels written later",
+        "fused.plan.fused_call.copy(), x.like",
+        "fused.plan.fused_call, x.like",
+        "head/test_writes.py -k written_after_it",
+    ),
+    Mutant(
+        "lazy: a division by zero undoes a step",
+        "if isinstance(step, Scale) and (not math.isfinite(step.number) or not step.number):",
+        "if False:",
+        "head/test_hooks.py -k divides",
+    ),
 ]

@@ -135,6 +135,8 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
     problem = walkable(problem)
     real = shard.real(problem)
     weight, bias, y = problem.weight, problem.bias, problem.labels
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     here = (y >= shard.first) & (y < shard.first + real)
     return problem, problem.but(
         weight=weight[:real] if real else weight.new_zeros(1, weight.shape[1]),
