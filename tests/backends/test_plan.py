@@ -85,6 +85,11 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     assert way.bytes <= budget
     assert way.tokens >= 1
     assert way.classes >= 1
+    if way.name == CHUNKS:  # one chunk less would not fit
+        step, chunks = plan._multiple(call), -(-call.n // way.tokens)
+        larger = -(-call.n // (chunks - 1) // step) * step
+        held = plan.chunked(call, larger, way.classes).bytes
+        assert held > budget or larger > plan._most_tokens(call)
     richer = plan.way_of(call, memory_budget=2 * budget)
     assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
     if richer.name == way.name == CHUNKS:

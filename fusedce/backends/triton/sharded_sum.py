@@ -106,7 +106,7 @@ def loss_and_grads(
                 options = RowFactors(local, shard.V, mean)
             real = shard.real(problem)
             head_gradients = of_classes(grads, real)
-            if not real:  # the row of zeros needs memory for a gradient, which nobody reads
+            if not real:  # the row of zeros needs memory for a gradient, which is not read
                 of_zeros = problem.hidden.new_empty(1, H)
                 head_gradients.weight = of_zeros if grads.weight is not None else None
                 head_gradients.bias = None
@@ -146,7 +146,7 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
 
 
 def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peers:
-    """The labels' logits of all ranks, summed by one all-reduce."""
+    """The labels' logits of all ranks. Collectives: one all-reduce of a float32 a token."""
     y, empty = problem.labels[rows], not shard.real(problem)
     z_label = torch.zeros(len(rows), dtype=torch.float32, device=y.device)
     if not empty:
@@ -158,12 +158,12 @@ def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peer
 
 
 def _known(z_label: Tensor, y: Tensor, shard: Shard) -> Tensor:
-    """NaN where a label is no class, which the sums over ranks have as 0."""
+    """``z_label`` with NaN where a label is no class; the sums over ranks have 0 there."""
     return z_label.masked_fill((y < 0) | (y >= shard.V), math.nan)
 
 
 def _mean_logit(problem: Problem, shard: Shard) -> MeanLogit:
-    """Over the classes of all ranks: one all-gather of H + 1 float64."""
+    """Mean logit over the classes of all ranks. Collectives: one all-gather of H + 1 float64."""
 
     def total(x: Tensor) -> Tensor:
         return all_gather(x, shard.group).view(-1, len(x)).sum(0)
@@ -174,5 +174,5 @@ def _mean_logit(problem: Problem, shard: Shard) -> MeanLogit:
 
 
 def _total(total: Tensor, packed: Rows) -> Tensor:
-    """NaN for a bad label."""
+    """``total``, or NaN where a label is bad."""
     return torch.where(packed.n_valid < 0, math.nan, total)

@@ -19,7 +19,7 @@ def inputs(C, V):
 @pytest.mark.parametrize("V", [100, 256, 777])
 @pytest.mark.parametrize("C", [150, 256])
 def test_logits_of_every_row_and_class_come_once(elements, V, C):
-    """Also those of a chunk shorter than the one that the buffer is for."""
+    """This holds for a chunk shorter than the buffer, too."""
     h, weight = inputs(C, V)
     tiles = Tiles(weight, 256, ROW._replace(tile_elements=(elements, elements)))
     whole = torch.full((C, V), torch.nan)
