@@ -198,7 +198,7 @@ OPTIONS = {
         "--out": ["/proc/nothing"],
     },
     ("check", "llama"): {"--dtype": ["", "x", "fp64"]},
-    ("check",): {"": ["no/such", "-x"]},
+    ("check",): {"": ["no/such/folder", "-x"]},  # org/name would be looked up on the hub
     ("plan",): {"": ["-x", "1,2,3", "0,8", "nan,8"]},
     ("completion",): {"": ["cmd", "-x"]},
 }
