@@ -264,7 +264,9 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
         amplitude *= max(float(x.max()) if x.numel() else 0.0, 1.0)
     z_loss = case.options.get("z_loss", 0.0)
     amplitude *= 1 + 2 * z_loss * float(condition)
-    floors = {"loss_sum": 4 * eps_acc * float(condition) * amplitude * max(int(valid.sum()), 1)}
+    # a log-sum-exp is rounded at its own size, up to the largest logit and log V
+    of_token = 4 * eps_acc * (float(condition) + math.log(case.V)) * amplitude
+    floors = {"loss_sum": of_token * max(int(valid.sum()), 1)}
     for name in case.requires_grad:
         largest = float(exact[name].abs().max()) if exact[name].numel() else 0.0
         # Coefficients carry an error of a rounding of the logits, relative to p and to the target,

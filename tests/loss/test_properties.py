@@ -75,6 +75,13 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
     check(in_two_parts, case)
 
 
+def test_a_log_sum_exp_may_be_rounded_at_its_own_size():
+    """Logits of 0.5 beside log V = 4.8: two float64 roundings of a loss of 4.7."""
+    options = {"logit_scale": 0.25, "label_smoothing": 0.1}
+    case = Case((1,), 2, 127, torch.float64, contiguous=False, requires_grad=(), options=options)
+    check(partial(fusedce.fused_ce, backend="torch"), dataclasses.replace(case, seed=1))
+
+
 def test_the_check_can_fail():
     """The property tests fail for a wrong loss, a wrong count and a wrong gradient."""
 
