@@ -86,8 +86,8 @@ SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
           (8192, 2048, 128256), (4096, 896, 151936), (2048, 896, 151936))  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """Predicted times of the parts of a training pass: a row of the table.
+class Assumptions(NamedTuple):
+    """How a training pass is made, and what is assumed of its speed: a row of the table.
 
     The numbers of ``NOW`` are read off the code and off compiled kernels; those of the others are
     what the code would be. Where a number is an assumption it says so. Sizes of chunks and tiles,
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
 
 # bf16 without label smoothing, a denominator that is known beforehand, torch from 2.11 on.
-NOW = Plan()
+NOW = Assumptions()
 ONE_GEMM = NOW._replace(one_gemm=True)
 # The least certain assumption of each way, and the range in which its number may lie. A tile's
 # float32 products stay in L2 until they are read (2 bytes a logit are left), or go to memory.
@@ -227,31 +227,33 @@ def fused_ce(
     device: Device,
     *,
     training: bool = True,
-    plan: Plan = NOW,
+    assumed: Assumptions = NOW,
     memory_budget: int | None = None,
 ) -> Prediction:
     """This library's loss: `forward_kernel`, or the way that the backend takes in the budget."""
     if not training:
-        return _with_range(lambda plan: _forward(N, H, V, device, plan), plan, "own_gemm")
+        return _with_range(lambda assumed: _forward(N, H, V, device, assumed), assumed, "own_gemm")
     asked = call(N, H, V, 2, memory_budget, device=device)
     if asked.gemm_block:
-        plan = plan._replace(one_gemm=True)
+        assumed = assumed._replace(one_gemm=True)
     way = way_of(asked, memory_budget=memory_budget)
     held = dict(way.held)
-    if plan.one_gemm and not asked.gemm_block:
+    if assumed.one_gemm and not asked.gemm_block:
         held.pop("tile of products", None)
     by = _by_tiles if way.name == TILES else _by_chunks
-    uncertain = "own_gemm" if plan.one_gemm or way.name == TILES else "tile_bytes"
+    uncertain = "own_gemm" if assumed.one_gemm or way.name == TILES else "tile_bytes"
     return _with_range(
-        lambda plan: Prediction(by(N, H, V, device, plan, way), held), plan, uncertain
+        lambda assumed: Prediction(by(N, H, V, device, assumed, way), held), assumed, uncertain
     )
 
 
-def _with_range(of: Callable[[Plan], Prediction], plan: Plan, uncertain: str) -> Prediction:
+def _with_range(
+    of: Callable[[Assumptions], Prediction], assumed: Assumptions, uncertain: str
+) -> Prediction:
     """The prediction, and its seconds at both ends of what the field ``uncertain`` may be."""
     ends: list[dict[str, Any]] = [{uncertain: x} for x in UNCERTAIN[uncertain]]
-    low, high = (of(plan._replace(**end)).seconds for end in ends)
-    return of(plan)._replace(low=low, high=high)
+    low, high = (of(assumed._replace(**end)).seconds for end in ends)
+    return of(assumed)._replace(low=low, high=high)
 
 
 def launches(way: Way, N: int, H: int, V: int, gemm_block: int = 0) -> dict[str, int]:
@@ -284,35 +286,37 @@ def forward_block(device: Device, H: int) -> tuple[int, int]:
     return (128, 128) if device.narrow and H <= FORWARD_NARROW_H else device.forward_block
 
 
-def _by_chunks(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
+def _by_chunks(
+    N: int, H: int, V: int, device: Device, assumed: Assumptions, way: Way
+) -> dict[str, float]:
     C = way.tokens
     chunks = -(-N // C)
     terms = {}
-    if plan.one_gemm:
-        terms["logits product"] = product(device, N, V, H) / plan.own_gemm
-        terms["epilogue"] = _instructions(device, plan.exp_instructions * N * V)
+    if assumed.one_gemm:
+        terms["logits product"] = product(device, N, V, H) / assumed.own_gemm
+        terms["epilogue"] = _instructions(device, assumed.exp_instructions * N * V)
     else:
         rows, T = tile_shape(C, V, H, exp_block(V))
         terms["logits product"] = product(device, rows, T, H) * (N * V) / (rows * T)
-        terms["exponentials"] = _move(device, plan.tile_bytes * N * V)
+        terms["exponentials"] = _move(device, assumed.tile_bytes * N * V)
     # The labels' logits; and of each row the statistics read, the hidden state read and scaled.
     terms["rows"] = _move(device, 4 * N * H + N * (8 * -(-V // EXP_BLOCK_V) + 4 * H))
-    count = sum(launches(way, N, H, V, int(plan.one_gemm)).values())
+    count = sum(launches(way, N, H, V, int(assumed.one_gemm)).values())
     terms["d_hidden product"] = product(device, N, H, V)
     terms["d_hidden"] = _move(device, 14 * N * H)
     terms["d_weight product"] = product(device, V, H, N)
     if chunks > 1:
-        each = 8 if plan.add_in_place else 16
+        each = 8 if assumed.add_in_place else 16
         terms["d_weight of chunks"] = _move(device, each * chunks * V * H)
         terms["d_weight to bf16"] = _move(device, 6 * V * H)
-        count += 0 if plan.add_in_place else 2 * chunks * -(-V // WEIGHT_ROWS)
-    if plan.normalise:
+        count += 0 if assumed.add_in_place else 2 * chunks * -(-V // WEIGHT_ROWS)
+    if assumed.normalise:
         terms["normalisation"] = _move(device, 4 * N * V)
-    if plan.single_entries:  # those of the labels, and at most as many others
+    if assumed.single_entries:  # those of the labels, and at most as many others
         each = 6 if chunks == 1 else 10
         terms["single entries of d_weight"] = _move(device, 2 * N * (each * H + 40))
         count += chunks * _SORT
-    if not plan.known_denominator:
+    if not assumed.known_denominator:
         terms["scaling by the denominator"] = _move(device, 4 * (V * H + N * H))
     terms["launches"] = _CALL + count * _LAUNCH
     return terms
@@ -348,14 +352,16 @@ def fused_kl(
     return Prediction(terms, way.held)
 
 
-def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> dict[str, float]:
+def _by_tiles(
+    N: int, H: int, V: int, device: Device, assumed: Assumptions, way: Way
+) -> dict[str, float]:
     """The statistics' kernel, then three products a tile, of which one is a logits' again."""
     R, T = min(way.tokens, N), way.classes
     tiles, blocks = -(-V // T), -(-N // R)
     count = N * V / (R * T)  # of whole blocks and tiles
     terms = {
-        "statistics product": product(device, N, V, H) / plan.own_gemm,
-        "statistics epilogue": _instructions(device, plan.forward_instructions * N * V),
+        "statistics product": product(device, N, V, H) / assumed.own_gemm,
+        "statistics epilogue": _instructions(device, assumed.forward_instructions * N * V),
         "logits product": product(device, R, T, H) * count,
         "gradient of the logits": _move(device, 6 * N * V),
         "d_hidden product": product(device, R, H, T) * count,
@@ -365,14 +371,14 @@ def _by_tiles(N: int, H: int, V: int, device: Device, plan: Plan, way: Way) -> d
     }
     if blocks > 1:
         terms["d_weight of blocks"] = _move(device, (8 * blocks + 6) * V * H)
-    if plan.single_entries:
+    if assumed.single_entries:
         terms["single entries of d_weight"] = _move(device, 2 * N * (6 * H + 40))
     launches = 4 * tiles * blocks + (tiles if blocks > 1 else 0) + 40 + _SORT
     terms["launches"] = _CALL + launches * _LAUNCH
     return terms
 
 
-def _forward(N: int, H: int, V: int, device: Device, plan: Plan) -> Prediction:
+def _forward(N: int, H: int, V: int, device: Device, assumed: Assumptions) -> Prediction:
     """One launch, whose programs run in whole waves; two on a processor hide their epilogues."""
     block_n, block_v = forward_block(device, H)
     tiles = -(-V // block_v)
@@ -382,8 +388,8 @@ def _forward(N: int, H: int, V: int, device: Device, plan: Plan) -> Prediction:
     at_once = device.processors * resident
     waves = -(-(-(-N // block_n) * splits) // at_once)
     logits = waves * at_once * each * block_n * block_v  # of whole waves
-    compute = max(2.0 * H * logits / device.flops / plan.own_gemm, product(device, N, V, H))
-    epilogue = _instructions(device, plan.forward_instructions * logits)
+    compute = max(2.0 * H * logits / device.flops / assumed.own_gemm, product(device, N, V, H))
+    epilogue = _instructions(device, assumed.forward_instructions * logits)
     terms = {"logits product": compute, "launches": _CALL * 0.8 + 2 * _LAUNCH}
     if resident == 1 or epilogue > compute:
         terms["epilogue"] = epilogue if resident == 1 else epilogue - compute
@@ -419,7 +425,7 @@ def predict(
     """
     if method in PLANS:
         return fused_ce(
-            N, H, V, device, training=training, plan=PLANS[method], memory_budget=memory_budget
+            N, H, V, device, training=training, assumed=PLANS[method], memory_budget=memory_budget
         )
     if method not in METHODS:
         raise ValueError(f"method must be one of {[*METHODS, *PLANS]}, got {method!r}")

@@ -126,12 +126,12 @@ def _sites(text: str) -> Iterator[tuple[tuple[int, int], str, int]]:
             if (hint := getattr(node, name, None)) is not None:
                 start = hint.lineno, hint.col_offset
                 annotated.append((start, (hint.end_lineno, hint.end_col_offset)))
-    tree = get_ast(text)
+    nodes = list(ast_nodes(get_ast(text)))
     for name in sorted(operator_names()):
         if name.endswith((*EQUAL, "VariableInserter", "VariableReplacer")):
             continue
         operator = get_operator(name)()
-        found = [place for node in ast_nodes(tree) for place in operator.mutation_positions(node)]
+        found = [place for node in nodes for place in operator.mutation_positions(node)]
         for occurrence, (start, _) in enumerate(found):
             if not any(a <= start < b for a, b in annotated):
                 yield start, name, occurrence

@@ -129,6 +129,7 @@ def test_the_default_dtype_changes_no_bit(loss, dtype, default):
         torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
 
+@pytest.mark.slow  # a second for each in the interpreter
 @pytest.mark.parametrize(
     ("dtype", "default"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float64)],

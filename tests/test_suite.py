@@ -109,6 +109,12 @@ def test_hypothesis_draws_the_same_examples_every_day(request):
     assert settings().print_blob
 
 
+def test_fuzzing_draws_other_examples_by_its_seed():
+    """A profile inherits from the one that is loaded when it is registered."""
+    assert settings.get_profile("default").derandomize
+    assert not settings.get_profile("fuzz").derandomize
+
+
 def test_the_interpreters_products_do_not_depend_on_other_rows():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("compiled, not interpreted, here")

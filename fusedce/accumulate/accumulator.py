@@ -372,7 +372,7 @@ class LossAccumulator:
 
         After training windows, whose sums are exchanged at their ends, without any collective: one
         rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
-        something was ``add``-ed, or nothing ever trained, one all-reduce: every rank must call it.
+        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
 
         Args:
             reset: start a new interval.

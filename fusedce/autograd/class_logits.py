@@ -284,7 +284,7 @@ def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:
-    """Which entries of ``classes (N, K)`` count, and classes in ``[0, V)`` that may index.
+    """``(N, K)`` bool: entries of ``classes`` that count; and the classes, clamped to ``[0, V)``.
 
     ``V``: the number of classes, where it is not that of the rows of ``weight``.
 

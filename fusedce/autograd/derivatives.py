@@ -1,4 +1,4 @@
-"""Which gradients are wanted, and errors for derivatives that do not exist."""
+"""Gradients that are wanted, and errors for derivatives that do not exist."""
 
 from __future__ import annotations
 

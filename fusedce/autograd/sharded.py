@@ -29,7 +29,7 @@ from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.backends.gradients import Dtypes, Gradients
 from fusedce.backends.plan import TILES, tiles_of, way_of
-from fusedce.backends.sharded.exchange import (
+from fusedce.backends.sharded.collectives import (
     Shard,
     all_reduce,
     all_tokens,
@@ -37,7 +37,7 @@ from fusedce.backends.sharded.exchange import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.sharded.token_stats import Local, local_problem, stats_over_ranks
+from fusedce.backends.sharded.merged_stats import Local, local_problem, stats_over_ranks
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.contract.objective import Stats, folded, token_losses, weights_and_count
 from fusedce.contract.problem import Problem, Wanted
@@ -263,7 +263,8 @@ def _grads_here(
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
     if not len(problem.weight):
-        d_hidden = torch.zeros_like(problem.hidden, dtype=acc)
+        # Not like hidden: a collective sends memory as it lies, and columns may lie side by side.
+        d_hidden = problem.hidden.new_zeros(problem.hidden.shape, dtype=acc)
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)
     upstream = upstream_of(problem, values, upstreams, classes=shard.V, here=local.here)
     backend = get_backend(problem.backend)

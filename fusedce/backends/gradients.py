@@ -14,7 +14,7 @@ from fusedce.contract.rounding import acc_dtype
 
 
 class Dtypes(NamedTuple):
-    """Of the gradients."""
+    """Dtypes of the gradients."""
 
     hidden: torch.dtype
     weight: torch.dtype
@@ -47,20 +47,22 @@ def call_of(
     n: int,  # tokens that are computed
     dtypes: Dtypes | None = None,  # of the gradients; by default those of the inputs
     *,
-    logit: int | None = None,  # bytes a chunk holds of each; by default those of the inputs
+    logit: int | None = None,  # bytes a chunk holds of each; by default those of Triton's chunks
     triton: bool = False,
     gemm_block: int = 0,  # see `Call`
 ) -> Call:
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     element = problem.hidden.element_size()
+    if logit is None:  # smoothed exponentials are in float32 before they are rounded
+        logit = element + (4 if problem.label_smoothing else 0)
     return Call(
         n,
         N,
         V,
         H,
         element,
-        element if logit is None else logit,
+        logit,
         wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
         hidden=wanted.hidden,
         weight=wanted.weight,

@@ -97,7 +97,7 @@ class Way(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What the call holds beside its inputs and gradients."""
+        """Bytes held beside the inputs and the gradients."""
         return sum(self.held.values())
 
 

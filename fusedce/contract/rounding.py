@@ -1,4 +1,4 @@
-"""What is computed in which dtype, and in-place scaling that does not round its factor."""
+"""Dtype of logits and sums, and in-place scaling that does not round its factor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PART = 2**20  # elements whose float32 copy is held at a time
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of logits, losses and sums of inputs of ``dtype``: float32, or float64 for float64."""
+    """Dtype of logits, losses and sums for inputs of ``dtype``: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

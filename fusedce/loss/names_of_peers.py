@@ -156,20 +156,9 @@ def linear_cross_entropy(
             token_weight = token_weight.roll(-offset, -1)
         labels = shift_labels(labels, offset=offset, ignore_index=ignore_index)
     loss = fused_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        reduction=reduction,
-        token_weight=token_weight,
-        class_weight=class_weight,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+        hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
+        reduction=reduction, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
     return loss.roll(offset, -1) if offset and reduction == "none" else loss

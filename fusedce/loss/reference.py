@@ -58,7 +58,7 @@ def reference_ce(
     else:
         given = labels.reshape(-1).long()
         counted = given != ignore_index
-    # What does not count leaves before anything is computed: a NaN in it must reach nobody.
+    # Ignored positions are dropped before anything is computed: a NaN in them must not spread.
     w = torch.ones_like(counted, dtype=wide) if token_weight is None else token_weight
     w = w.reshape(-1).to(wide)
     used = counted & (w != 0)

@@ -18,7 +18,7 @@ from fusedce.backends.sharded.agreement import (
     layout_of,
     tell_peers_on_error,
 )
-from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded.collectives import Shard
 from fusedce.contract.checks import (
     autocast,
     check_flag,

@@ -38,6 +38,16 @@ def test_upstream_gradient_is_not_rounded_to_bf16(monkeypatch):
     assert abs((small * 1234567).norm() / one.norm() - 1) < 2e-4
 
 
+def test_upstream_gradient_is_not_rounded_to_float32():
+    hidden, weight, labels = inputs(64, 32, 100, torch.float64)
+    with expecting(1.0):
+        loss = fused_ce(hidden, weight, labels).loss_sum
+    leaves = (hidden, weight)
+    ones = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for one, part in zip(ones, torch.autograd.grad(loss / 1234567, leaves), strict=True):
+        torch.testing.assert_close(part * 1234567, one, rtol=1e-14, atol=1e-16)
+
+
 def test_finite_differences_agree_in_float64():
     hidden, weight, labels = inputs(5, 4, 9, torch.float64)
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)

@@ -156,8 +156,8 @@ def test_the_range_encloses_the_prediction():
 
 
 def test_a_known_denominator_saves_the_scaling_pass():
-    plan = prediction.NOW._replace(known_denominator=False)
-    saved = fused_ce(8192, 4096, 128256, H200, plan=plan).seconds
+    later = prediction.NOW._replace(known_denominator=False)
+    saved = fused_ce(8192, 4096, 128256, H200, assumed=later).seconds
     saved -= fused_ce(8192, 4096, 128256, H200).seconds
     assert saved == pytest.approx(4 * (128256 + 8192) * 4096 / H200.bandwidth)
 

@@ -4,14 +4,17 @@ A cell "yes" is a run that gives the values and gradients of a plain call; "refu
 must raise an error in words of this library; "-" is a way that makes no sense for the function.
 """
 
+import copy
 import io
 import os
+import pickle
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from support import operators
+from support.heads import ce, loss_and_grads, plain_model, tokens
 from torch.utils.checkpoint import checkpoint
 
 import fusedce
@@ -236,3 +239,112 @@ def test_opcheck_on_triton():
     for name in operators.OPTIONS_OF:
         found |= opchecked(name, (), "triton")
     assert found == operators.registered()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not os.environ.get("FUSEDCE_AOTI"), reason="minutes of g++: FUSEDCE_AOTI=1")
+def test_a_package_of_aotinductor_gives_the_same_values(tmp_path):
+    """One package of every function, compiled for any number of tokens, in inference."""
+    shared, teacher = inputs()
+    names = [name for name in NAMES if name != "fused_cross_entropy(class probabilities)"]
+
+    class Module(torch.nn.Module):
+        def forward(self, h, w):
+            made = functions(teacher)
+            return tuple(made[name](h, w) for name in names)
+
+    leaves = tuple(x.detach() for x in shared)
+    with torch.no_grad():
+        program = torch.export.export(Module(), leaves, strict=False)
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "losses.pt2")
+        )
+        found = torch._inductor.aoti_load_package(path)(*leaves)
+        assert_equal(found, Module()(*leaves))
+
+
+def saved_and_loaded(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+SAVED = {
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": saved_and_loaded,
+}
+
+
+def results():
+    """Results that a user may keep, without a graph, by the name of their class."""
+    (h, w), _ = inputs()
+    with torch.no_grad():
+        out = fusedce.fused_ce(h, w, LABELS)
+        return {
+            "LossSum": out,
+            "LossSum / 2": out / 2,
+            "LossSum with monitors": fusedce.fused_ce(h, w, LABELS, monitor=("correct",)),
+            "TokenStats": fusedce.fused_logprobs(h, w, LABELS),
+            "TokenStatsAndMean": fusedce.fused_logprobs(h, w, LABELS, mean_logit=True),
+        }
+
+
+@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("name", results())
+def test_results_are_copied_and_saved(name, way):
+    result = results()[name]
+    again = SAVED[way](result)
+    assert type(again) is type(result)
+    torch.testing.assert_close(tuple(again), tuple(result), rtol=0, atol=0)
+    assert {k: float(x) for k, x in getattr(again, "monitors", {}).items()} == {
+        k: float(x) for k, x in getattr(result, "monitors", {}).items()
+    }
+    if name.startswith("LossSum"):
+        assert again.is_whole == result.is_whole
+        assert (again + again).n_valid == 2 * result.n_valid
+
+
+@pytest.mark.parametrize("way", SAVED)
+def test_an_accumulator_is_copied_and_saved(way):
+    """Between windows: the copy has the totals, and its windows do not count in the original."""
+    (h, w), _ = inputs()
+    acc = fusedce.LossAccumulator()
+    with acc.window([4]):
+        acc.backward(fusedce.fused_ce(h, w, LABELS))
+    again = SAVED[way](acc)
+    assert again.metrics() == acc.metrics()
+    if way == "copy.copy":
+        return  # shares its parts with the original, as a shallow copy does
+    with again.window([4]):
+        again.backward(fusedce.fused_ce(h, w, LABELS))
+    assert (again.metrics()["n_windows"], acc.metrics()["n_windows"]) == (2, 1)
+
+
+@pytest.mark.parametrize("way", [way for way in SAVED if way != "copy.copy"])
+def test_modules_are_copied_and_saved(way):
+    (h, w), _ = inputs()
+    module = fusedce.FusedLinearCrossEntropyLoss(label_smoothing=0.1)
+    assert_equal([SAVED[way](module)(w, h, LABELS)], [module(w, h, LABELS)])
+    model = fusedce.replace_loss_head(plain_model())
+    x, y = tokens(2, 3), tokens(2, 3, seed=1)
+    for found in (SAVED[way](model), model):
+        assert_equal(loss_and_grads(found, x, y, ce), loss_and_grads(plain_model(), x, y, ce))
+
+
+def test_backward_of_several_losses_in_one_thread_each():
+    """Graphs made here, differentiated elsewhere: gradients meet in one shared head."""
+    (h, w), teacher = inputs()
+    made = functions(teacher)
+    names = [name for name in NAMES if name != "fused_argmax"]
+    expected = sum(plain(name)[2] for name in names)
+    losses = [made[name](h, w) for name in names]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal([w.grad], [expected])

@@ -23,7 +23,7 @@ from support.vocabulary import (
 from fusedce import fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.sharded import sharded_cross_entropy, sharded_logprobs
+from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 LOSSES = {
     "plain": {},
@@ -296,6 +296,35 @@ def no_gradient_is_missing(rank):
         assert all(local[k].grad.eq(0).all() for k in ("hidden", "weight"))
 
 
+def any_order_of_memory(backend, rank):
+    """Columns side by side, biases with gaps, a rank without rows: the same as rows side by side.
+
+    A collective sends memory as it lies.
+    """
+    sizes, group = UNEQUAL[dist.get_world_size()], dist.group.WORLD
+    x = inputs(sum(sizes), torch.float32, bias=True)
+    x["labels"] = x["labels"].where(x["labels"] >= 0, 1)  # every token counts
+    x["hidden"] = x["hidden"].nan_to_num(0.5)
+    for function, options in (
+        (sharded_ce, {}),
+        (sharded_cross_entropy, {"reduction": "none"}),
+        (sharded_logprobs, {}),
+    ):
+        found = []
+        for plain in (True, False):
+            local, _ = own_rows(x, sizes, rank)
+            if not plain:
+                with torch.no_grad():
+                    for name in ("hidden", "weight"):
+                        local[name] = local[name].t().contiguous().t().requires_grad_()
+                    gaps = local["bias"].repeat_interleave(2)[::2]
+                    local["bias"] = gaps.detach().requires_grad_()
+            out = function(**local, process_group=group, backend=backend, **options)
+            (out[0].sum() if isinstance(out, tuple) else out.sum()).backward()
+            found.append([*out[:1], *(local[k].grad for k in ("hidden", "weight", "bias"))])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def collectives(several, rank):
     """The collectives of one training step, and the number of them in the forward pass."""
     local, _ = own_rows(inputs(11), UNEQUAL[2], rank)
@@ -358,6 +387,10 @@ CASES = {
     },
     "edges": edges,
     "tokens, no gradient": no_gradient_is_missing,
+    **{
+        f"tokens in any order, {backend}": functools.partial(any_order_of_memory, backend)
+        for backend in ("torch", "triton")
+    },
     "vocabulary parallel": vocab_parallel,
 }
 RUNS = [

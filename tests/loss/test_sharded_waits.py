@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.autograd import sharded
-from fusedce.backends.sharded import exchange, token_stats
-from fusedce.backends.sharded.exchange import Shard
+from fusedce.backends.sharded import collectives, merged_stats
+from fusedce.backends.sharded.collectives import Shard
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, exponentials, training
@@ -32,12 +32,12 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (torch_sharded, exchange, token_stats, exponentials, triton_sharded):
+    for module in (torch_sharded, collectives, merged_stats, exponentials, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
-    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(exchange.dist, "all_reduce", lambda x, **_: Done())
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, **_: Done())
     monkeypatch.setattr(
-        exchange.dist, exchange.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
+        collectives.dist, collectives.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
     )
 
 
@@ -124,7 +124,7 @@ def test_the_launches_over_tiles_are_those_of_a_whole_vocabulary(alone, launches
         seen.append(("all_reduce", tuple(x.shape)))
         return Done()
 
-    monkeypatch.setattr(exchange.dist, "all_reduce", reduced)
+    monkeypatch.setattr(collectives.dist, "all_reduce", reduced)
     problem = Problem(
         torch.empty(N, H, dtype=torch.bfloat16, device="meta"),
         torch.empty(V, H, dtype=torch.bfloat16, device="meta"),

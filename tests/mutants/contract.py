@@ -8,6 +8,12 @@ EDGES = "test_edges.py"
 
 MUTANTS = [
     Mutant(
+        "backward: factor of float64 rounded to float32",
+        "if x.element_size() >= 4:",
+        "if x.element_size() == 4:",
+        "test_derivatives.py -k not_rounded_to_float32",
+    ),
+    Mutant(
         "projection: a bf16 product rounded to bf16",
         'pointwise(w, h, None, "none", [], "")',
         'pointwise(w.bfloat16(), h.bfloat16(), None, "none", [], "").float()',

@@ -7,6 +7,12 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 
 MUTANTS = [
     Mutant(
+        "ranks: an addend of zeros in hidden's order of memory",
+        "problem.hidden.new_zeros(problem.hidden.shape, dtype=acc)",
+        "torch.zeros_like(problem.hidden, dtype=acc)",
+        "test_sharded_tokens.py -k four_ranks",
+    ),
+    Mutant(
         "tokens: no gradient where nothing counts on any rank",
         "        elif all(u is None for u in upstream):",
         "        if all(u is None for u in upstream):",

@@ -6,6 +6,12 @@ EQUAL = "test_sharded_triton.py -k equals"
 
 MUTANTS = [
     Mutant(
+        "labels' logits: a bias with gaps",
+        "bias = None if bias is None else bias.contiguous()\n    here",
+        "here",
+        "test_sharded_tokens.py -k four_ranks",
+    ),
+    Mutant(
         "shards, Triton: the label's logit stays with its rank",
         "    all_reduce(z_label, shard.group)  # of one number",
         "    # of one number",

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce import reference_ce
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends.sharded.exchange import REDUCE_SCATTER
+from fusedce.backends.sharded.collectives import REDUCE_SCATTER
 
 N, H = 29, 6
 UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank

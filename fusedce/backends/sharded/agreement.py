@@ -1,4 +1,4 @@
-"""How vocabulary and tokens lie on the ranks, and the exchange in which ranks compare them.
+"""Placement of vocabulary and tokens on the ranks, and the exchange that compares it.
 
 The placement is read from DTensors or groups (:class:`Layout`). One all-gather then compares the
 ranks' arguments and tokens, and finds each rank's rows of the vocabulary (:func:`agree`).
@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.exchange import Shard, waiting_for_ranks
+from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem

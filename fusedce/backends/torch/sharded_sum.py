@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.protocol import Summed
-from fusedce.backends.sharded.exchange import (
+from fusedce.backends.sharded.collectives import (
     RunningSums,
     Shard,
     all_gather,
@@ -32,7 +32,7 @@ from fusedce.backends.sharded.exchange import (
     of_classes,
     sharded_way,
 )
-from fusedce.backends.sharded.token_stats import nll_and_lse
+from fusedce.backends.sharded.merged_stats import nll_and_lse
 from fusedce.backends.torch.logit_tiles import Logits, clear_labels, label_entry
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of

@@ -34,7 +34,7 @@ from torch import Tensor
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.mean_logit import MeanLogit
-from fusedce.backends.plan import TILES, tiles_of, way_of
+from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.logit_tiles import (
     OUTLIER_P,
@@ -59,7 +59,11 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     logits = Logits(Projection.of(problem), Products.of(problem.hidden))
     acc = logits.head.acc
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
-    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    call = call_of(problem, Wanted(), len(rows))
+    way = tiles_of(call, memory_budget=problem.memory_budget)
+    if problem.memory_budget is None and logits.products.logits == problem.hidden.dtype:
+        # Of few tokens more classes fit into the cache, where no widened rows lie beside them.
+        way = way._replace(classes=tile_classes(call, None, way.tokens))
     step = logits.step(way)
     for chunk in chunks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[chunk])  # (C, H)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.protocol import Summed
-from fusedce.backends.sharded.exchange import (
+from fusedce.backends.sharded.collectives import (
     RunningSums,
     Shard,
     all_gather,
@@ -135,6 +135,8 @@ def _problems(problem: Problem, shard: Shard) -> tuple[Problem, Problem]:
     problem = walkable(problem)
     real = shard.real(problem)
     weight, bias, y = problem.weight, problem.bias, problem.labels
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     here = (y >= shard.first) & (y < shard.first + real)
     return problem, problem.but(
         weight=weight[:real] if real else weight.new_zeros(1, weight.shape[1]),

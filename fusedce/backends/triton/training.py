@@ -28,7 +28,7 @@ from fusedce.contract.problem import Problem, Wanted
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     N = len(problem.hidden)
-    device, dtype = problem.hidden.device, problem.hidden.dtype
+    device = problem.hidden.device
     problem = walkable(problem)
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
@@ -38,11 +38,10 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
         else:
             n, outer, factor = rows_and_factor(problem, packed)
-        logit = dtype.itemsize + (4 if problem.label_smoothing else 0)
         gemm = gemm_blocks(problem)
         block = 0 if gemm is None else gemm.BLOCK_V
         way = way_of(
-            call_of(problem, wanted, n, dtypes, logit=logit, triton=True, gemm_block=block),
+            call_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.sharded.exchange import Shard, all_gather
+from fusedce.backends.sharded.collectives import Shard, all_gather
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype

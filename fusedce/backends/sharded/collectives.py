@@ -58,9 +58,7 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     if shard.tokens is not None:
         fixed += N * H * hidden.element_size()
     wanted, triton = Wanted(hidden=True, weight=True), problem.backend == "triton"
-    logit = acc
-    if triton:
-        logit = hidden.element_size() + (4 if problem.label_smoothing else 0)
+    logit = None if triton else acc
     call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
     return call._replace(
         N=N, V=max(shard.largest, 1), fixed=fixed, copies=3, threads=1, budget=shard.budget
