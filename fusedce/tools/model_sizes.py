@@ -97,7 +97,7 @@ def config_of(model: str) -> PretrainedConfig:
 
 
 def load(model: str) -> nn.Module:
-    """The causal language model in a folder, with its weights.
+    """The model in a folder, of the class that its configuration names, with its weights.
 
     Raises:
         UserError: ``model`` is no folder with weights.
@@ -105,8 +105,9 @@ def load(model: str) -> nn.Module:
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"--full loads weights, and there are none in {model}")
+    kind: Any = class_of(model, config_of(model))
     try:
-        loaded: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
+        loaded: nn.Module = kind.from_pretrained(
             model, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError) as problem:

@@ -84,3 +84,17 @@ def test_a_model_that_shifts_its_labels_to_the_decoder():
     found = answer("check", "T5ForConditionalGeneration")
     assert found["equal"]
     assert found["fused"]
+
+
+def test_weights_of_a_model_with_an_encoder_are_loaded(tmp_path):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=120, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    found = answer("check", str(tmp_path), "--full")
+    assert found["model_class"] == "T5ForConditionalGeneration"
+    assert found["equal"]
