@@ -47,14 +47,13 @@ FIRST = {
     "backends/triton/divergence": "loss/test_kl.py",
     "backends/triton": "backends/triton loss/test_logprobs.py loss/test_memory_budget.py",
     "backends/torch/divergence": "loss/test_kl.py",
-    "backends/torch/per_token": "loss/test_logprobs.py loss/test_one_rounding.py",
+    "backends/torch/stats_and_grads": "loss/test_logprobs.py loss/test_one_rounding.py",
     "backends/torch": "backends/torch loss/test_fused_ce.py loss/test_memory_budget.py",
     "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
     "backends": "backends/test_gradients.py loss/test_logprobs.py loss/test_one_rounding.py "
     "loss/test_fused_ce.py",
-    "accumulate/guard": "accumulate/test_guard_rails.py accumulate/test_misuse.py "
-    "accumulate/test_forgetting.py",
-    "accumulate/gradients": "accumulate/test_failures.py accumulate/test_uneven.py "
+    "accumulate/window_grads": "accumulate/test_guard_rails.py accumulate/test_misuse.py "
+    "accumulate/test_forgetting.py accumulate/test_failures.py accumulate/test_uneven.py "
     "accumulate/test_engines.py",
     "accumulate": "accumulate/test_accumulator.py accumulate/test_guard_rails.py "
     "accumulate/test_state.py accumulate/test_agreement.py",

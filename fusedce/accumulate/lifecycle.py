@@ -16,7 +16,9 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.checks import as_window, check_module
 from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
-from fusedce.accumulate.gradients import (
+from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, names_of, stacked, sums_of
+from fusedce.accumulate.window import Window, leaves_of
+from fusedce.accumulate.window_grads import (
     FIRST_ESTIMATE,
     Guard,
     drop_gradients,
@@ -24,8 +26,6 @@ from fusedce.accumulate.gradients import (
     scale_gradients,
     trained_of,
 )
-from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, names_of, stacked, sums_of
-from fusedce.accumulate.window import Window, leaves_of
 from fusedce.contract.groups import Ranks
 from fusedce.contract.monitors import MonitoredLossSum
 

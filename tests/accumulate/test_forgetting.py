@@ -206,7 +206,7 @@ def test_streaming_in_float64_is_not_rounded():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_correction_is_not_rounded_on_a_device(dtype):
-    from fusedce.accumulate.gradients import scale_gradients
+    from fusedce.accumulate.window_grads import scale_gradients
 
     device = torch.accelerator.current_accelerator()
     factor = torch.tensor(1.00589, dtype=torch.float64, device=device)

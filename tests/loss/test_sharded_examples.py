@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support import ranks
 from support.coverage import covered
 from support.oracle import finished_logits
-from support.vocabulary import answers, inputs, near, own_rows, wide
+from support.vocabulary import compare_to_whole, inputs
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
@@ -61,33 +61,20 @@ def example(seed, world):
 
 
 def one_example(seed, rank):
-    """Compare, within twice the unsharded errors and a floor; return what was covered."""
+    """Compare the example of a seed; return its function, dtype and options."""
     sharded, whole, sizes, x, options, backend = example(seed, dist.get_world_size())
-    local, rows = own_rows(x, sizes, rank)
-    group = dist.group.WORLD
-    out, grads = answers(sharded, local, process_group=group, backend=backend, **options)
-    every, _ = own_rows(x, [sum(sizes)], 0)
-    theirs, their_grads = answers(whole, every, backend=backend, **options)
-    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
-    truth, true_grads = answers(whole, exact, backend="torch", **options)
-    dtype = x["hidden"].dtype
-    of_sums = FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype]
-    for at, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), seed
-        if sharded is sharded_logprobs and at == 3:
-            likeliest(a, x, options, seed)
-        else:
-            near(a, b, c, of_sums, f"seed {seed}, result {at}")
-    for name, grad in grads.items():
-        part = slice(None) if name == "hidden" else rows
-        assert grad.dtype == dtype, seed
-        b, c = their_grads[name][part], true_grads[name][part]
-        near(grad, b, c, FLOOR[dtype], f"seed {seed}, {name}")
-    return sharded.__name__, (str(dtype).removeprefix("torch."), f"backend={backend}", *options)
+    argmax = 3 if sharded is sharded_logprobs else None
+    out = compare_to_whole(
+        x, sharded, whole, sizes, options, backend, rank, FLOOR, f"seed {seed},", argmax
+    )
+    if argmax:
+        likeliest(out[argmax], x, options, seed)
+    dtype = str(x["hidden"].dtype).removeprefix("torch.")
+    return sharded.__name__, (dtype, f"backend={backend}", *options)
 
 
 def likeliest(argmax, x, options, seed):
-    """Their logits are the largest: a soft-cap makes several equal to the last digit."""
+    """Check that each ``argmax`` has the largest logit; a soft-cap makes several nearly equal."""
     options = {k: v for k, v in options.items() if k in OF_ALL}
     bias = x["bias"].double() if "bias" in x else None
     z = finished_logits(x["hidden"].double(), x["weight"].double(), bias, **options)

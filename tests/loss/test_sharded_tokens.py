@@ -13,8 +13,8 @@ from support.vocabulary import (
     N,
     answers,
     class_weights,
+    compare_to_whole,
     inputs,
-    near,
     own_rows,
     watched_collectives,
     wide,
@@ -63,24 +63,10 @@ def several(options, dtype, backend, rank):
 
 def compared(x, function, whole, options, backend, rank, chunk=None):
     """The results, equal to the unsharded ones within twice their error and a floor."""
-    sizes, dtype = UNEQUAL[dist.get_world_size()], x["hidden"].dtype
-    local, rows = own_rows(x, sizes, rank)
-    group = dist.group.WORLD
-    out, grads = answers(
-        function, local, process_group=group, backend=backend, chunk_tokens=chunk, **options
+    sizes = UNEQUAL[dist.get_world_size()]
+    out = compare_to_whole(
+        x, function, whole, sizes, options, backend, rank, FLOOR, chunk_tokens=chunk
     )
-    every, _ = own_rows(x, [sum(sizes)], 0)
-    theirs, their_grads = answers(whole, every, backend=backend, **options)
-    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
-    truth, true_grads = answers(whole, exact, **options)
-    for name, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        near(a, b, c, FLOOR[torch.float32 if dtype == torch.bfloat16 else dtype], name)
-    for name, grad in grads.items():
-        part = slice(None) if name == "hidden" else rows
-        assert grad.dtype == dtype
-        near(grad, their_grads[name][part], true_grads[name][part], FLOOR[dtype], name)
     return [x.tolist() for x in out]
 
 

@@ -131,6 +131,36 @@ def near(a, b, exact, floor, name):
     assert error <= 2 * theirs + floor * exact.norm(), f"{name}: {error:.1e} against {theirs:.1e}"
 
 
+def compare_to_whole(
+    x, sharded, whole, sizes, options, backend, rank, floors, name="", skipped=None, **of_shards
+):
+    """Compare ``sharded`` with ``whole``; return the results of this rank.
+
+    Errors are at most twice those of ``whole``, both against float64, plus a floor by dtype.
+    ``skipped`` is the position of a result that the caller compares; ``of_shards`` holds options of
+    the sharded call alone.
+    """
+    dtype = x["hidden"].dtype
+    local, rows = own_rows(x, sizes, rank)
+    group = dist.group.WORLD
+    asked = options | of_shards
+    out, grads = answers(sharded, local, process_group=group, backend=backend, **asked)
+    every, _ = own_rows(x, [sum(sizes)], 0)
+    theirs, their_grads = answers(whole, every, backend=backend, **options)
+    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
+    truth, true_grads = answers(whole, exact, backend="torch", **options)
+    of_results = floors[torch.float32 if dtype == torch.bfloat16 else dtype]
+    for at, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        if at != skipped:
+            near(a, b, c, of_results, f"{name} result {at}")
+    for of, grad in grads.items():
+        part = slice(None) if of == "hidden" else rows
+        assert grad.dtype == dtype, name
+        near(grad, their_grads[of][part], true_grads[of][part], floors[dtype], f"{name} {of}")
+    return out
+
+
 class Largest(TorchDispatchMode):
     """Tokens of the largest matrix that has a row for each class of the shard."""
 
