@@ -1,4 +1,4 @@
-"""setuptools as the build backend: it leaves nothing in the tree, and builds the same bytes twice.
+"""Build backend around setuptools that leaves no file in the tree and builds the same bytes twice.
 
 Files in a wheel and an sdist have the time of SOURCE_DATE_EPOCH (1980 where it is not set), owner
 0, and the mode of a plain file. Folders build/ and *.egg-info that it has made are removed.

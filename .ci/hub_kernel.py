@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
 # `kernels` imports this file under a name of its own. The modules of the package import each other
 # as `fusedce.X`, and its operators are registered once in a process, so that the package is loaded
-# under its own name. One that is installed in the same version is used instead.
+# under its own name. An installed package of the same version is used instead.
 LOADER = '''\
 """fusedce {version}, loaded from a kernel repository under its own name."""
 

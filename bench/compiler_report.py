@@ -2,7 +2,7 @@
 
     python bench/compiler_report.py                       # all architectures, with options too
     python bench/compiler_report.py --arch sm_90 --json   # one of them, for a program to read
-    python bench/compiler_report.py --faults              # status 1 for a spill or serialised wgmma
+    python bench/compiler_report.py --faults              # exit status 1 if there is one
     python bench/compiler_report.py --summary a.json b.json    # spills by architecture and Triton
     python bench/compiler_report.py --out after.json --against before.json   # status 1 if worse
     python bench/compiler_report.py --kernel forward --arch sm_90 --config 256,128,64,8,3
@@ -36,7 +36,7 @@ MORE_IS_BETTER = ("async",)
 
 
 def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each variant; what is compiled is said while it goes on."""
+    """Return a row for each variant; print its name while it compiles."""
     rows = []
     for arch in args.arch:
         if not compiled.available(arch):
@@ -63,7 +63,7 @@ def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each row, so that differences read."""
+    """JSON with one line per row, so that diffs are readable."""
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
@@ -95,7 +95,7 @@ def _widths(found: dict[str, int]) -> str:
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     """List spilled registers and serialised wgmma of kernels that run by default.
 
-    Candidates of tuning may spill: measuring tells.
+    Candidates of tuning may spill: tuning measures them.
     """
     found = []
     for row in rows:
@@ -108,9 +108,9 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each architecture and version of Triton: how many kernels, and what they spill.
+    """One line per architecture and version of Triton: number of kernels, and their spills.
 
-    Of a kernel that was compiled twice, the later row counts.
+    Where a kernel was compiled twice, the later row counts.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in {(r["arch"], r["triton"], r["kernel"]): r for r in rows}.values():
@@ -135,10 +135,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def compare(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], *, whole: bool = True
 ) -> tuple[str, list[str]]:
-    """A table of what changed, and what got worse.
+    """Return a table of the numbers that changed, and the list of those that got worse.
 
-    Kernels that only one side has are named in the table and judged by nobody (those of before
-    only where the ``whole`` set was compiled); numbers that only one side has are left out.
+    Kernels that only one side has are named in the table but not judged (older ones only
+    where the ``whole`` set was compiled); numbers that only one side has are left out.
     """
     old = {(r["kernel"], r["arch"]): r for r in before}
     new = {(r["kernel"], r["arch"]): r for r in after}
@@ -170,15 +170,21 @@ def main() -> int:
     parser.add_argument("--kernel", choices=["all", *variants.KERNELS], default="all")
     parser.add_argument("--match", default="", help="regular expression that labels must match")
     parser.add_argument("--config", help="BLOCK_N,BLOCK_V,BLOCK_H,num_warps,num_stages of forward")
-    parser.add_argument("--candidates", action="store_true", help="what tuning would try, too")
+    parser.add_argument(
+        "--candidates", action="store_true", help="include the candidates of tuning"
+    )
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--out", type=Path, help="JSON to write, row by row")
     parser.add_argument("--rows", type=Path, help="rows written before, instead of compiling")
     parser.add_argument(
         "--summary", type=Path, nargs="+", help="rows of several versions of Triton, in one table"
     )
-    parser.add_argument("--against", type=Path, help="rows of before: status 1 where one is worse")
-    parser.add_argument("--faults", action="store_true", help="status 1 for what may not be")
+    parser.add_argument(
+        "--against", type=Path, help="earlier rows; exit status 1 if a number got worse"
+    )
+    parser.add_argument(
+        "--faults", action="store_true", help="exit status 1 for a spill or serialised wgmma"
+    )
     args = parser.parse_args()
     if args.summary:
         print(summary([row for file in args.summary for row in json.loads(file.read_text())]))

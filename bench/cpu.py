@@ -4,7 +4,7 @@
     python bench/cpu.py --readme docs/benchmarks.md              # and its table there
     python bench/cpu.py --dtype float32 --out /tmp/float32.json
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-        python bench/cpu.py --out /tmp/avx2.json                 # as on a CPU without more
+        python bench/cpu.py --out /tmp/avx2.json                 # emulates AVX2 alone
 
 Time is `time.process_time` of one thread, so that neighbours on a shared machine are not counted.
 Training is over three bare products of the inputs' dtype, evaluation over one. `--only N` leaves

@@ -47,7 +47,7 @@ def launch(device: str) -> Callable[[], object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes, to see it through")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to test the script")
     parser.add_argument("--out", type=Path, help="default: results/device-DEVICE.json")
     args = parser.parse_args()
     size, elements = (256, 2**20) if args.dry else (8192, 2**31)

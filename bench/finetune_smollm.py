@@ -4,7 +4,8 @@
     python bench/finetune_smollm.py --readme docs/denominator.md   # 10 minutes on 2 idle cores
     python bench/finetune_smollm.py --table --readme docs/denominator.md   # measures nothing
 
-Sections of Python's own documentation at their natural lengths, float32, plain AdamW.
+The data are sections of Python's own documentation at their natural lengths; training is in float32
+with plain AdamW.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def load(file: Path) -> tuple[Any, Any]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown: each way beside the batch of 8."""
+    """Markdown table of each way beside the batch of 8."""
     rows = [
         {
             "": name,
@@ -80,7 +81,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
-    parser.add_argument("--table", action="store_true", help="of what was measured before")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of earlier measurements and stop"
+    )
     options = parser.parse_args()
     path = options.out / "finetune-smollm-cpu.json"
     if not options.table:

@@ -1,9 +1,9 @@
-"""Memory against time: what the loss holds, and takes, under one memory budget after another.
+"""Memory against time of the loss under one memory budget after another.
 
     python bench/frontier.py                         # CPU, fp32 and bf16: under 8 quiet minutes
     python bench/frontier.py --only fused_ce --budgets 16 64 256
     python bench/frontier.py --readme docs/benchmarks.md
-    python bench/frontier.py --errors --readme docs/accuracy.md     # of each way, against fp64
+    python bench/frontier.py --errors --readme docs/accuracy.md     # errors of each way
 
 Peaks are those of a fresh process each, beyond inputs and gradients; times are medians of calls
 that take turns, over the three bare products of the same run. "none" is no budget. The rows
@@ -83,7 +83,7 @@ def _gemms(hidden: Tensor, weight: Tensor) -> None:
 
 
 def planned(name: str, budget: int | None, N: int, H: int, V: int, dtype: str) -> dict[str, Any]:
-    """The way that is taken on a CPU, and what it is planned to hold."""
+    """The way that is taken on a CPU, and its planned bytes."""
     kind = getattr(torch, dtype)
     hidden, weight = (torch.empty(n, H, dtype=kind, device="meta") for n in (N, V))
     of = None if budget is None else budget * MiB
@@ -100,7 +100,7 @@ def planned(name: str, budget: int | None, N: int, H: int, V: int, dtype: str) -
 def measure(
     engine: Engine, sizes: dict[str, Any], budgets: list[int], only: list[str] | None
 ) -> list[dict[str, Any]]:
-    """A row for each method, of ours for each budget."""
+    """A row for each method; fusedce has one per budget."""
     kinds: list[tuple[str, int | None]] = [(FLOOR, None)]
     for name in [*OURS, *(n for n in ON_CPU if n != "fused_ce" and not n.startswith(f"{SLOW},"))]:
         if only is None or name in only:
@@ -255,7 +255,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="timed rounds (default 1)")
     parser.add_argument("--calls", type=int, default=1, help="calls of a round (default 1)")
     parser.add_argument("--out", type=Path, default=FOLDER / "frontier-cpu.json")
-    parser.add_argument("--errors", action="store_true", help="of each way, and stop")
+    parser.add_argument(
+        "--errors", action="store_true", help="measure the errors of each way and stop"
+    )
     parser.add_argument("--table", type=Path, help="print the tables of measured data and stop")
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     args = parser.parse_args()

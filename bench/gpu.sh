@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in steps of at most eight minutes: correctness first, the
-# README's table and picture last.
+# Run all measurements on a GPU in steps of at most eight minutes: correctness first, the README's
+# table and picture last.
 #
 #     bench/gpu.sh list            # the steps, what each does, its limit in seconds
 #     bench/gpu.sh STEP ...        # some of them
@@ -9,7 +9,7 @@
 #     bench/gpu.sh --dry [STEP]    # on any machine: tiny problems, peers stubbed
 #
 # Results go to $OUT (default bench/results) after every burst of calls; a step that is run again
-# measures what is missing. On a machine that starts empty, EARLIER=FOLDER copies the JSON of an
+# measures only the missing rows. On a machine that starts empty, EARLIER=FOLDER copies the JSON of an
 # earlier run to $OUT first, where $OUT has none of that name. A step's own clock stops it before
 # the limit does, which interrupts and kills late; LIMIT=SECONDS sets another one.
 # Needs of python3 (or $PYTHON): torch, triton, tabulate; for the steps of those names pytest with

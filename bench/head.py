@@ -76,8 +76,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def overhead(repeats: int) -> None:
     """Microseconds that a step of a replaced head takes beyond ``fused_ce`` called by hand.
 
-    So small a head that nearly all is Python. Time of this thread alone, the two taking turns; the
-    minimum of each part, for what else runs on the machine only adds.
+    The head is so small that nearly all of the time is Python. Both take turns; the figure is the
+    least time of this thread, since other processes can only add to it.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -111,8 +111,8 @@ def overhead(repeats: int) -> None:
 def generate(repeats: int, new: int = 16) -> None:
     """Time of a decoding step with a replaced head, relative to the untouched model.
 
-    A small Llama whose vocabulary is small as well, so that Python weighs most; by ``generate``,
-    the two taking turns in one process, on one thread, by the time of this thread alone.
+    A small Llama with a small vocabulary runs ``generate``, so that Python takes most of the time.
+    Both take turns in one process, measured by the time of one thread.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -156,8 +156,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--overhead", action="store_true", help="of Python, and nothing else")
-    parser.add_argument("--generate", action="store_true", help="a decoding step, and nothing else")
+    parser.add_argument(
+        "--overhead", action="store_true", help="measure the overhead of Python alone"
+    )
+    parser.add_argument("--generate", action="store_true", help="measure a decoding step alone")
     args = parser.parse_args()
     if args.overhead:
         return overhead(2000)

@@ -79,7 +79,7 @@ def measure(
 
 
 def said(row: dict[str, Any]) -> str:
-    """A short line about a row."""
+    """A row's figures in one line."""
     ms, mib = milliseconds(median(row)), mebibytes(row.get("extra_peak_bytes"))
     words = [row.get("failed", ""), ms and f"{ms:>8} ms", mib and f"{mib:>6} MiB"]
     return " ".join(word for word in words if word) or "checked"

@@ -75,7 +75,7 @@ def tensor_parallel(N: int, H: int, V: int, ranks: int, device: Device) -> Predi
 
 
 def over_ranks(ranks: Sequence[int], device: Device, N: int = 8192) -> list[Row]:
-    """Heads of models: every number of ranks over the bare products of a rank's rows."""
+    """Predicted time by number of ranks, over the bare products of a rank's rows."""
     rows = []
     for name, (H, V) in HEADS.items():
         for R in ranks:
@@ -92,7 +92,7 @@ def over_ranks(ranks: Sequence[int], device: Device, N: int = 8192) -> list[Row]
 
 
 def terms_of(shape: tuple[int, int, int], device: Device, *, training: bool) -> list[Row]:
-    """Every term of every method: a row each."""
+    """One row for each term of each method."""
     floor = bare_gemms(*shape, device, training=training).seconds
     rows = []
     for method in [*METHODS, *PLANS]:
@@ -164,8 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="N,H,V: every term of this one")
     parser.add_argument("--device", choices=list(DEVICES), default="H200")
-    parser.add_argument("--ranks", type=int, nargs="+", help="a vocabulary sharded over so many")
-    parser.add_argument("--forward", action="store_true", help="without gradients")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="numbers of ranks of a sharded vocabulary"
+    )
+    parser.add_argument("--forward", action="store_true", help="predict a call without gradients")
     parser.add_argument("--measured", type=Path, nargs="*", help="default: results of GPUs, if any")
     args = parser.parse_args()
     device, training = DEVICES[args.device], not args.forward

@@ -32,7 +32,7 @@ import fusedce
 from fusedce.tools.bench import FLOOR
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-# A process each, for both passes: where the options differ in memory at all.
+# Their peaks of both passes are measured, in a process each: only these differ in memory.
 WITH_MEMORY = ("plain", 'reduction="none"', "eager", "fused_logprobs")
 
 

@@ -129,7 +129,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", action="store_true", help="the store's requests per second")
     parser.add_argument("--times", type=int, default=40, help="windows of each kind")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of asking, for each number")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of requests, for each number of clients"
+    )
     args = parser.parse_args()
     if not args.store:
         with tempfile.TemporaryDirectory() as folder:

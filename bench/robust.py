@@ -76,7 +76,7 @@ def graph(spec: Spec, runs: int) -> Found:
         captured.replay()
         if not all(a.equal(b) for a, b in zip(first, outputs, strict=True)):
             return False, f"replays of inputs {number + 1} differ"
-        # A graph takes the ignored rows along as zeros: other sizes of products, other roundings.
+        # A graph computes ignored rows as zeros, so products have other sizes and other roundings.
         for name, a, b in zip(("loss", "d_hidden", "d_weight"), first, step(*static), strict=True):
             gap = float((a.double() - b.double()).norm() / b.double().norm())
             if not gap < (1e-5 if name == "loss" else 5e-3):
@@ -128,7 +128,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--small", action="store_true", help="a small problem, three runs")
-    parser.add_argument("--runs", type=int, help="of the same inputs (default 100; 3 with --small)")
+    parser.add_argument(
+        "--runs", type=int, help="runs of the same inputs (default 100; 3 with --small)"
+    )
     parser.add_argument("--out", type=Path, help="default: results/robust-DEVICE.json")
     args = parser.parse_args()
     runs = args.runs or (3 if args.small else 100)
@@ -144,7 +146,7 @@ def main() -> int:
     }
     for name in args.check:
         begin = time.perf_counter()
-        # The plan knows no ignored rows.
+        # The plan does not count ignored rows.
         holds, said = CHECKS[name](spec._replace(ignored=0.0) if name == "memory" else spec, runs)
         status = "left out" if holds is None else "holds" if holds else "FAILS"
         row = {"check": name, "status": status, "found": said}

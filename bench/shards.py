@@ -1,10 +1,10 @@
-"""How far off is d_hidden of a sharded vocabulary, if its parts are added up in bfloat16?
+"""Error of d_hidden of a sharded vocabulary if its parts are added up in bfloat16.
 
     python -m bench.shards
 
 The parts of the ranks are rounded to bfloat16 and added one after the other, each sum rounded, as a
-ring does it. The error is that of the whole, over its norm, against float64; beside it that of
-torch's loss (bfloat16 logits), and of parts added in float32, as `fusedce` does.
+ring all-reduce does. Errors are those of the whole gradient against float64, over its norm. The
+table also has torch's loss (bfloat16 logits), and parts added in float32, as `fusedce` does.
 """
 
 from __future__ import annotations

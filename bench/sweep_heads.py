@@ -1,4 +1,4 @@
-"""Every causal-LM class of transformers, built small: loss and gradients before and after
+"""Compare loss and gradients of every causal LM of transformers, built small, before and after
 `replace_loss_head`, in training and in evaluation.
 
     python bench/sweep_heads.py                 # all of them: a table, and bench/results/heads.json

@@ -1,4 +1,4 @@
-"""Variants of our own code against each other: what decides the numbers in `archs.py`.
+"""Variants of our own code against each other; the results decide the numbers in `archs.py`.
 
     python bench/variants.py --device cuda       # bench/results/variants-cuda.json
     python bench/variants.py --dry               # tiny problems, interpreted, on any machine

@@ -47,8 +47,8 @@ def streaming(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float
 
 
 def declared(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]]:
-    """Counts first. No `accumulate` here: once the loader is exhausted, which it is when the last
-    window has been drawn, it would end the step at each micro-batch of that window."""
+    """Counts are declared first, without `accumulate`: the loader is exhausted once the last window
+    has been drawn, and `accumulate` would then end the step at each micro-batch of that window."""
     model, optimizer, loader = prepare(accelerator)
     acc = fusedce.LossAccumulator.from_accelerator(accelerator)
     history = []

@@ -2,10 +2,10 @@
 
     python examples/distillation.py
 
-Look at: all that is kept of the teacher are K classes and their log-probabilities, which can lie on
-disk; the student's logits are never made. What the K classes leave is one class, the tail, so that
-the loss is a divergence: never negative, and 0 only where both agree. Where the teacher is at hand
-while the student learns, `fusedce.fused_kl` compares all classes, without the logits of either.
+Look at: only K classes of the teacher and their log-probabilities are kept, which can lie on disk;
+the student's logits are never made. All other classes form one class, the tail, so that the loss is
+a divergence: never negative, and 0 only where both agree. Where the teacher runs while the student
+learns, `fusedce.fused_kl` compares all classes, without the logits of either.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Look at: one call of `fused_logprobs` for chosen and rejected answers together, one under
 `torch.no_grad()` for the reference, and no logits in either. The loss begins at log 2, where policy
 and reference are the same, and `LossAccumulator` divides by the pairs of the whole step, so that
-micro-batches of 3 and of 1 pair weigh what they should. Here text is chosen over itself reversed.
+every pair weighs the same in micro-batches of 3 and of 1. Here text is chosen over itself reversed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/epoch_end.py
 
-Look at: both are right, since a window is divided by the tokens it really holds. What is wrong is
-to leave gradients behind unnoticed: `metrics` and `state_dict` refuse while a window is open.
+Look at: both are right, since a window is divided by the tokens it really holds. Leaving
+gradients behind is wrong: `metrics` and `state_dict` raise an error while a window is open.
 """
 
 from __future__ import annotations

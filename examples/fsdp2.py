@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Look at: nobody has to know the counts in advance. `finish` comes once for each step, before
+Look at: the counts need not be known in advance. `finish` comes once for each step, before
 clipping, and the head is whole where the loss is computed, inside the root module's `forward`.
 """
 

@@ -4,8 +4,8 @@
 
 Look at: the gradient of ``-advantage * log p(token)`` (REINFORCE) is that of cross-entropy times
 the advantage, so `token_weight` carries it. Tokens of the prompt are ignored; the denominator
-counts the sampled tokens of the whole step, so that a long answer in one micro-batch weighs no less
-per token than a short one in another. The toy reward wants spaces.
+counts the sampled tokens of the whole step, so that a token weighs the same in a long answer and in
+a short one of another micro-batch. The toy reward counts spaces.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Batch = dict[str, Tensor]
 
 
 class TinyLM(nn.Module):
-    """Ends in the loss, not in logits: data-parallel wrappers need it inside ``forward``."""
+    """A model that returns its loss, since data-parallel wrappers need it inside ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()

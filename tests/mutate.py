@@ -82,7 +82,7 @@ def _pytest(folder: str, arguments: list[str]) -> None:
 
     status = int(pytest.main(arguments))
     sys.stdout.flush()
-    os._exit(status)  # what torch does at the end of a forked process is not asked here
+    os._exit(status)  # skips torch's clean-up at the end of a forked process
 
 
 def run(chosen: Iterable[Mutant], jobs: int) -> Counter[str]:

@@ -3,9 +3,9 @@
     python tests/mutate_compiled.py            # all; one line each, survivors at the end
     python tests/mutate_compiled.py bar.sync   # those whose name contains a word
 
-What is broken is the PTX that Triton made, not a source: a barrier, a wait, a mask, a fence left
-out, a number changed. A breakage is seen where the run ends with an error, or gives other numbers.
-See docs/kernels.md for those that survive.
+The breakages are in the PTX that Triton made, not in a source: a barrier, a wait, a mask or a fence
+is left out, or a number changed. A breakage is noticed where the run ends with an error or gives
+other numbers. docs/kernels.md explains those that survive.
 """
 
 from __future__ import annotations

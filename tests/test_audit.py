@@ -1,4 +1,4 @@
-"""The audit sees in anyone's loop how much each token weighs."""
+"""The audit measures the weight of every token in any training loop."""
 
 import contextlib
 import doctest
@@ -115,7 +115,7 @@ def test_a_plain_loop(loop, verdict):
     assert report.steps[0].loss == pytest.approx(true_loss(0), rel=1e-5)
 
 
-# ---- what is right in its own way, and must not alarm; what is wrong beside denominators -------
+# ---- right loops that raise no alarm, and mistakes beside denominators -------------------------
 
 CLASSES = torch.linspace(0.5, 3.0, V)
 

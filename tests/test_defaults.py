@@ -1,4 +1,4 @@
-"""Torch's default dtype and device: no result may depend on what the user has set.
+"""No result depends on torch's default dtype and device.
 
 Models are built and trained inside ``torch.set_default_dtype(torch.bfloat16)``, and scripts of
 physics set float64. A buffer that takes such a dtype is half or twice as large as the library

@@ -1,4 +1,4 @@
-"""Sizes and lengths of real runs: products past 2**31 entries, thousands of steps, memory flat.
+"""Sizes and lengths of real runs: products past 2**31 entries, and no growth over many steps.
 
 They take minutes and gigabytes: ``FUSEDCE_ENDURANCE=1`` runs them.
 """

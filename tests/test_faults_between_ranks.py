@@ -18,7 +18,7 @@ from support.loops import batches, distance, new_weight, raising
 from fusedce import LossAccumulator, LossSum, fused_ce, fused_cross_entropy, fused_logprobs
 
 RANKS, BAD = 3, 1  # the rank that fails is one in the middle
-TIMEOUT, LATE = 4, 14  # seconds of the process group, and until words must be there
+TIMEOUT, LATE = 4, 14  # seconds of the process group's timeout, and until an error must be raised
 RATE = 0.5
 PAGE = Path(__file__).parents[1] / "docs/trust.md"
 SIZES = [3, 5]  # valid tokens of each rank's micro-batches
@@ -107,7 +107,7 @@ CLASSES = {
     "sharded sum": functools.partial(sharded, per_token=False),
     "sharded tokens": functools.partial(sharded, per_token=True),
 }
-# The words on every living rank; None: the step is right.
+# Text of the error on every living rank; None: the step is right.
 NOT_CAME = "and not all others have: the process group's timeout (4 s) is over, or one of them has"
 SHARED = f"this rank has come to compute a loss over a sharded vocabulary, {NOT_CAME}"
 GONE = {

@@ -1,4 +1,4 @@
-"""Imports go down: no module knows of a higher layer, and none of itself by a detour."""
+"""Imports go down: no module imports a higher layer, and there are no circles."""
 
 import ast
 from pathlib import Path

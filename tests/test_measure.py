@@ -1,4 +1,4 @@
-"""Time and peak memory: against known allocations, and what the loss needs."""
+"""Time and peak memory, against known allocations and those of the loss."""
 
 import pytest
 

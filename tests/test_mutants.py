@@ -1,4 +1,4 @@
-"""The list of mutants is sound: whether tests notice them is for `tests/mutate.py` to show."""
+"""The list of mutants is sound; `tests/mutate.py` shows whether tests notice them."""
 
 import ast
 import functools

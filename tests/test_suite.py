@@ -45,7 +45,7 @@ def draws_at_import(tree):
 
 
 def from_fresh_entropy(tree):
-    """Lines that ask for a generator nobody has seeded."""
+    """Lines that ask for an unseeded generator."""
     seeded = {"np.random.default_rng", "random.Random"}  # where a seed is given
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Compile a kernel for an architecture without a GPU, and read what came out.
+"""Compile a kernel for an architecture without a GPU, and read registers and instructions.
 
 Triton compiles for any target; `ptxas` then reports registers and spills, and `nvdisasm` prints the
 machine code. On AMD targets both come from the assembly and its metadata.
@@ -133,7 +133,7 @@ def assemblers(arch: str) -> list[Path]:
 
 
 def assemble(ptx: Path, arch: str, out: Path) -> str:
-    """Write ``out`` and return what the assembler says of registers and spills.
+    """Write ``out`` and return the assembler's report of registers and spills.
 
     Raises:
         RuntimeError: no assembler takes the file; the message holds what the last one said.

@@ -28,7 +28,7 @@ def time_call(
     """Time a burst of at most ``calls`` calls, after two that warm up (one on a CPU).
 
     Returns ``seconds`` of each call. On an accelerator also ``wall_seconds``, the burst's by the
-    number of its calls, and ``states``: what :func:`device_state` said while it ran. The first
+    number of its calls, and ``states``: what :func:`device_state` returned while it ran. The first
     call may compile; the second one decides how many calls a burst has. On a CPU
     ``warm_up=False`` leaves that one out: for calls that are already warm.
     """
@@ -82,7 +82,7 @@ def _ask_state(device: str) -> subprocess.Popen[str] | None:
 def device_state(asked: subprocess.Popen[str] | None) -> dict[str, str]:
     """Clock of the multiprocessors (MHz), power (W), temperature and what throttles the device.
 
-    Empty where nobody was asked or `nvidia-smi` does not answer within five seconds.
+    Empty where `nvidia-smi` was not asked or does not answer within five seconds.
     """
     if asked is None:
         return {}

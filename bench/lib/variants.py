@@ -1,7 +1,7 @@
 """Compilations of every kernel for an architecture, with and without options.
 
-All that the report knows of the package's kernels and of its table of architectures is in this
-file: block sizes are read from :mod:`fusedce.backends.triton.archs`, row by row.
+No other file of the report refers to the package's kernels or to its table of architectures, from
+which block sizes are read row by row (:mod:`fusedce.backends.triton.archs`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LossAccumulator in one process: equal to the big batch, in range, and quiet until read."""
+"""LossAccumulator in one process equals the big batch, stays in range and never waits unread."""
 
 import math
 
@@ -88,7 +88,7 @@ def test_streaming_stays_in_range(dtype):
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
 
     def largest_gradient(scale):
-        """Runs the micro-batches; the largest gradient the low precision held."""
+        """Run the micro-batches; return the largest gradient that the low precision held."""
         largest = []
         for hidden, labels in micro:
             weight = master.to(dtype)
@@ -171,7 +171,9 @@ def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, look)
     monkeypatch.setattr(_faults, "readable", lambda device: False)
     weight, micro = new_weight(), batches([4, 0, 9])
-    outs = [((h @ weight.T).sum(), (y != -100).sum()) for h, y in micro]  # these never look
+    outs = [
+        ((h @ weight.T).sum(), (y != -100).sum()) for h, y in micro
+    ]  # these choices read no count
     counts = [count_valid(y, offset=0) for _, y in micro]
     looks.clear()
 
@@ -191,14 +193,14 @@ def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
     assert looks == []
     assert acc.metrics()["n_tokens"] == 2 * 13
     assert evaluation.metrics()["n_tokens"] == 4
-    assert looks  # the double works
+    assert looks  # the test double reports reads
     looks.clear()
     LossAccumulator(on_empty="skip").window(counts).__enter__()
     assert looks  # documented: this choice reads the count
 
 
 def test_naive_mean_of_means_is_wrong_here():
-    """The bug this class exists for is visible on the same data."""
+    """The bug that the class prevents is visible on the same data."""
     micro = batches([1, 20])
     weight, exact, _ = weight_and_grad(micro)
     for hidden, labels in micro:

@@ -26,7 +26,7 @@ def stream(acc, sizes, weight):
 
 
 def then_goes_on(acc):
-    """A window after the error: the ranks are still in step."""
+    """Run a window after the error, which shows that the ranks are still in step."""
     weight = new_weight()
     train(acc, [3], weight=weight)
     return float(weight.grad.norm())

@@ -47,7 +47,7 @@ def test_logged_loss_times_accumulation_steps(run):
     """transformers#35204, axolotl#2262, LlamaFactory#7443, Liger-Kernel#802."""
     micro = batches(SIZES)
     weight, _, exact = weight_and_grad(micro)
-    naive = sum(loss_of(weight, one).mean().item() for one in micro)  # nobody divided
+    naive = sum(loss_of(weight, one).mean().item() for one in micro)  # no loss was divided
     assert naive > 3 * exact
     acc = LossAccumulator()
     run(acc, weight, micro)
@@ -71,7 +71,7 @@ def test_counted_before_the_shift():
     assert out.loss_sum.item() / naive < 0.97 * exact
     acc = LossAccumulator()
     with pytest.raises(RuntimeError, match="declared with 201 valid tokens, its loss counts 193"):
-        with acc.window([naive]):  # and whoever does it here is told
+        with acc.window([naive]):  # the same mistake is an error here
             acc.backward(out)
     with acc.window([count_valid(labels)]):
         acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
@@ -156,7 +156,7 @@ def test_router_loss_times_accumulation_steps():
 
 @RUNS
 def test_short_last_window(run):
-    """transformers#38837, OpenRLHF#489: divided by the accumulation steps that did not come."""
+    """transformers#38837, OpenRLHF#489: divided by the usual number of accumulation steps."""
     micro = batches([6, 6])  # two are left of windows of four
     weight, exact, _ = weight_and_grad(micro)
     naive = new_weight()

@@ -1,6 +1,7 @@
 """The accumulator under real engines, with gloo processes: equal to a single process.
 
-Uneven lengths, one rank fully ignored in one window, the last window short: see `parallel`.
+`support/parallel.py` has the data: uneven lengths, one rank fully ignored in one window, the last
+window short.
 """
 
 import contextlib
@@ -70,7 +71,7 @@ def accelerate_streaming(rank):
 
 
 def accelerate_window(rank):
-    """Micro-batches drawn first: `accumulate` would take each of the last ones for an end."""
+    """Micro-batches are drawn first: `accumulate` would take each of the last ones for an end."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
     model = parallel.Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
@@ -103,7 +104,7 @@ def loader(engine):
 
 
 def accelerate_errors(rank):
-    """Doubles: DeepSpeed itself is not installed."""
+    """Test doubles stand for DeepSpeed, which is not installed."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
     deepspeed = SimpleNamespace(
         distributed_type=SimpleNamespace(value="DEEPSPEED"),

@@ -116,7 +116,7 @@ def test_grpo_has_the_eager_gradients():
 
 
 def test_the_grpo_example_uses_every_term():
-    """The clip is reached on some tokens, or the example would show less than it says."""
+    """Some tokens reach the clip, as the example says."""
     grpo = example("grpo")
     seen = {}
 

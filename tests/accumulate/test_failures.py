@@ -1,4 +1,4 @@
-"""Micro-batches that fail, are never differentiated, or are computed twice: right, or refused."""
+"""Micro-batches that fail, are not differentiated, or are computed twice: right, or an error."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
     weight, exact, _ = weight_and_grad(micro[1:])
     acc = LossAccumulator()
     if streaming:
-        acc.scale(out_of(weight, micro[0]))  # thrown away
+        acc.scale(out_of(weight, micro[0]))  # dropped
         acc.backward(out_of(weight, micro[1]))
         acc.finish([weight])
         assert distance(weight.grad, exact) < 1e-6
@@ -126,7 +126,7 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
             acc.scale(out_of(weight, micro[0]))
             with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss"):
                 acc.backward(out_of(weight, micro[1]))
-            acc._lifecycle.window._begun = []  # the other error is what is tested here
+            acc._lifecycle.window._begun = []  # this test is about the other error
             acc._lifecycle.window.n_done = 1
 
 

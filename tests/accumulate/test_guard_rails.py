@@ -197,7 +197,7 @@ def test_bad_out():
 
 
 def train(acc, weight, optimizer, windows):
-    """Streaming and declared windows in turn; returns what ends the interval."""
+    """Train streaming and declared windows in turn; return the end of the interval."""
     for i in windows:
         optimizer.zero_grad()
         run = run_streaming if i % 2 else run_window

@@ -1,4 +1,4 @@
-"""Ranks that fail, come late or not at all, or do other things: right, or refused in words."""
+"""Ranks that fail, come late or not at all, or do other things: right, or a clear error."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedce import LossAccumulator, fused_ce
 from fusedce.agreement import own_group, timeout_of
 
-SOON, LATE = 4, 20  # seconds of a group's timeout, and of what must be over by then
+SOON, LATE = 4, 20  # seconds of a group's timeout, and limit of each case
 
 
 def loss_of(weight, one):
@@ -134,7 +134,7 @@ def outside_of_forward(guarded, rank):
 def zeroed_at_the_end(rank):
     """Rank 1 sets its gradients to zero between its last backward and the window's end.
 
-    Also whether the guard has to look at the gradients of each of DDP's backwards.
+    The case also returns whether each gradient keeps its version after each of DDP's backwards.
     """
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()
@@ -158,7 +158,7 @@ def zeroed_at_the_end(rank):
 
 
 def divided_on_one(rank):
-    """Rank 1 divides by the micro-batches, as its old loop did."""
+    """Rank 1 divides by the number of micro-batches."""
     acc, weight = LossAccumulator(), new_weight()
 
     def loop():
@@ -235,7 +235,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def raised_inside(mine, rank):
-    """The error that leaves the block, by class and words, and its notes; a window follows."""
+    """Class, message and notes of the error that leaves the block; a window follows."""
     acc = LossAccumulator()
     caught = None
     try:
@@ -282,7 +282,7 @@ def test_an_exception_leaves_the_block_as_itself(name):
             assert notes == [f"another rank has failed, too: {x}" for x in others]
 
 
-# ---- nobody comes -------------------------------------------------------------------------------
+# ---- a rank does not come ---------------------------------------------------------------------
 
 
 def comes_late(engine, declared, rank):

@@ -43,7 +43,7 @@ def reduced(reduction, streaming, rank):
 
 
 def any_split(rank):
-    """Random numbers of ranks' micro-batches and tokens, empty ones among them: worst distance."""
+    """Largest distance over random numbers of micro-batches and tokens per rank, 0 included."""
     world, worst = dist.get_world_size(), 0.0
     acc, rng = LossAccumulator(grad_reduction="sum"), random.Random(0)
     for trial in range(25):
@@ -79,7 +79,7 @@ def on_empty(rank):
 
 
 def auxiliary(rank):
-    """Divided by micro-batches and ranks, whether gradients are added or averaged."""
+    """It is divided by micro-batches and ranks, whether gradients are added or averaged."""
     found = []
     for reduction in ("mean", "sum"):
         acc, extra = LossAccumulator(grad_reduction=reduction), torch.zeros(1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Random windows of ranks, one of which may fail anywhere: right, or refused on all of them."""
+"""Random windows of ranks, one of which may fail anywhere: right, or an error on all ranks."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from support.loops import (
 from fusedce import LossAccumulator, fused_ce
 
 FIRST = int(os.environ.get("FUSEDCE_SEED", "0"))
-# How many: 500 and 200 take a minute on two cores.
+# Numbers of schedules: 500 and 200 take a minute on two cores.
 SCHEDULES = {
     2: int(os.environ.get("FUSEDCE_SCHEDULES", "40")),
     4: int(os.environ.get("FUSEDCE_SCHEDULES_OF_FOUR", "10")),
@@ -31,7 +31,7 @@ SCHEDULES = {
 
 
 def random_schedule(seed, rank):
-    """Windows of all ranks, one of which may fail somewhere: what each of them saw.
+    """Run windows of all ranks, one of which may fail; return the results or errors of each.
 
     Gradients are added by hand after each window, as an engine without collectives inside it does.
     """

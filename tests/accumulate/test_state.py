@@ -1,4 +1,4 @@
-"""One state for all ranks: whoever saves it, whoever loads it, however many they are."""
+"""One state serves all ranks: any rank saves it, and any number of ranks loads it."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ def trained(rank, world):
 
 
 def saves(folder, rank):
-    """Every way to save; returns what each rank holds, and what it reads back."""
+    """Save in every way; return the state of each rank, and the state it reads back."""
     world = dist.get_world_size()
     acc = trained(rank, world)
     state = acc.state_dict()
@@ -58,7 +58,7 @@ def loads(folder, rank):
 
 
 def alone(rank):
-    """Rank 0 reads and saves by itself, after windows of each kind; nobody else takes part."""
+    """Rank 0 reads and saves by itself, after windows of each kind; no other rank takes part."""
     acc = trained(rank, 2)
     found = (acc.metrics(reset=True), acc.state_dict()) if rank == 0 else None
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Ranks and batches that do not come out even: refused before they hang, or counted once."""
+"""Ranks with unequal numbers of micro-batches or samples: an error, or counted once; no hang."""
 
 import functools
 import warnings
@@ -20,7 +20,7 @@ ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ran
 
 
 def joined(guarded, rank):
-    """DDP's own way for uneven data, whether or not the accumulator was told of the model."""
+    """DDP's ``Join``, with and without a model that the accumulator guards."""
     model = DistributedDataParallel(parallel.Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acc = LossAccumulator()
@@ -65,7 +65,7 @@ def ran_out_and_helped(rank):
 def runs_out(first, rank):
     """Rank 1 has two micro-batches, rank 0 three; DDP reduces gradients in every backward.
 
-    ``first``: which of them is first, the end of rank 1's window or rank 0's third micro-batch.
+    ``first`` chooses the earlier event: the end of rank 1's window or rank 0's third micro-batch.
     """
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()

@@ -1,4 +1,4 @@
-"""Derivatives: exact in float64, scaled without a rounding, and refused where there is none."""
+"""Derivatives are exact in float64, scaled without a rounding, and errors where there is none."""
 
 import sys
 import threading
@@ -101,7 +101,7 @@ def test_tangents_of_weights_and_temperatures_are_refused(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_several_factors_at_once(dtype):
-    """``is_grads_batched``: as one by one."""
+    """``is_grads_batched`` gives the gradients of one factor after another."""
     hidden, weight, labels = inputs(dtype=dtype)
     teacher = (hidden.detach() / 2, weight.detach())
     several = labels[:, None].expand(-1, 2).clamp(min=0)
@@ -137,7 +137,7 @@ def test_values_of_fake_tensors_are_not_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("K", [None, 2])
 def test_statistics_are_of_one_dtype(dtype, K):
-    """Whatever that of the temperature is."""
+    """The dtype of the temperature does not change theirs."""
     hidden, weight, labels = inputs(dtype=dtype)
     labels = labels if K is None else labels[:, None].expand(-1, K)
     t = torch.full((9,), 1.3, dtype=torch.float64)

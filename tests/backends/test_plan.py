@@ -26,7 +26,9 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""
     C = plan.chunk_size(LLAMA._replace(n=10**7, N=10**7, V=vocabulary))
     assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
-    assert C <= 8192  # more make the products no faster, and every row has buffers of its own
+    assert (
+        C <= 8192
+    )  # a larger chunk makes the products no faster, and every row has buffers of its own
     arch = archs.BY_NAME["sm_90"]
     for H in (64, 1024, 4096, 16384):
         rows, T = arch.tile_shape(C, vocabulary, H, min(vocabulary, arch.exp_block_v))
@@ -53,7 +55,7 @@ def test_rows_of_tiles_are_equal(C, V, H):
 
 @pytest.mark.parametrize("H", [2304, 2560, 3072])
 def test_no_tile_has_a_few_rows_alone(H):
-    """8192 tokens were 7281 and 911, 6553 and 1639, 5461 and 2731."""
+    """8192 tokens were once cut into 7281 and 911, 6553 and 1639, 5461 and 2731."""
     assert plan.tile_shape(8192, 256000, H, 2048)[0] == 4096
 
 

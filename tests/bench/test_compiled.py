@@ -1,4 +1,4 @@
-"""The compiler report: what it reads out of machine code, and when it calls a kernel worse."""
+"""The compiler report: figures read from machine code, and the rule for a worse kernel."""
 
 import json
 import stat

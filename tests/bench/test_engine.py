@@ -1,4 +1,4 @@
-"""The measuring engine: processes, failures, and what it does with a device's events."""
+"""The measuring engine: processes, failures, and times by a device's events."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`bench/gpu.sh`, seen through without a GPU: tiny problems, peers stubbed."""
+"""`bench/gpu.sh` runs to its end without a GPU: tiny problems, peers stubbed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The model of time and memory: what it promises of itself, and what it must agree with."""
+"""The model of time and memory: its own properties, and agreement with the code it predicts."""
 
 import json
 import math
@@ -230,7 +230,7 @@ def test_prediction_stands_beside_measurement(tmp_path):
     rows = [
         row | {"seconds": [0.039, 0.040, 0.041]},
         row | {"suite": "memory", "extra_peak_bytes": 3 * 2**30},
-        row | {"name": "QuACK", "seconds": [0.035]},  # nobody predicts it
+        row | {"name": "QuACK", "seconds": [0.035]},  # it has no prediction
     ]
     file = tmp_path / "loss-cuda.json"
     file.write_text(json.dumps({"device": "NVIDIA H200", "versions": {}, "rows": rows}))

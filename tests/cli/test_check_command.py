@@ -1,4 +1,4 @@
-"""`fusedce check`: whether a model's loss is fused, and right; the exit status says it to CI."""
+"""`fusedce check`: whether a model's loss is fused and right; CI reads the exit status."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_adapters_and_low_precision_are_checked(llama):
 
 
 def test_a_wrong_loss_is_found(monkeypatch):
-    """Status 1 for a head that scales its gradient: the exit code is what CI reads."""
+    """The exit status is 1 for a head that scales its gradient; CI reads it."""
     from fusedce.tools import check
 
     def broken(model):

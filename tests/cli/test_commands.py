@@ -1,4 +1,4 @@
-"""The command `fusedce`: quick to answer, plain when piped, no trace for a user's mistake."""
+"""The command `fusedce` answers fast, is plain when piped, and prints no trace for wrong calls."""
 
 import errno
 import json

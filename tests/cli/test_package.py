@@ -253,7 +253,7 @@ def test_building_leaves_nothing_behind(tmp_path):
     build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, wheels], cwd=tree, check=True, capture_output=True)
     (sdist,) = wheels.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:  # whole tests or none: these have none
+    with tarfile.open(sdist) as archive:  # an sdist with some of the tests would be incomplete
         assert not [n for n in archive.getnames() if "/tests" in n]
     names = zipfile.ZipFile(wheel).namelist()
     assert "fusedce/kernels/forward.py" in names

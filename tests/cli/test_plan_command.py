@@ -1,4 +1,4 @@
-"""`fusedce plan`: what a model's loss would take, from its sizes alone."""
+"""`fusedce plan`: memory and time of a model's loss, from its sizes alone."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def test_a_time_stands_in_its_range():
 
 
 def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
-    """On a CPU, where it can be watched."""
+    """This holds on a CPU, where the chunk can be watched."""
     from fusedce.backends.torch import training
     from fusedce.tools import plan
 

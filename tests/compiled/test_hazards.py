@@ -1,4 +1,4 @@
-"""Every hazard that the PTX interpreter looks for, planted and seen, and the same mended."""
+"""Each hazard that the PTX interpreter looks for is found where planted, and not where mended."""
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def tickets(order="acq_rel", barrier="bar.sync 0;", guard="%p1"):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_the_last_of_several_ctas_reads_what_they_wrote(order):
-    """By a ticket that releases and acquires."""
+    """A ticket that releases and acquires orders their accesses."""
     body, *tensors = tickets()
     _, ticket, total = run(body, *tensors, ctas=3, order=order)
     assert ticket == 3
@@ -340,5 +340,5 @@ def test_threads_disagree_about_a_product():
 
 
 def test_ptxas_serialises_where_accumulators_are_touched_early():
-    """The numbers are right then, and the interpreter can be told to do as it does."""
+    """The numbers are right then; the interpreter can be told to wait as ptxas does."""
     run(wgmma(wait=""), X, threads=128, shared=8192, serialised=True)

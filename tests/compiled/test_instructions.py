@@ -1,4 +1,4 @@
-"""The PTX interpreter itself: each family of instructions against numpy, and what it refuses."""
+"""The PTX interpreter: each family of instructions against numpy, and its errors."""
 
 import numpy as np
 import pytest

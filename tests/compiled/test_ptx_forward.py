@@ -1,4 +1,4 @@
-"""The forward kernel as it is compiled: what the interpreted tests ask, and no hazard."""
+"""The compiled forward kernel has the values of the interpreted tests, and no hazard."""
 
 import os
 import re
@@ -222,7 +222,7 @@ def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, ar
 
 @ARCHS
 def test_tickets_start_at_zero_and_each_is_drawn_once(on, monkeypatch, arch):
-    """Whatever their memory held before; row blocks without a valid row draw none."""
+    """Earlier contents of their memory do not matter; row blocks without a valid row draw none."""
     from fusedce.backends.triton import forward as launcher
 
     gpu = on(arch)

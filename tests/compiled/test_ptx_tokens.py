@@ -112,7 +112,7 @@ def by_budget(hidden, weight, labels, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Blocks of 16 tokens by tiles of 192 classes, whatever would fit: several of both."""
+    """Blocks of 16 tokens by tiles of 192 classes, so that there are several of both."""
 
     def way(call, **asked):
         return plan._by_tiles(call, 16, 192)

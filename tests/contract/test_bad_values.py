@@ -1,4 +1,4 @@
-"""Every argument of every public loss, given every kind of wrong value, says so in words.
+"""Every argument of every public loss raises an error for every kind of wrong value.
 
 The table is the product of functions, arguments and values: each value is either one that the
 argument takes, in ``TAKEN``, or is refused by an error that names the argument.
@@ -123,6 +123,6 @@ def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(function, ar
         # A smaller vocabulary that is possible leaves out the class of a label.
         named = "labels" if (argument, kind) == ("vocab_size", "three") else argument
         assert named in words, (kind, words)
-        assert "fusedce::" not in words, (kind, words)  # the dispatcher's words, not ours
+        assert "fusedce::" not in words, (kind, words)  # the dispatcher's message
     for x, y in zip(before, result(function), strict=True):
         assert torch.equal(x, y)

@@ -30,7 +30,7 @@ def error(x, exact):
 def gradients(backend, loss_of, chunk_tokens=None, given=None):
     """Gradients of ``loss_of(hidden, weight, labels, **options)``, and how exact they are.
 
-    The latter in units of the error of the exact gradient rounded once.
+    Exactness is in units of the error of the exact gradient rounded once.
     """
     options = {"chunk_tokens": chunk_tokens}
     return exactness(
@@ -104,7 +104,7 @@ def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_h
     [(3, 0.5, None), (8, 0, None), (8, 0.6, None), (8, 1, None), (40, 0.6, None), (8, 0.6, 20.0)],
 )
 def test_one_rounding_however_sure_of_a_class(backend, size, right, softcap):
-    """``size`` of the logits; ``right``: how many labels are the likeliest class."""
+    """``size`` is that of the logits, ``right`` the share of labels that are likeliest."""
     rng = torch.Generator().manual_seed(0)
     hidden = (size * torch.randn(100, 64, generator=rng)).to(torch.bfloat16)
     weight = (torch.randn(700, 64, generator=rng) / 8).to(torch.bfloat16)

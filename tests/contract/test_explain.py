@@ -1,4 +1,4 @@
-"""Arguments in a wrong place: the error says what they look like."""
+"""Errors for arguments in a wrong place say which argument they look like."""
 
 from types import SimpleNamespace
 

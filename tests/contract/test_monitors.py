@@ -1,4 +1,4 @@
-"""Sums that are monitored beside the loss: right, without gradient, and no second pass."""
+"""Monitored sums beside the loss are right, have no gradient and take no second pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An option of the loss is one of all its functions, of the truth, and of what tests draw."""
+"""All loss functions, the reference and the tests' strategies have every option."""
 
 import ast
 import inspect

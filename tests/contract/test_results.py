@@ -1,4 +1,4 @@
-"""A LossSum behaves as a sum, and says so to whoever takes it for a loss."""
+"""A LossSum behaves as a sum; using it as a loss tensor is an error that says how to get one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Copies of logits and outputs, their memory, and what is refused in words."""
+"""Copies of logits and outputs, their memory, and the errors of copies that cannot be made."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Hooks, kept gradients, and gradients with respect to the logits, after the loss as before it."""
+"""Hooks, kept gradients, and gradients with respect to the logits, before and after the loss."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The replaced loss head: lazy logits, real models, and what must not change."""
+"""The replaced loss head: lazy logits, real models, and behaviour that stays the same."""
 
 import copy
 import importlib.util
@@ -269,7 +269,7 @@ def test_an_observer_holds_what_it_monitors():
 
 
 class Told(nn.Module):
-    """Adds up and divides by what it is told, as models of transformers do."""
+    """Divides its sum by a number it is given, as models of transformers do."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +290,7 @@ def test_what_a_model_is_told_to_divide_by_is_known_when_gradients_are_made(item
     monkeypatch.setattr(torch_backend, "scale_", lambda x, factor: ratios.append(float(factor)))
     for told in (11, items):  # of the call before, nothing is left
         ratios.clear()
-        with expecting(0.3):  # nobody's mean, and less than what the model is told
+        with expecting(0.3):  # the number that the model is given has precedence
             model(tokens(3, 4), tokens(3, 4, seed=1), num_items_in_batch=told).backward()
     assert ratios == pytest.approx([1.0, 1.0], abs=1e-6)
     restore_loss_head(model)

@@ -1,4 +1,4 @@
-"""Evaluation and serving: what holds with gradients holds without, and in inference mode."""
+"""Evaluation and serving: behaviour is the same without gradients and in inference mode."""
 
 import copy
 

@@ -108,7 +108,7 @@ def test_an_adapter_switched_off_for_the_reference_policy():
 
 
 def test_lora_dropout_is_that_of_the_loss():
-    """Whenever somebody looks, the logits are those the loss was computed of."""
+    """Logits that are read at any time are those the loss was computed of."""
     model = adapted(target_modules=["lm_head"], lora_dropout=0.5).train()
     replace_loss_head(model)
     torch.manual_seed(3)

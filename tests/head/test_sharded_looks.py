@@ -1,4 +1,4 @@
-"""Looks at logits of a head that FSDP2 has sharded again: they never wait for other ranks."""
+"""Reading logits of a head that FSDP2 has sharded again never waits for other ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Logits that outlive the parameters they were made of are refused, in words."""
+"""Reading logits whose parameters have changed is an error that says so."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ from fusedce.head.lazy.logits import LazyLogits
 
 
 def stepped(make, fused_loss=False, model=None, run=None):
-    """Logits of a model after one step of an optimizer, and what they were."""
+    """Logits of a model after one step of an optimizer, and their values before it."""
     model = replace_loss_head(plain_model()) if model is None else model
     x, y = tokens(3, 7), tokens(3, 7, seed=1)
     optimizer = make(model.parameters())
@@ -143,7 +143,7 @@ def test_lbfgs_may_run_the_model_inside_its_step():
 
 
 def kept_gradient(model, **kwargs):
-    """The lazy gradient of logits that somebody has kept, and what it is."""
+    """A kept lazy gradient of logits, and its values."""
     x, y = tokens(3, 7), tokens(3, 7, seed=1)
     grads = []
     for m in (model, replace_loss_head(copy.deepcopy(model))):

@@ -121,7 +121,7 @@ def equal(name, rank):
 
 
 def looks(rank):
-    """Logits are those of the stock model; after a step they are refused, without waiting."""
+    """Logits are those of the stock model; reading them after a step is an error at once."""
     parts = sharded(rank)
     out = parts(**batch())
     torch.testing.assert_close(out.logits + 0, stock()(**batch()).logits)

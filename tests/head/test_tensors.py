@@ -1,4 +1,4 @@
-"""Lazy logits behave as real ones would, whoever looks at them, writes into them or keeps them."""
+"""Lazy logits behave as real ones where code reads them, writes into them or keeps them."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Writers that do not say so: collectives, others' operators, new data, shapes set in place."""
+"""Undeclared writes: collectives, foreign operators, new data, shapes changed in place."""
 
 import pytest
 import torch

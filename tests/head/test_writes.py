@@ -1,4 +1,4 @@
-"""Real logits count once somebody has looked at them: writes, views, and gradients of others."""
+"""Logits are real once they have been read: writes, views, and gradients of other uses."""
 
 import numpy as np
 import pytest

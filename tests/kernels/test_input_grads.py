@@ -1,4 +1,4 @@
-"""The labels' rows of the gradient of the head: sums of runs, whatever the runs."""
+"""The labels' rows of the gradient of the head: sums over runs of one label."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Class probabilities as labels: against `F.cross_entropy`, the definition, and what is refused."""
+"""Class probabilities as labels: against `F.cross_entropy` and the definition, and errors."""
 
 import math
 from dataclasses import dataclass
@@ -238,7 +238,7 @@ def test_indices_as_probabilities_are_the_same_loss(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_masked_class(backend):
-    """A logit of -inf: nothing where its probability is 0, else an infinite loss, as torch's."""
+    """A logit of -inf adds 0 where its probability is 0, else the loss is infinite, as torch's."""
     (hidden, weight, labels), more = Given(bias=True).tensors()
     bias = more["bias"].clone()
     bias[7] = -math.inf

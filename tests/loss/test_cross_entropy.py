@@ -228,7 +228,7 @@ def test_torchs_own_samples_agree(backend):
                 {"weight": "class_weight", "linear_bias": "bias"}.get(k, k): v
                 for k, v in options.items()
             }
-            if weight.dim() != 2:  # K-dimensional losses, which have no linear head
+            if weight.dim() != 2:  # skip K-dimensional losses, which have no linear head
                 with pytest.raises(ValueError, match="weight must be"):
                     fused_cross_entropy(hidden, weight, target, backend=backend, **options)
                 refused += 1

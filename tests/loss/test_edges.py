@@ -1,4 +1,4 @@
-"""Inputs at the edge: what is ignored stays ignored, and what cannot be done is said."""
+"""Inputs at the edge: ignored values change nothing, and impossible calls are errors."""
 
 import math
 
@@ -79,7 +79,7 @@ def test_nothing_is_computed_where_nothing_is_valid(backend, monkeypatch):
     assert not any(grad.any() for grad in grads)
 
 
-# ---- what cannot be done is said ------------------------------------------------------------
+# ---- impossible calls are errors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

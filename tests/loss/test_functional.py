@@ -1,4 +1,4 @@
-"""torch.func: gradients and samples, as preference losses are written with them."""
+"""torch.func: gradients and vmap over samples, as preference losses use them."""
 
 import pytest
 import torch

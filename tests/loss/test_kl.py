@@ -1,4 +1,4 @@
-"""Divergences from a teacher: against their definition, near equality, and what is refused."""
+"""Divergences from a teacher: against their definition, near equality, and errors."""
 
 import math
 from functools import partial
@@ -158,7 +158,7 @@ def test_differences_of_logits_are_not_those_of_log_probabilities(kind, backend)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_masked_class(kind, backend):
-    """-inf for both: no part of it. For one of them: infinite, or what the limit is."""
+    """A class at -inf for both adds 0; at -inf for one it adds infinity, or the limit."""
     (hidden, weight, there, head, _), more = Pair(bias=True, V=40).tensors()
     for of_student, of_teacher in ((True, True), (True, False), (False, True)):
         options = {k: x.clone() for k, x in more.items()}

@@ -1,4 +1,4 @@
-"""`memory_budget`: any of them gives the loss and gradients of the reference, and is kept."""
+"""Every `memory_budget` gives the loss and gradients of the reference, and is not exceeded."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ def taken(monkeypatch):
 
 
 def tiles_alone(monkeypatch, R, T):
-    """Both backends take tiles of ``T`` classes for blocks of ``R`` tokens, whatever is asked."""
+    """Make both backends take tiles of ``T`` classes for blocks of ``R`` tokens."""
 
     def way(call, **asked):
         return plan._by_tiles(call, R, T)
@@ -177,7 +177,7 @@ def test_too_small_is_an_error_without_a_gradient_too(function, backend):
 
 
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
-    """No gradient of it, no accumulator: of exponentials in float32, as without bf16 units."""
+    """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)
     monkeypatch.setattr(products, "fast_bf16", lambda device: False)
     hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
@@ -372,7 +372,7 @@ def test_several_classes_have_the_same_gradients_under_a_budget(dtype):
 
 
 def test_every_public_function_takes_a_budget():
-    """Wherever there is a chunk to choose, and in the same words."""
+    """Every function that chooses a chunk takes one, with the same errors."""
     import inspect
 
     functions = [getattr(fusedce, name) for name in fusedce.__all__]

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 are as exact as one rounding of the exact ones, whatever is asked."""
+"""Gradients in bfloat16 are as exact as one rounding of the exact ones, for all options."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fusedce.backends.torch import logit_tiles, products
 
 # In the median, and in one of a hundred.
 BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
-# What a table computed anew may differ by: by fewer draws, and by another CPU's order of sums.
+# Allowed difference of a table computed anew: it has fewer draws, and CPUs add in other orders.
 TOLERANCES = (0.02, 0.05)
 
 

@@ -27,7 +27,7 @@ def summed(hidden, weight, labels, **options):
 
 
 def summed_by_token(hidden, weight, labels, **options):
-    """The same through the other way: gradients from logits that backward computes again."""
+    """The same by token losses, whose backward computes the logits again."""
     n_valid = (labels != options.get("ignore_index", -100)).sum()
     loss = counted(fused_cross_entropy)(hidden, weight, labels, reduction="none", **options)
     return loss.sum(), n_valid

@@ -32,7 +32,7 @@ def inputs(dtype=torch.float32):
 
 
 def functions(teacher):
-    """By name: one differentiable number of hidden and weight."""
+    """Functions by name, each giving one differentiable number from hidden and weight."""
     given = torch.linspace(0.1, 1, N * V).view(N, V).to(teacher[0].dtype).softmax(-1)
     ce, kl = fusedce.fused_cross_entropy, fusedce.fused_kl
     return {
@@ -66,7 +66,7 @@ def value_and_gradients(function, leaves):
 
 
 def plain(name, change=lambda f: f):
-    """Value and gradients of the function as ``change`` makes it run."""
+    """Value and gradients of the function, run as ``change`` wraps it."""
     leaves, teacher = inputs()
     return value_and_gradients(change(functions(teacher)[name]), leaves)
 

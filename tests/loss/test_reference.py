@@ -1,4 +1,4 @@
-"""The slow truth."""
+"""The reference in float64."""
 
 import torch
 import torch.nn.functional as F

@@ -65,7 +65,7 @@ def low_precision(dtype, rank):
 
 
 def peaked(rank):
-    """p -> 0.999, float32: nothing cancels between the sums of the ranks."""
+    """At p -> 0.999 in float32 the sums of the ranks do not cancel."""
     sizes = UNEQUAL[dist.get_world_size()]
     V = sum(sizes)
     x = inputs(V, torch.float32)
@@ -249,7 +249,7 @@ def tiles(options, tokens_sharded, rank):
 
 
 def budgets(rank):
-    """The way taken under each budget, and errors for a small one or another rank's."""
+    """The way taken under each budget, and errors for too small or differing budgets."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
     weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()

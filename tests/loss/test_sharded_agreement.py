@@ -1,4 +1,4 @@
-"""Ranks that share a vocabulary and ask for different things raise the same words, soon."""
+"""Ranks that share a vocabulary and pass different arguments raise the same error at once."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ N, H, V = 7, 4, 6
 
 
 class Odd(torch.Tensor):
-    """A user's tensor that raises where it is asked."""
+    """A user's tensor subclass that raises in some methods."""
 
     @property
     def is_nested(self):
@@ -36,7 +36,7 @@ def inputs(seed=0):
 
 
 def differ(change, rank):
-    """Rank 1 asks for something else; afterwards both are in step."""
+    """Rank 1 passes another argument; afterwards both are in step."""
     x = inputs()
     if rank:
         change(x)
@@ -84,7 +84,7 @@ CASES["bad label"] = bad_label_of_a_shard
 
 
 def kinds_of_asking(mine, theirs, rank):
-    """Each rank asks in its own way; afterwards both are in step."""
+    """Each rank calls a function or an option of another kind; afterwards both are in step."""
     function, options = theirs if rank else mine
     error, seconds = ranks.timed(function, **inputs(), **options, process_group=dist.group.WORLD)
     after = sharded_ce(**inputs(), process_group=dist.group.WORLD)

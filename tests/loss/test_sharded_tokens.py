@@ -1,4 +1,4 @@
-"""Per token on a vocabulary spread over real gloo processes: equal to the whole one."""
+"""Token losses on a vocabulary spread over real gloo processes equal those on the whole one."""
 
 import functools
 
@@ -41,7 +41,7 @@ STATISTICS = {
 
 
 def equal_to_the_whole(function, whole, options, dtype, backend, rank, chunk=None):
-    """Within twice the error of the unsharded function against that of float64, and a floor."""
+    """Compare losses of ``inputs``; ``token_weight`` in ``options`` is replaced by a tensor."""
     x = inputs(sum(UNEQUAL[dist.get_world_size()]), dtype, bias=True)
     if "token_weight" in options:
         options = options | {"token_weight": x["hidden"].new_ones(N, dtype=torch.float32)}

@@ -1,4 +1,4 @@
-"""Ranks that ask for different things of tokens of a shared vocabulary raise the same, soon."""
+"""Token losses: ranks that pass different arguments raise the same error at once."""
 
 import functools
 
@@ -23,7 +23,7 @@ def inputs():
 
 
 def differ(function, mine, theirs, rank):
-    """Rank 1 asks for something else; afterwards both are in step."""
+    """Rank 1 passes another argument; afterwards both are in step."""
     if rank:
         function, options = theirs if isinstance(theirs, tuple) else (function, theirs)
     else:

@@ -94,7 +94,7 @@ def test_nothing_waits_after_the_ranks_have_met(alone, launches, module, dtype, 
     total, n_valid, _, *grads = module.loss_and_grads(problem, shard, wanted)
     assert total.shape == ()
     assert [grad.shape for grad in grads] == [(N, H), (V // 2, H), (V // 2,)]
-    for waits in (bool, int, torch.nonzero):  # this is how it would be seen
+    for waits in (bool, int, torch.nonzero):  # a wait would raise like this
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
             waits(n_valid)
 

@@ -1,4 +1,4 @@
-"""Label smoothing: what it leaves of a probability is rounded, not the probability itself."""
+"""Label smoothing: ``p - s / V`` is rounded, not the probability ``p``."""
 
 import pytest
 import torch

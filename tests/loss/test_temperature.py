@@ -1,4 +1,4 @@
-"""A temperature for every token: as if each had been computed alone with its own."""
+"""A temperature per token gives what each token alone has at its own temperature."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from support.heads import plain_model, tokens
 def both(program, model=None, *, rtol=1e-5, atol=1e-6, equal_nan=False, **kwargs):
     """Run ``program(model, x, y)`` on an untouched and on a replaced model; they must agree.
 
-    The program returns a loss, or a loss and other tensors. Returns the report of the replaced one.
+    The program returns a loss, or a loss and other tensors. The result is the head's report.
     """
     x, y = tokens(3, 7), tokens(3, 7, seed=1)
     native = plain_model(**kwargs) if model is None else model

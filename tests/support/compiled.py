@@ -1,7 +1,7 @@
 """The Triton backend on a simulated GPU: unchanged host code, compiled kernels, tensors of the CPU.
 
-Only what asks for the kind of device is answered otherwise: the architecture's row, how many
-multiprocessors there are, whether kernels are interpreted, and whether a bad label raises at once.
+Only questions about the device have other answers: the architecture's row, the number of
+multiprocessors, whether kernels are interpreted, and whether a bad label raises at once.
 """
 
 from __future__ import annotations

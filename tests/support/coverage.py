@@ -29,7 +29,7 @@ _INPUTS = {"hidden", "weight", "labels", "process_group"}
 
 
 def covered(function: str, *facts: str, examples: int = 1) -> None:
-    """Count examples of a function, and what is true of them."""
+    """Count examples of a function, with their dtypes and options."""
     assert function in FUNCTIONS, function
     COUNTS[function] += examples
     COUNTS.update({f"{function}: {fact}": examples for fact in facts})

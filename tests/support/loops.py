@@ -65,7 +65,7 @@ def run_streaming(acc, weight, micro):
 
 
 def warm_up(rank):
-    """The first of everything takes seconds: imports, and gloo's connections."""
+    """Run imports and gloo's first connections, which take seconds."""
     run_streaming(LossAccumulator(), new_weight(), batches([2]))
 
 

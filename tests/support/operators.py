@@ -124,7 +124,7 @@ def run(name, options, backend="torch"):
 
 
 def signature(name, arguments):
-    """What tells two calls apart: which options they have, shapes and dtypes."""
+    """Key of a call: its options, shapes and dtypes."""
     return name, tuple(
         (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
         for x in arguments

@@ -1,4 +1,4 @@
-"""Losses from all logits: the truth in float64, or torch's result in the inputs' dtype."""
+"""Losses from all logits: the reference in float64, or torch's result in the inputs' dtype."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Random programs on the logits of a model: what users, libraries and trainers do to them."""
+"""Random programs on the logits of a model, as users, libraries and trainers write them."""
 
 import torch
 import torch.nn.functional as F

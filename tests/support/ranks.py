@@ -58,7 +58,7 @@ def error_of(f, *args, **kwargs):
 
 
 def anywhere(words):
-    """An error without the rank that the others are told of."""
+    """An error message without the number of the rank that failed."""
     return words and re.sub(r" \(on rank \d+\)$", "", words)
 
 

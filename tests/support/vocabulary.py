@@ -1,4 +1,4 @@
-"""A loss whose vocabulary is spread over ranks: its inputs, the whole truth, and what to watch."""
+"""Inputs, reference and comparisons for a loss whose vocabulary is spread over ranks."""
 
 import contextlib
 

@@ -240,7 +240,7 @@ def test_smaller_batches_after_memory_ran_out(tmp_path):
 
 
 class Unmasked(LlamaForCausalLM):
-    """Attends to all that came before, whatever the positions say."""
+    """Attends to all earlier tokens, regardless of positions."""
 
     def forward(self, input_ids, position_ids=None, labels=None):
         return super().forward(

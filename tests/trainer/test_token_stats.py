@@ -67,7 +67,7 @@ def test_not_logged_where_not_asked_for(tmp_path):
 
 @pytest.fixture
 def no_logits_of_trainer(request):
-    """Calls a function that may look at logits; afterwards nobody may."""
+    """Call a function that may read logits; forbid reading them afterwards."""
 
     def before(function, *args):
         found = function(*args)

@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Each way of this module for bfloat16, whatever this CPU has."""
+    """Each way to multiply bfloat16, on any CPU."""
     mkl = products._blas("gemm_bf16bf16f32")
     if request.param == WAYS[0] and mkl is None:
         pytest.skip("this torch has no MKL")
@@ -177,7 +177,7 @@ def test_onednn_multiplies_for_widened_bfloat16_unless_it_is_switched_off(monkey
 
 
 def everything(dtype):
-    """Losses and gradients of every public function, with options that take ways of their own."""
+    """Losses and gradients of every public function, with options that change the way."""
     rng = torch.Generator().manual_seed(0)
     hidden = (2 * torch.randn(80, H, generator=rng)).to(dtype).requires_grad_()
     weight = (torch.randn(700, H, generator=rng) / 8).to(dtype).requires_grad_()

@@ -63,7 +63,7 @@ def test_one_gemm_is_chosen_by_the_hidden_size(monkeypatch, H, asked, expected):
 
 
 def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
-    """And holds no tile of products, as the plan says."""
+    """The loss then holds no tile of products, as the plan says."""
     from fusedce.backends.triton import training
 
     hidden, weight, labels, _ = Case((37,), 40, 333, torch.bfloat16).tensors()

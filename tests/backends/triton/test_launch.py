@@ -46,7 +46,7 @@ def test_float32_is_multiplied_as_torch_is_told_to(monkeypatch, setting, expecte
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_nobody_asks_for_tf32_beside_other_dtypes(monkeypatch, dtype):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", object())  # any question raises
+    monkeypatch.setattr(torch.backends.cuda, "matmul", object())  # any look-up raises
     assert input_precision(SimpleNamespace(dtype=dtype, device=torch.device("cuda"))) == "ieee"
     x = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
     assert input_precision(x) == "ieee"

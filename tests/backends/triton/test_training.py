@@ -1,4 +1,4 @@
-"""The training pass: what its exponentials are relative to, and what is kept out of the chunk."""
+"""The training pass: references of its exponentials, and entries kept out of the chunk."""
 
 import pytest
 import torch
@@ -73,8 +73,8 @@ def test_bf16_gradients_are_as_exact_as_the_exact_ones_rounded(
 ):
     """The label's entry rounded with the others: 1.2; the likeliest's of those that are wrong: 1.3.
 
-    Where the soft-cap makes neighbours of the likeliest, as here at 5 with logits of 8, none of
-    them is kept apart: each is rounded, and the factor of its row's hidden state.
+    A soft-cap of 5 with logits of 8 makes several classes nearly the likeliest. Then none is kept
+    apart: each is rounded, and so is the factor of its row's hidden state.
     """
     monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
     hidden, weight, labels = inputs(torch.bfloat16, size, right)

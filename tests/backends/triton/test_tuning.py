@@ -1,4 +1,4 @@
-"""Tuning: measured once, kept, and never the end of a run."""
+"""Tuning measures once, keeps the choice, and never ends a run."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_tuning_is_announced_kept_and_optional(monkeypatch, tmp_path, caplog):
         triton.runtime.errors.PTXASError("ptxas exited with error code 255"),
         torch.OutOfMemoryError("tried to allocate 1 GiB"),
         triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory"),
-        torch.OutOfMemoryError(),  # without a word
+        torch.OutOfMemoryError(),  # without a message
     ],
 )
 def test_a_candidate_that_cannot_run_is_passed_over(monkeypatch, tmp_path, caplog, error):
@@ -99,7 +99,7 @@ def test_a_choice_is_of_one_source_and_one_set_of_versions(monkeypatch, tmp_path
 
 
 def test_the_median_is_compared(monkeypatch):
-    """One slow call, a clock that changes, must not decide."""
+    """One slow call, or a clock that changes, must not decide."""
     from fusedce.backends.triton import forward
 
     asked = []

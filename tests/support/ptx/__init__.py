@@ -19,5 +19,5 @@ A :class:`~support.ptx.cta.Fault` ends the run for
 - a part of a warp at an instruction for whole warps.
 
 An instruction, modifier or operand that is not known is a
-:class:`~support.ptx.parse.NotUnderstood`, with its line. What is not covered: docs/kernels.md.
+:class:`~support.ptx.parse.NotUnderstood`, with its line. docs/kernels.md lists what is not covered.
 """

@@ -1,7 +1,7 @@
-"""One CTA at work: registers of all its lanes, who runs next, and what the others wait for.
+"""State of one CTA: registers of all its lanes, the lanes that run next, and waits of the others.
 
 Lanes run in lockstep at the lowest program counter, so warps do not interleave as they would on a
-device. What could go wrong if they did is found by bookkeeping instead: an *epoch* lies between two
+device. Hazards of interleaving are found by bookkeeping instead: an *epoch* lies between two
 CTA-wide barriers, and whatever two warps do to one place in one epoch is a race.
 """
 

@@ -2,7 +2,7 @@
 
 A family of instructions is a function marked with :func:`form`: a pattern of whole opcodes, all
 modifiers included, and what makes a step of one. An opcode that no pattern matches, an operand of
-another width than its instruction and a name that nobody declared are errors with their line.
+another width than its instruction and an undeclared name are errors with their line.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from support.ptx.cta import Cta
 
 BASE = 1 << 32
-_ROOM = 512  # bytes around a tensor that nobody may touch
+_ROOM = 512  # bytes around a tensor that no access may touch
 
 
 class Moment(NamedTuple):

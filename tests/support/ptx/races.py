@@ -36,7 +36,7 @@ class Touched:
         write: bool,
         several_may_read: bool = False,  # what is then written
     ) -> None:
-        """Notes an access of ``warps`` to ``g``; a race is a fault."""
+        """Record an access of ``warps`` to ``g``; a race is a fault."""
         warps = warps[:, None]
         if ((self.write_epoch[g] == cta.epoch) & (self.writer[g] != warps)).any():
             what = "write over" if write else "read of"

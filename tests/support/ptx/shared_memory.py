@@ -1,7 +1,7 @@
-"""Shared memory of a CTA, which remembers who touched it and how.
+"""Shared memory of a CTA, with a record of the last accesses to each place.
 
-Beside races between warps it knows of asynchronous copies that are on their way into a place, of
-wgmma that still reads one, and through which proxy a place was last accessed.
+Beside races between warps it records asynchronous copies on their way into a place, wgmma that
+still reads one, and the proxy through which a place was last accessed.
 """
 
 from __future__ import annotations
