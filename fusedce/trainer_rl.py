@@ -78,7 +78,7 @@ class _Fused:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        """The five statistics that TRL may ask for, each ``(n,)``, or ``None`` if it has not.
+        """The five statistics of TRL, each ``(n,)``; ``None`` where TRL has not asked for it.
 
         They are log-probability (always computed), entropy, log of the sum of squared
         probabilities, mean logit, and whether the label is the likeliest class.

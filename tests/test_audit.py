@@ -37,6 +37,11 @@ def cross_entropy(model, one, reduction="mean"):
     return F.cross_entropy(model(one[0]), one[1], reduction=reduction)
 
 
+def step(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def naive(model, micro, optimizer, report=None, backward=torch.Tensor.backward):
     logged = 0.0
     for one in micro:
@@ -45,23 +50,30 @@ def naive(model, micro, optimizer, report=None, backward=torch.Tensor.backward):
         backward(loss)
     if report is not None:
         report.log(logged)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
-def summed(model, micro, optimizer):
-    n = sum(int((y != -100).sum()) for _, y in micro)
+def summed(model, micro, optimizer, factor=1 / 16, before_step=None):
+    """The sums of the losses times a factor; `before_step` may change the gradients."""
     for one in micro:
-        (cross_entropy(model, one, "sum") / n).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        (cross_entropy(model, one, "sum") * factor).backward()
+    if before_step is not None:
+        before_step(model)
+    step(optimizer)
 
 
-def undivided(model, micro, optimizer):
-    for one in micro:
-        (cross_entropy(model, one, "sum") / 16 * 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def divide(model, by=16):
+    for p in model.parameters():
+        p.grad /= by
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+undivided = functools.partial(summed, factor=1 / 8)
+divided_afterwards = functools.partial(summed, factor=1, before_step=divide)
+clipped = functools.partial(summed, before_step=clip)
 
 
 def declared(model, micro, optimizer, acc=None):
@@ -69,8 +81,7 @@ def declared(model, micro, optimizer, acc=None):
     with acc.window([(y != -100).sum() for _, y in micro]):
         for one in micro:
             acc.backward(model(*one))
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
 def streaming(model, micro, optimizer, acc=None):
@@ -78,15 +89,14 @@ def streaming(model, micro, optimizer, acc=None):
     for one in micro:
         acc.backward(model(*one))
     acc.finish(model.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
-def watched(loop, steps=2, model=None, **kwargs):
-    model = model or Model()
+def watched(loop, **kwargs):
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fusedce.audit(model, **kwargs) as report:
-        for i in range(steps):
+        for i in range(2):
             loop(model, batches(SIZES, i), optimizer)
     return report
 
@@ -98,16 +108,10 @@ def true_loss(step):
                                  torch.cat([y for _, y in micro])))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("loop", "verdict"),
-    [
-        (naive, AVERAGED),
-        (summed, RIGHT),
-        (undivided, "gradients are 2 x those of the mean over the step's tokens"),
-        (declared, RIGHT),
-        (streaming, RIGHT),
-    ],
-)
+@pytest.mark.parametrize(("loop", "verdict"), [
+    (naive, AVERAGED), (summed, RIGHT), (declared, RIGHT), (streaming, RIGHT),
+    (undivided, "gradients are 2 x those of the mean over the step's tokens"),
+])  # fmt: skip
 def test_a_plain_loop(loop, verdict):
     report = watched(loop)
     assert report.verdict() == verdict
@@ -129,8 +133,7 @@ def smoothed(model, micro, optimizer, report=None):
         loss.backward()
     if report is not None:
         report.log(logged)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
 def weighted(model, micro, optimizer, naive=False):
@@ -139,32 +142,13 @@ def weighted(model, micro, optimizer, naive=False):
         own = float(CLASSES[labels[labels != -100]].sum()) * len(micro)
         loss = F.cross_entropy(model(hidden), labels, weight=CLASSES, reduction="sum")
         (loss / (own if naive else of_all)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def divided_afterwards(model, micro, optimizer, by=16):
-    for one in micro:
-        cross_entropy(model, one, "sum").backward()
-    for p in model.parameters():
-        p.grad /= by
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def clipped(model, micro, optimizer):
-    for one in micro:
-        (cross_entropy(model, one, "sum") / 16).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
 def at_once(model, micro, optimizer):
     """Two forwards, one backward."""
     sum(cross_entropy(model, one, "sum") / 16 for one in micro).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer)
 
 
 def forgetful(to_none, model, micro, optimizer):
@@ -194,8 +178,8 @@ def test_a_smoothed_loss_is_the_one_that_is_logged():
 def test_loops_that_are_wrong_in_another_way():
     averaged = watched(functools.partial(weighted, naive=True))
     assert "your micro-batches are averaged" in averaged.verdict()
-    by_two = watched(functools.partial(divided_afterwards, by=8))
-    assert "gradients are 16 x those of the mean" in by_two.verdict()
+    by_8 = functools.partial(divided_afterwards, before_step=lambda model: divide(model, by=8))
+    assert "gradients are 16 x those of the mean" in watched(by_8).verdict()
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -209,13 +193,8 @@ def test_gradients_that_are_lost_are_found(to_none):
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_that_are_lost_before_the_step_are_found(to_none):
-    def loop(model, micro, optimizer):
-        for one in micro:
-            (cross_entropy(model, one, "sum") / 16).backward()
-        optimizer.zero_grad(set_to_none=to_none)
-        optimizer.step()
-
-    report = watched(loop)
+    lose = functools.partial(torch.nn.Module.zero_grad, set_to_none=to_none)
+    report = watched(functools.partial(summed, before_step=lose))
     assert "the gradients of 4 micro-batches were lost" in report.verdict()
 
 
@@ -234,8 +213,7 @@ def test_gradients_that_an_engine_takes_out_of_grad_are_not_lost():
             (cross_entropy(model, one, "sum") / 16).backward()
         for p, grad in taken.items():
             p.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         for handle in handles:
             handle.remove()
 
@@ -326,8 +304,7 @@ def with_accelerate(rank):
             for one in batches(SIZES, 10 * rank + i):
                 with engine.accumulate(model):
                     engine.backward(cross_entropy(model, one))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step(optimizer)
     return report.verdict(), report.steps[0].n_tokens
 
 
@@ -337,11 +314,7 @@ def shared(rank):
     return ddp(functools.partial(streaming, acc=acc), rank)
 
 
-CASES = {
-    "naive": functools.partial(ddp, naive),
-    "ours": shared,
-    "accelerate": with_accelerate,
-}
+CASES = {"naive": functools.partial(ddp, naive), "ours": shared, "accelerate": with_accelerate}
 
 
 @functools.cache
@@ -349,10 +322,9 @@ def results():
     return ranks.run(CASES)
 
 
-@pytest.mark.parametrize(
-    ("name", "verdict", "tokens"),
-    [("naive", AVERAGED, 28), ("ours", RIGHT, 28), ("accelerate", AVERAGED, 32)],
-)
+@pytest.mark.parametrize(("name", "verdict", "tokens"), [
+    ("naive", AVERAGED, 28), ("ours", RIGHT, 28), ("accelerate", AVERAGED, 32),
+])  # fmt: skip
 def test_two_ranks(name, verdict, tokens):
     assert ranks.of(results(), name) == [(verdict, tokens)] * 2
 
@@ -367,13 +339,8 @@ def trainer_report(tmp_path, replaced=False, **kwargs):
     if kwargs.pop("naive", False):
         model.accepts_loss_kwargs = False  # as transformers was before it counted tokens
     report = fusedce.audit(model)
-    train(
-        transformers.Trainer,
-        model,
-        arguments(tmp_path, size=1, steps=4),
-        **kwargs,
-        callbacks=[report.callback()],
-    )
+    args = arguments(tmp_path, size=1, steps=4)
+    train(transformers.Trainer, model, args, **kwargs, callbacks=[report.callback()])
     return report
 
 
@@ -456,32 +423,27 @@ class Whole(torch.nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("scale", [1, 3])
-def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
-    """A router's loss is added to the cross-entropy: the tokens' weight stays the same."""
-    model = Whole(auxiliary=2.0)
+def steps_of(model, replaced, scale=1):
+    """The steps of a loop with one micro-batch of 8 tokens and one of 3."""
     if replaced:
         fusedce.replace_loss_head(model, head=model.head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fusedce.audit(model) as report:
         for hidden, labels in batches([8, 3]):
             (scale * model(hidden, labels)["loss"]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [step.scale for step in report.steps] == pytest.approx([scale, scale], rel=1e-4)
+            step(optimizer)
+    return report.steps
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("scale", [1, 3])
+def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
+    """A router's loss is added to the cross-entropy: the tokens' weight stays the same."""
+    found = [step.scale for step in steps_of(Whole(auxiliary=2.0), replaced, scale)]
+    assert found == pytest.approx([scale, scale], rel=1e-4)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_loss_that_cannot_be_fused(replaced):
     """The logits of a replaced head are real then, and no configuration is asked."""
-    model = Whole(clamped=True)
-    if replaced:
-        fusedce.replace_loss_head(model, head=model.head)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with fusedce.audit(model) as report:
-        for hidden, labels in batches([8, 3]):
-            model(hidden, labels)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [step.n_tokens for step in report.steps] == [8, 3]
+    assert [step.n_tokens for step in steps_of(Whole(clamped=True), replaced)] == [8, 3]

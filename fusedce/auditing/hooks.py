@@ -56,7 +56,7 @@ class Audit:
         self._model = model
         self._adds = adds
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
-        self._ended: list[_Open] = []  # those of the steps that were made
+        self._ended: list[_Open] = []  # the micro-batches of each step that was made
         self._now = _Open()
         self._backward = -1  # id of the backward that runs, or ran last
         # Parameters, and copies of their gradients after that backward.
@@ -127,7 +127,7 @@ class Audit:
         if self._observer is not None:
             self._observer.__exit__()
             self._observer = None
-        if not torch.is_grad_enabled() or out is None:  # it has raised
+        if not torch.is_grad_enabled() or out is None:  # None: the forward has raised an error
             return
         if isinstance(out, LossSum):
             loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
@@ -178,11 +178,14 @@ class Audit:
             self._backward = backward
             self._count_lost()
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._copy_gradients))  # after DDP's and FSDP's own
+            # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
+            # complete the gradients, later in this backward; a callback that is queued at the end
+            # of backward runs after them.
+            queue(lambda: queue(self._copy_gradients))
         self._now.micro.append(micro)
 
     def _copy_gradients(self) -> None:
-        """Copy some gradients after a backward."""
+        """Copy the gradients of the smallest parameters after a backward."""
         found = [p for p in self._model.parameters() if p.grad is not None]
         found = sorted(found, key=lambda p: p.numel())[:_COPIES]
         self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
@@ -215,7 +218,7 @@ class Audit:
         return factor * self._loss_scale()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """End the open step: after it, since a closure (Lightning) runs the last backward in it."""
+        """End the open step, after the optimizer's: its closure may run the last backward."""
         mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
         if mine and self._now.micro:
             self._count_lost()
@@ -226,7 +229,10 @@ class Audit:
     # ---- the report -------------------------------------------------------------------------
 
     def _add_up(self) -> None:
-        """Add up the steps over ranks: one ``all_gather_object``."""
+        """Add up the steps over ranks.
+
+        Collectives: one ``all_gather_object``, on all ranks.
+        """
         ranks: list[list[_Open]] = [self._ended]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             ranks = [[] for _ in range(dist.get_world_size())]
@@ -242,7 +248,7 @@ class Audit:
                 self.steps.append(step)
 
     def verdict(self) -> str:
-        """One sentence: what the loop does to the weight of tokens."""
+        """Say in one sentence what the loop does to the weight of tokens."""
         return verdict(self.steps)
 
     def __str__(self) -> str:
@@ -259,11 +265,13 @@ def audit(
 
     For each optimizer step: the true mean loss of its tokens, the loss whose gradient was taken,
     what was logged, and by how much the gradient was off; as a table in the log when the block ends
-    (``print(report)``), and a verdict in words (``report.verdict()``). Works around plain loops,
-    accelerate, Lightning, Trainer (or with ``report.callback()``), ours and others'.
+    (``print(report)``), and a verdict in words (``report.verdict()``). It works around plain loops,
+    accelerate, Lightning and Trainer (or with ``report.callback()``), with or without fusedce.
 
-    It reads numbers at each micro-batch, and keeps logits until backward: for a few steps, not for
-    a training run. On several ranks, one ``all_gather_object`` at the end, on all of them.
+    It reads numbers at each micro-batch and keeps logits until backward: use it for a few steps,
+    not for a training run.
+
+    Collectives: one ``all_gather_object`` at the end of the block, on all ranks.
 
     Args:
         model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
@@ -274,7 +282,7 @@ def audit(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: in its forward, where it returns something else.
+        ValueError: the model's forward has returned something else; raised in that forward.
 
     Examples:
         >>> model = torch.nn.Linear(4, 11)

@@ -178,7 +178,7 @@ def _off(a: float, b: float) -> bool:
 
 
 def verdict(steps: Sequence[Step]) -> str:
-    """One sentence: what the loop does to the weight of tokens."""
+    """Say in one sentence what the loop does to the weight of tokens."""
     if not steps:
         return "no optimizer step was made: does the optimizer hold the model's parameters?"
     if lost := sum(step.lost for step in steps):

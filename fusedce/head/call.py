@@ -55,7 +55,9 @@ class HeadCall:
             self.hidden = self.hidden.clone()
         given = recipe.tensors()
         self.wanted = [x.requires_grad for x in given]
-        self.made = [not x.is_leaf and x._base is None for x in given]  # computed, no parameters
+        # Whether a tensor is the result of a computation, such as the weight that spectral_norm
+        # makes at each forward, and neither a parameter nor a view of one.
+        self.computed = [not x.is_leaf and x._base is None for x in given]
         leaves = all(x.is_leaf for x in given)
         self.held = given if leaves else [x if x.is_leaf else x.detach() for x in given]
         self.recipe = recipe if leaves else recipe.of(self.held)
@@ -86,7 +88,7 @@ class HeadCall:
         if self._fingerprints() != self.fingerprints:
             return self.tick.next is not None or not self.is_gone()
         return self.tick.next is not None and any(
-            o is None or self.changes_with(o) for o in self.tick.steps()
+            o is None or self.may_change_in(o) for o in self.tick.steps()
         )
 
     def is_gone(self) -> bool:
@@ -109,17 +111,20 @@ class HeadCall:
             found.append((version_of(x), x.dtype, storage._cdata, storage.size()))
         return found
 
-    def changes_with(self, optimizer: Optimizer) -> bool:
+    def may_change_in(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer changes the head's inputs, or may do so.
 
-        It does if it holds a parameter or a tensor in the same memory. A parameter that is a view,
-        or part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), may be updated by any
-        optimizer.
+        It does if the optimizer holds one of them, or a tensor in the same memory. A parameter that
+        is a view, or part of a larger memory (FSDP1, DeepSpeed, buffers of an engine), may be
+        updated by any optimizer. A computed weight (spectral_norm) is not: a step changes the
+        parameters behind it, and the next forward computes another tensor.
         """
         tensors = self.held
         known = {id(p) for p in self.module.parameters()}
-        for x, made, wanted in zip(tensors, self.made, self.wanted, strict=True):
-            if not made and (id(x) not in known or hasattr(x, "ds_id") or (wanted and _is_part(x))):
+        for x, computed, wanted in zip(tensors, self.computed, self.wanted, strict=True):
+            if not computed and (
+                id(x) not in known or hasattr(x, "ds_id") or (wanted and _is_part(x))
+            ):
                 return True
         ours = {_memory(x) for x in (self.hidden, *tensors)}
         return any(_memory(p) in ours for group in optimizer.param_groups for p in group["params"])

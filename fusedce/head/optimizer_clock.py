@@ -44,7 +44,7 @@ class Tick:
 class BeforeStep(Protocol):
     """An object that is called before each optimizer step."""
 
-    def before(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for the step of this optimizer."""
 
 
@@ -66,7 +66,7 @@ class Clock:
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook before a step."""
         for source in list(self.sources):
-            source.before(optimizer)
+            source.before_step(optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook after a step: begin a new tick."""

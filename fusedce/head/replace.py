@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.lazy.loss import note_items  # also registers F.cross_entropy of lazy logits
 from fusedce.head.probe import can_probe, mode_of, restoring
 from fusedce.head.recipe import check_linear, check_module, linear_of
 from fusedce.head.replaced_forward import Attached, attached_to
-from fusedce.head.report import HeadReport, added_up
+from fusedce.head.report import HeadReport, added_up, note_items
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -32,7 +31,7 @@ _TRL = (
     "fusedce.trainer_rl.FusedPolicyMixin (DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer)"
 )
 _TORCH = str(Path(torch.__file__).parent)
-_WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # hooks
+_WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # attributes that hold handles of hooks
 
 
 def replace_loss_head(
@@ -41,9 +40,9 @@ def replace_loss_head(
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
     The head returns lazy logits: real ones are computed, once, only for code that looks at them
-    (generation, metrics). Parameters, state dict and module types stay as they are. Steps between
-    head and loss that are understood: multiplication and division by a number, ``tanh`` soft-caps,
-    an added bias, changes of dtype, reshaping, slicing, splitting, transposing. ``F.cross_entropy``
+    (generation, metrics). Parameters, state dict and module types stay as they are. Between head
+    and loss, the model may multiply and divide by a number, apply a ``tanh`` soft-cap, add a bias,
+    change the dtype, reshape, slice, split and transpose. ``F.cross_entropy``
     may have any option but class probabilities as targets. Where a model does something else, the
     loss is computed from real logits, as before; :func:`fusedce.head_report` says where and why.
     Losses, gradients, hooks, writes and checkpoints are those of the untouched model.
@@ -81,8 +80,8 @@ def replace_loss_head(
         TypeError: ``model`` is not a module, or the head is not a linear layer; ``memory_budget``
             is not an int.
         ValueError: no head was found or several; ``head`` is not a module of ``model``; fused and
-            native loss differ on a few random tokens, in training or in evaluation: the message
-            says by how much; ``memory_budget`` is not positive.
+            native loss differ on a few random tokens, in training or in evaluation (the message
+            says by how much); ``memory_budget`` is not positive.
 
     Examples:
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
@@ -147,11 +146,11 @@ def restore_loss_head(model: ModelT) -> ModelT:
 def head_report(model: nn.Module) -> HeadReport:
     """Report what the replaced head of ``model`` has done since it was replaced.
 
-    Several heads are added up; ``head_report(model.head)`` is that of one.
+    Several heads are added up; ``head_report(model.head)`` is the report of one head.
 
-    ``active`` (whether the output head is a replaced one now), ``since`` (local time),
+    It holds ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
-    the operation, the user's line, the shape and the bytes. ``str`` of it is a readable summary.
+    the operation, the user's line, the shape and the bytes. Its ``str`` is a readable summary.
     What compiled graphs do is counted without places. With ``FUSEDCE_EXPLAIN=1`` in the
     environment, each place is printed once, as it happens.
 

@@ -32,9 +32,9 @@ class Attached:
     Attributes:
         module: weak reference to the head.
         memory_budget: bytes that the loss may hold, or ``None``.
-        previous: the ``forward`` that stood on the instance before, or ``None``.
+        previous: the ``forward`` that the instance had before, or ``None``.
         report: counts of losses and logits.
-        products: dtypes found by probing, by mode; ``None`` if the head is not linear there.
+        products: the result of the probe in each mode; ``None`` if the head is not linear in it.
     """
 
     def __init__(self, module: nn.Module, since: str) -> None:
@@ -205,21 +205,30 @@ def _misfit(weight: Tensor, hidden: Tensor) -> str | None:
 def _products_of(
     module: nn.Module, attached: Attached, hidden: Tensor, weight: Tensor
 ) -> Products | None:
-    """Dtypes in which the original head multiplies; ``None`` if it is not linear here."""
+    """Dtypes in which the original head multiplies; ``None`` if the original head must run.
+
+    Torch's own linear layer multiplies in the dtype of its input or of autocast; other heads are
+    probed once in each mode. A head whose weight has no values on this rank cannot be probed and is
+    taken for a layer like torch's. Compiled code cannot probe either: in a mode that is not known,
+    it runs the original head if results of other modes are known, and else does the same.
+    """
     cast = cast_of(hidden, autocast_dtype(hidden.device))
-    usual = Products(cast, cast)
+    like_torch = Products(cast, cast)
     if is_plain(type(module)):
-        return usual
+        return like_torch
     mode = mode_of(module, hidden, weight)
-    if mode not in attached.products and not torch.compiler.is_compiling():
-        if not can_probe(weight):
-            return attached.products.get(mode, usual)
-        try:
-            attached.probe(module, mode, weight)
-        except ValueError as e:
-            attached.products[mode] = None
-            attached.report.note(str(e))
-    return attached.products.get(mode, None if attached.products else usual)
+    if mode in attached.products:
+        return attached.products[mode]  # None: the probe found that the head is not linear
+    if torch.compiler.is_compiling():
+        return None if attached.products else like_torch
+    if not can_probe(weight):
+        return like_torch
+    try:
+        attached.probe(module, mode, weight)
+    except ValueError as e:
+        attached.products[mode] = None
+        attached.report.note(str(e))
+    return attached.products[mode]
 
 
 def _lazy_logits(

@@ -1,19 +1,21 @@
 """Records of a replaced head: losses fused, logits computed, and the code that needed them.
 
 With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that needs logits is printed once. Code
-that counts tokens itself observes the losses with a :class:`LossObserver`.
+that counts tokens itself observes the losses with a :class:`LossObserver`, and :func:`note_items`
+tells the losses of a model by which number it will divide them.
 """
 
 from __future__ import annotations
 
+import contextvars
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedce.contract.monitors import MonitoredLossSum
 from fusedce.contract.results import LossSum
@@ -199,3 +201,32 @@ class LossObserver:
 
     def __exit__(self, *_: object) -> None:
         LossObserver.current = None
+
+
+# ---- the number by which a model will divide its losses --------------------------------------
+# Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
+# Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
+# stays until the next, so that a loss of other code may meet a stale one. That is harmless:
+# backward multiplies by the real factor over the expected one, and only one rounding is added.
+
+_items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
+    "fusedce_num_items_in_batch", default=None
+)
+
+
+def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hook before a model's forward: keep its ``num_items_in_batch``."""
+    if torch.compiler.is_compiling():
+        return
+    items = kwargs.get("num_items_in_batch")
+    number = isinstance(items, (int, float)) and items > 0
+    tensor = isinstance(items, Tensor) and items.numel() == 1
+    _items.set(items if number or tensor else None)
+
+
+def expected_factor() -> Tensor | float | None:
+    """Expected factor of a sum of losses: 1 / items as a number or ``()``, or ``None``."""
+    items = _items.get()
+    if isinstance(items, Tensor):
+        return items.detach().reshape(()).double().clamp(min=1).reciprocal()
+    return None if items is None else 1 / items

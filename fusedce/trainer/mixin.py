@@ -47,10 +47,10 @@ class FusedTrainerMixin:
     TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
     its scales from the configuration; here the model's own loss runs instead. ``entropy`` (nats),
     ``mean_token_accuracy``, ``num_tokens`` and a router's ``aux_loss`` are logged as it logs them,
-    from the pass of the loss. Other trainers log the first three where asked for, as sum / count
-    over all tokens of the interval: entropy of the distributions, share of the labels that were
-    likeliest, tokens that are no padding. The backward pass then computes the logits once
-    more: four products instead of three.
+    from the pass of the loss. Other trainers log the first three if ``log_token_stats`` is set, as
+    sum / count over all tokens of the interval: the entropy of the distributions, the share of
+    labels that were the likeliest class, and the number of tokens without padding. The backward
+    pass then computes the logits once more: four products instead of three.
 
     Attributes:
         log_token_stats: whether to log these statistics (a class attribute, ``False``); TRL's
@@ -148,7 +148,7 @@ class FusedTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """The model's loss, its cross-entropy over the optimizer step's denominator in training."""
+        """The model's loss; in training, its mean is over the optimizer step's denominator."""
         denominator = None
         if self._eval_totals is None and num_items_in_batch is not None:
             steps = self.current_gradient_accumulation_steps

@@ -22,10 +22,10 @@ class IntervalStats:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.sums: Tensor | None = None  # (4,) float64, see sums_of
-        self.n_tokens = 0  # that are no padding, since the run began
+        self.n_tokens = 0  # tokens without padding, since the run began
 
     def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """Add a micro-batch. No collective."""
+        """Add a micro-batch; this makes no collective."""
         sums = sums_of(observer, inputs)
         self.sums = sums if self.sums is None else self.sums + sums
 

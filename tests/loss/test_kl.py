@@ -39,12 +39,10 @@ def ours(backend):
     return partial(counted(fused_kl), backend=backend, chunk_tokens=4)
 
 
-def summed_by_token(hidden, weight, teacher_hidden, teacher_weight, labels, **options):
+def summed_by_token(*tensors, **options):
     """The same sum from the losses of the tokens: backward computes the logits again."""
-    tokens = counted(fused_kl_tokens)(
-        hidden, weight, teacher_hidden, teacher_weight, labels, **options
-    )
-    return tokens.sum(), (labels != -100).sum()
+    tokens = counted(fused_kl_tokens)(*tensors, **options)
+    return tokens.sum(), (tensors[4] != -100).sum()
 
 
 def wide(tensors):
@@ -95,9 +93,7 @@ def test_what_is_published_for_tests_sees_errors(factor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_options_at_once(kind, dtype, backend):
     options = EVERYTHING | {"divergence": kind}
-    pair = Pair(
-        V=531, dtype=dtype, ignored=0.3, bias=True, token_weight=True, options=options
-    )  # fmt: skip
+    pair = Pair(V=531, dtype=dtype, ignored=0.3, bias=True, token_weight=True, options=options)
     check_pair(ours(backend), pair)
 
 
@@ -338,9 +334,7 @@ def test_micro_batches_of_a_window_are_one_batch():
 BAD = {
     "longer teacher": (lambda a, o: a.__setitem__(3, a[3].repeat(2, 1)), r"teacher_weight\[:131\]"),
     "shorter teacher": (lambda a, o: a.__setitem__(3, a[3][:9]), r"pass weight\[:9\]"),
-    "teacher's H": (
-        lambda a, o: a.__setitem__(3, a[3][:, 1:]), r"teacher_weight must be \(V, H\)"
-    ),
+    "teacher's H": (lambda a, o: a.__setitem__(3, a[3][:, 1:]), r"teacher_weight must be \(V, H"),
     "teacher's tokens": (lambda a, o: a.__setitem__(2, a[2][1:]), "teacher_hidden must have"),
     "kind": (lambda a, o: o.update(divergence="kl"), "divergence must be 'forward'"),
     "beta": (lambda a, o: o.update(beta=1.5), r"beta must be in \[0, 1\]"),

@@ -1,6 +1,6 @@
 """Token losses on a vocabulary spread over real gloo processes equal those on the whole one."""
 
-import functools
+from functools import cache, partial
 
 import pytest
 import torch
@@ -68,28 +68,6 @@ def compared(x, function, whole, options, backend, rank, chunk=None):
         x, function, whole, sizes, options, backend, rank, FLOOR, chunk_tokens=chunk
     )
     return [x.tolist() for x in out]
-
-
-def several_of_own_tokens(rank):
-    """Labels ``(n, K)`` of each rank's own tokens, none on one of them."""
-    world = dist.get_world_size()
-    sizes = UNEQUAL[world]
-    borders = {2: (0, 0, N), 4: (0, 5, 5, 20, N)}[world]
-    mine = slice(borders[rank], borders[rank + 1])
-    x = inputs(sum(sizes)) | {"labels": classes_of_tokens(sum(sizes))}
-    x["hidden"] = x["hidden"].nan_to_num(0.3)
-    local, rows = own_rows(x, sizes, rank)
-    every, _ = own_rows(x, [sum(sizes)], 0)
-    local["hidden"] = x["hidden"][mine].clone().requires_grad_()
-    local["labels"] = x["labels"][mine]
-    u = torch.randn(N, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    a = sharded_logprobs(**local, process_group=dist.group.WORLD, tokens_sharded=True)
-    b = fused_logprobs(**every)
-    ((a.logprob * u[mine]).sum() + 0.3 * a.entropy.sum()).backward()
-    ((b.logprob * u).sum() + 0.3 * b.entropy.sum()).backward()
-    torch.testing.assert_close(a.logprob, b.logprob[mine])
-    torch.testing.assert_close(local["hidden"].grad, every["hidden"].grad[mine])
-    torch.testing.assert_close(local["weight"].grad, every["weight"].grad[rows])
 
 
 def one_of_several(rank):
@@ -194,26 +172,30 @@ def padding(rank):
     assert out[3].max() < real
 
 
-def sharded_tokens(reduction, rank):
-    """Every rank's own tokens, in different numbers, none on one of them."""
+def sharded_tokens(reduction, rank, several=False):
+    """Each rank has its own tokens, one has none; with `several`, labels are `(n, K)`."""
     world = dist.get_world_size()
     sizes = UNEQUAL[world]
     borders = {2: (0, 0, N), 4: (0, 5, 5, 20, N)}[world]
     mine = slice(borders[rank], borders[rank + 1])
     weights = class_weights(sum(sizes)).double()
     x = inputs(sum(sizes))
-    t = 0.5 + torch.rand(N, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rng = torch.Generator().manual_seed(4)
+    t = 0.5 + torch.rand(N, generator=rng, dtype=torch.float64)
+    u = torch.randn((N, K) if several else (N,), generator=rng, dtype=torch.float64)
+    if several:
+        x |= {"labels": classes_of_tokens(sum(sizes)), "hidden": x["hidden"].nan_to_num(0.3)}
     local, rows = own_rows(x, sizes, rank)
     every, _ = own_rows(x, [sum(sizes)], 0)
     local["hidden"] = x["hidden"][mine].clone().requires_grad_()
     local["labels"] = x["labels"][mine]
-    u = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     group = {"process_group": dist.group.WORLD, "tokens_sharded": True}
     if reduction is None:
         a = sharded_logprobs(**local, **group, temperature=t[mine])
         b = fused_logprobs(**every, temperature=t)
-        ((a.logprob + 0.3 * a.entropy) * u[mine]).sum().backward()
-        ((b.logprob + 0.3 * b.entropy) * u).sum().backward()
+        v = u.sum(-1) if several else u
+        ((a.logprob * u[mine]).sum() + 0.3 * (a.entropy * v[mine]).sum()).backward()
+        ((b.logprob * u).sum() + 0.3 * (b.entropy * v).sum()).backward()
         torch.testing.assert_close(a.argmax, b.argmax[mine])
         a, b = a.logprob, b.logprob[mine]
     else:
@@ -346,35 +328,26 @@ def vocab_parallel(rank):
     return loss.tolist()
 
 
+losses = partial(equal_to_the_whole, sharded_cross_entropy, fused_cross_entropy)
+statistics = partial(equal_to_the_whole, sharded_logprobs, fused_logprobs)
+EACH = {"reduction": "none"}
+WEIGHTED = EACH | {"class_weight": class_weights(11)}
 CASES = {
-    "class weights": functools.partial(
-        equal_to_the_whole,
-        sharded_cross_entropy,
-        fused_cross_entropy,
-        LOSSES["all"] | {"reduction": "none", "class_weight": class_weights(11), "token_weight": 1},
-        torch.float32,
-        "torch",
+    "class weights": partial(
+        losses, LOSSES["all"] | WEIGHTED | {"token_weight": 1}, torch.float32, "torch"
     ),
-    "weights of classes alone": functools.partial(
-        equal_to_the_whole,
-        sharded_cross_entropy,
-        fused_cross_entropy,
-        {"reduction": "none", "class_weight": class_weights(11)},
-        torch.float32,
-        "triton",
-        chunk=7,
-    ),
+    "weights of classes alone": partial(losses, WEIGHTED, torch.float32, "triton", chunk=7),
     "sure": sure,
     "reductions": reductions,
     "padding": padding,
     **{
-        f"tokens, {reduction}": functools.partial(sharded_tokens, reduction)
+        f"tokens, {reduction}": partial(sharded_tokens, reduction)
         for reduction in (None, "none", "mean", "sum")
     },
     "edges": edges,
     "tokens, no gradient": no_gradient_is_missing,
     **{
-        f"tokens in any order, {backend}": functools.partial(any_order_of_memory, backend)
+        f"tokens in any order, {backend}": partial(any_order_of_memory, backend)
         for backend in ("torch", "triton")
     },
     "vocabulary parallel": vocab_parallel,
@@ -390,15 +363,11 @@ for _backend, _dtype, _names in RUNS:
     for _name in _names:
         _run = (_dtype, _backend)
         if _name in LOSSES:
-            CASES[f"losses {_name} {_backend} {_dtype}"] = functools.partial(
-                equal_to_the_whole,
-                sharded_cross_entropy,
-                fused_cross_entropy,
-                LOSSES[_name] | {"reduction": "none"},
-                *_run,
+            CASES[f"losses {_name} {_backend} {_dtype}"] = partial(
+                losses, LOSSES[_name] | EACH, *_run
             )
-        CASES[f"statistics {_name} {_backend} {_dtype}"] = functools.partial(
-            equal_to_the_whole, sharded_logprobs, fused_logprobs, STATISTICS[_name], *_run
+        CASES[f"statistics {_name} {_backend} {_dtype}"] = partial(
+            statistics, STATISTICS[_name], *_run
         )
 for _backend, _dtype, _name in (
     ("torch", torch.float64, "all"),
@@ -406,43 +375,35 @@ for _backend, _dtype, _name in (
     ("triton", torch.float32, "all"),
     ("triton", torch.bfloat16, "temperatures"),
 ):
-    CASES[f"several {_name} {_backend} {_dtype}"] = functools.partial(
+    CASES[f"several {_name} {_backend} {_dtype}"] = partial(
         several, STATISTICS[_name], _dtype, _backend
     )
-CASES |= {"several, own tokens": several_of_own_tokens, "several, one": one_of_several}
+CASES |= {
+    "several, own tokens": partial(sharded_tokens, None, several=True),
+    "several, one": one_of_several,
+}
 EQUAL = (
-    "losses",
-    "statistics",
-    "several all",
-    "several plain",
-    "several temp",
-    "class weights",
-    "weights of classes",
-    "vocabulary",
-)
+    "losses", "statistics", "several all", "several plain", "several temp", "class weights",
+    "weights of classes", "vocabulary",
+)  # fmt: skip
 FEW = (
-    "statistics all torch",
-    "several all torch",
-    "several, own",
-    "reductions",
-    "padding",
-    "tokens",
+    "statistics all torch", "several all torch", "several, own", "reductions", "padding", "tokens",
     "edges",
-)
+)  # fmt: skip
 
 
 COLLECTIVES = {
-    "collectives": functools.partial(collectives, False),
-    "collectives of several": functools.partial(collectives, True),
+    "collectives": partial(collectives, False),
+    "collectives of several": partial(collectives, True),
 }
 
 
-@functools.cache
+@cache
 def results(world):
     return ranks.run({k: v for k, v in CASES.items() if world == 2 or k.startswith(FEW)}, world)
 
 
-@functools.cache
+@cache
 def results_of_collectives():
     return ranks.run(COLLECTIVES)  # without the slow cases
 

@@ -29,13 +29,13 @@ MUTANTS = [
     ),
     Mutant(
         "lazy: written logits are fused",
-        "        if self.memory.written:\n            return None",
+        "        if self.memory.was_written():\n            return None",
         "        pass",
         "head/test_writes.py",
     ),
     Mutant(
         "lazy: copies see later writes",
-        "parent is not None and not parent.written and",
+        "parent is not None and not parent.was_written() and",
         "parent is not None and",
         "head/test_writes.py",
     ),

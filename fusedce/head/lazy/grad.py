@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.logits import LazyLogits, LogitsSource, Memory
 from fusedce.head.lazy.steps import Cap, Index, LogitsStep, Scale, Slice, identity
 from fusedce.head.lazy.tensor import (
     NO_TORCH_FUNCTION,
@@ -40,23 +39,6 @@ from fusedce.head.lazy.tensor import (
     real,
     write,
 )
-from fusedce.head.optimizer_clock import CLOCK
-
-
-class LogitsSource:
-    """Logits from which a real gradient is computed, kept while that gradient exists."""
-
-    def __init__(self, x: LazyLogits | Memory) -> None:
-        self.x = x
-        CLOCK.sources.add(self)
-
-    def materialize(self, operation: str) -> Tensor:
-        """The real logits."""
-        return self.x.materialize(operation)
-
-    def before(self, optimizer: Optimizer) -> None:
-        """Compute the logits before a step that changes them."""
-        (self.x if isinstance(self.x, Memory) else self.x.memory).before(optimizer)
 
 
 def check_not_batched(grad: Tensor) -> None:
@@ -230,21 +212,47 @@ def _reshape(func: Any, x: LogitsGrad, *args: Any) -> Any:
     return new
 
 
-def _undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Undo a step of the logits, or multiply by a factor."""
-    if not isinstance(x, LogitsGrad):
+def _multiply_or_undo(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Multiply the gradient by a factor, or undo a step: the rule of all other operators."""
+    if not isinstance(x, LogitsGrad):  # a factor times the gradient: exchange them
         if func is not aten.mul.Tensor or not isinstance(args[0], LogitsGrad):
             return NotImplemented
         x, args = args[0], (x,)
     row = op_info(func).undoing
-    step = None if row is None or row.undo is None else row.undo(x, *args, **kwargs)
+    if row is None or row.undo is None:
+        return NotImplemented
+    step = row.undo(x, *args, **kwargs)
+    other = args[0] if func in (aten.mul.Tensor, aten.div.Tensor) else None
+    if isinstance(step, Scale) or (isinstance(other, Tensor) and not other.dim()):
+        return _multiply(func, x, step, args)
+    return NotImplemented if step is None else _undo(func, x, step, args, kwargs)
+
+
+def _multiply(func: Any, x: LogitsGrad, step: LogitsStep | None, args: tuple[Any, ...]) -> Any:
+    """Multiply the terms by the number of ``step``, or by ``args[0]``, a ``()`` tensor."""
     if isinstance(step, Scale) and (not math.isfinite(step.number) or not step.number):
         return NotImplemented  # torch gives NaN for some of the entries, infinities for others
-    if isinstance(step, Scale) or (row is not None and _is_factor(args)):
-        terms = tuple(_scaled(t, step, func, args) for t in x.terms)
-        return _moved(x, x.like, lambda t: func(t, *args, **kwargs), terms)
-    if step is None:
-        return NotImplemented
+    terms = tuple(_times(t, step, func, args) for t in x.terms)
+    return _moved(x, x.like, lambda t: func(t, *args), terms)
+
+
+def _times(term: Term, step: LogitsStep | None, func: Any, args: tuple[Any, ...]) -> Term:
+    """Undo the term's next step if it has this factor; otherwise the factor joins the others.
+
+    A user's hook may multiply by the number of the next step. Its factor then undoes that step, and
+    autograd's own joins the others. The result is the same, since factors commute with all steps.
+    """
+    if term.left and term.left[0] == step:
+        return term._replace(left=term.left[1:])
+    if isinstance(step, Scale):
+        factor = step.number if step.kind == "mul" else 1 / step.number
+    else:
+        factor = args[0] if func is aten.mul.Tensor else 1 / args[0]
+    return term._replace(factors=(*term.factors, factor))
+
+
+def _undo(func: Any, x: LogitsGrad, step: LogitsStep, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Undo ``step``, which must be the next one of all terms and fit the gradient's shape."""
     if any(not t.left or t.left[0] != step for t in x.terms):
         return NotImplemented
     after = getattr(step, "after", tuple(x.shape))
@@ -281,7 +289,12 @@ def _after(make: Callable[[str], Tensor], move: Callable[[Tensor], Tensor]) -> A
 
 
 def _copy(func: Any, x: Any, source: Any, *_: Any) -> Any:
-    """``copy_`` of one lazy gradient into another, which autograd does for writes into views."""
+    """``copy_`` of one lazy gradient into another, which autograd does for writes into views.
+
+    Afterwards ``x`` and its base stand for ``source``. Real values are copied instead if code holds
+    the memory of one of them (exposed), if the base is a view itself, or if ``x`` is not all of the
+    base in the same order (reshaped), so that ``source`` would replace a part of it only.
+    """
     if not isinstance(x, LogitsGrad) or not isinstance(source, LogitsGrad):
         return NotImplemented
     base = x.base
@@ -297,21 +310,6 @@ def _copy(func: Any, x: Any, source: Any, *_: Any) -> Any:
     x.terms, x.dense, x.make, x.numbers = source.terms, source.dense, source.make, None
     x.end_write()
     return x
-
-
-def _is_factor(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 0
-
-
-def _scaled(term: Term, step: LogitsStep | None, func: Any, args: tuple[Any, ...]) -> Term:
-    """Multiply a term: a factor undoes the step with the same factor, or joins its factors."""
-    if term.left and term.left[0] == step:
-        return term._replace(left=term.left[1:])
-    if isinstance(step, Scale):
-        factor = step.number if step.kind == "mul" else 1 / step.number
-    else:
-        factor = args[0] if func is aten.mul.Tensor else 1 / args[0]
-    return term._replace(factors=(*term.factors, factor))
 
 
 def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Any:
@@ -388,7 +386,7 @@ _INDEX_PUTS = ("_index_put_impl", "_index_put_impl_", "index_put", "index_put_",
 # Rules by operator; the key `None` stands for all others. A rule is called with the operator and
 # its arguments, and may return `NotImplemented`.
 RULES: dict[Any, Callable[..., Any]] = {
-    None: _undo,
+    None: _multiply_or_undo,
     **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add),
     **dict.fromkeys((getattr(aten, n).default for n in _INDEX_PUTS if hasattr(aten, n)), _put_back),
     **dict.fromkeys((aten.new_zeros.default, aten.zeros_like.default), _zeros),
@@ -410,7 +408,7 @@ class MakeLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: HeadCall, hidden: Tensor, *tensors: Tensor) -> LazyLogits:
-        """``hidden (..., H)`` and the head's parameters to lazy logits ``(..., V)``."""
+        """Map ``hidden (..., H)`` and the head's parameters to lazy logits ``(..., V)``."""
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(hidden, *tensors)

@@ -65,7 +65,7 @@ class Memory:
     values: Tensor | None = None
     viewed = False
     _written = False
-    _before: Tensor | None = None  # the values when their memory was exposed
+    _snapshot: Tensor | None = None  # the values when code first got access to their memory
     parent: weakref.ref[Memory] | None = None
     length = 0
 
@@ -79,37 +79,40 @@ class Memory:
         if parent is not None:
             self.parent, self.length = weakref.ref(parent), len(parent.history)
 
-    @property
-    def written(self) -> bool:
-        """Whether the values were written into, so that the history no longer describes them."""
-        if not self._written and self._before is not None and self.values is not None:
-            self._written = not torch.equal(self.values, self._before)
+    def was_written(self) -> bool:
+        """Whether the values were written into, so that the history no longer describes them.
+
+        If code has access to their memory, this compares all values with the snapshot.
+        """
+        if not self._written and self._snapshot is not None and self.values is not None:
+            self._written = not torch.equal(self.values, self._snapshot)
         return self._written
 
-    @written.setter
-    def written(self, value: bool) -> None:
-        self._written = value
+    def mark_written(self) -> None:
+        """Note a write into the values."""
+        self._written = True
 
     def copy(self) -> Memory:
         """A memory with the same values, which stays lazy if this one was not written into."""
-        if not self.written:
+        if not self.was_written():
             clone = Recorded(torch.ops.aten.clone.default, (), {}, (Same(),))
             return Memory(self.call, (*self.history, clone), self)
         new = Memory(self.call)
         with torch.no_grad(), NO_TORCH_FUNCTION():
-            new.values, new.written = self.materialize("copy").clone(), True
+            new.values = self.materialize("copy").clone()
+        new.mark_written()
         return new
 
-    def expose(self) -> None:
+    def take_snapshot(self) -> None:
         """Copy the values now, to find out later whether code has written into them."""
-        if self._before is None and not self.written and self.values is not None:
+        if self._snapshot is None and not self.was_written() and self.values is not None:
             with torch.no_grad(), NO_TORCH_FUNCTION():
-                self._before = self.values.clone()
+                self._snapshot = self.values.clone()
 
-    def before(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Compute the values now if a step of this optimizer changes them, or may do so."""
         call = self.call
-        if self.values is None and call.changes_with(optimizer) and not call.has_changed():
+        if self.values is None and call.may_change_in(optimizer) and not call.has_changed():
             if call.needs_all_ranks():  # another rank may not hold these logits
                 return
             self.materialize("optimizer.step")
@@ -125,8 +128,7 @@ class Memory:
 
     def _compute(self, operation: str) -> Tensor:
         parent = None if self.parent is None else self.parent()
-        known = parent is not None and not parent.written and len(parent.history) == self.length
-        if parent is not None and known:
+        if parent is not None and not parent.was_written() and len(parent.history) == self.length:
             x = parent.materialize(operation)
             done = self.length
         else:
@@ -163,7 +165,7 @@ class LazyLogits(Lazy):
     @property
     def steps(self) -> LogitsSteps | None:
         """All steps since the head; ``None`` if the loss cannot fuse one of them."""
-        if self.memory.written:
+        if self.memory.was_written():
             return None
         found: list[LogitsStep] = []
         for recorded in self.recorded:
@@ -184,7 +186,7 @@ class LazyLogits(Lazy):
     def expose(self, operation: str) -> Tensor:
         """Real logits, for code that may write into their memory."""
         values = self.materialize(operation)
-        self.memory.expose()
+        self.memory.take_snapshot()
         return values
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -217,7 +219,7 @@ class LazyLogits(Lazy):
     def begin_write(self, operation: str) -> None:
         """Compute the values; the history no longer describes them."""
         self.materialize(operation)
-        self.memory.written = True
+        self.memory.mark_written()
 
     def become(self, other: LazyLogits) -> LazyLogits:
         """Take over shape, dtype and memory of ``other``, in place."""
@@ -242,6 +244,22 @@ class LazyLogits(Lazy):
         return func(*real(args, name), **real(kwargs, name))
 
 
+class LogitsSource:
+    """Logits from which a real gradient is computed, kept while that gradient exists."""
+
+    def __init__(self, x: LazyLogits | Memory) -> None:
+        self.x = x
+        CLOCK.sources.add(self)
+
+    def materialize(self, operation: str) -> Tensor:
+        """The real logits."""
+        return self.x.materialize(operation)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compute the logits before a step that changes them."""
+        (self.x if isinstance(self.x, Memory) else self.x.memory).before_step(optimizer)
+
+
 def _has_lazy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(a, LazyLogits) for a in (*args, *kwargs.values()))
 
@@ -256,7 +274,7 @@ def _record(
     row = op.recorded
     if row is None and not op.is_view:
         return NotImplemented
-    if not op.is_view and (x.memory.written or _has_lazy(args, kwargs)):
+    if not op.is_view and (x.memory.was_written() or _has_lazy(args, kwargs)):
         return NotImplemented
     layout = layout_after(func, x.like, args, kwargs, x.memory.call.device)
     if isinstance(layout, list):
@@ -294,7 +312,7 @@ def _write(func: Any, op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any])
         row is not None
         and isinstance(x, LazyLogits)
         and x.memory.values is None
-        and not x.memory.written
+        and not x.memory.was_written()
         and not _has_lazy(args[1:], kwargs)
         and all(r.steps is not None and all(s.rearranges for s in r.steps) for r in x.views)
     ):
@@ -346,7 +364,8 @@ def _set_data(func: Any, x: LazyLogits, data: Tensor) -> Any:
     shape, strides = values.shape, values.stride()
     layout = LazyLayout.of(torch.empty_strided(shape, strides, dtype=values.dtype, device="meta"))
     memory = Memory(x.memory.call)
-    memory.values, memory.written = values, True
+    memory.values = values
+    memory.mark_written()
     x.become(LazyLogits(memory, (), layout))
 
 

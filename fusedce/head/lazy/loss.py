@@ -1,12 +1,24 @@
 """``F.cross_entropy`` of lazy logits, as one autograd function that runs the fused loss.
 
 :class:`FusedCall` holds the arguments of the call, :class:`LossPlan` these with the head's inputs,
-and :class:`FusedLoss` is the function of the lazy logits.
+and :class:`FusedLoss` is the function of the lazy logits. Which code computes the loss:
+
+=====================================================  ============================================
+no gradient is wanted                                  ``LossPlan.compute``, ``FusedCall.fused``
+a sum or mean of a plain head in one dtype: no LoRA,   ``LossWithGrads``, ``FusedCall.with_grads``:
+added bias, class weights, shards or monitors, all     the loss with its gradients, without a graph
+classes, no smoothing under a soft-cap
+any other loss                                         ``LossGraph``: ``LossPlan.compute`` with a
+                                                       graph that leads to the head's inputs
+``torch.compile`` traces the call                      ``FusedCall.fused`` in the traced graph
+code reads the gradient of the logits (a hook)         ``FusedCall.gradient_of_real``
+=====================================================  ============================================
+
+Each of the first four begins with ``FusedCall.problem``, the record that the fused loss takes.
 """
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -21,18 +33,18 @@ from fusedce.contract.objective import Factor, expected, expecting
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.head.call import HeadCall
-from fusedce.head.lazy.grad import LogitsGrad, LogitsSource, Term, check_not_batched
-from fusedce.head.lazy.logits import LazyLogits, Memory
+from fusedce.head.lazy.grad import LogitsGrad, Term, check_not_batched
+from fusedce.head.lazy.logits import LazyLogits, LogitsSource, Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
-from fusedce.head.report import LossObserver
+from fusedce.head.report import LossObserver, expected_factor
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import reduced
 
 
 class FusedCall(NamedTuple):
-    """Arguments of a call of ``F.cross_entropy``.
+    """Arguments of a call of ``F.cross_entropy``, and the fused losses for them.
 
     ``denominator ()``, in tokens, replaces the count by which ``reduction="mean"`` divides.
     """
@@ -155,7 +167,7 @@ class FusedCall(NamedTuple):
                     out = checked_ce(problem, monitor)
             if observer is not None:
                 observer.observe(out, self.reduction)
-            return self.reduced(*out)
+            return self.sum_or_mean(*out)
 
     def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumWithGrads | None:
         """The loss sum with its gradients; ``None`` if they need a graph."""
@@ -171,7 +183,7 @@ class FusedCall(NamedTuple):
             observer.observe(LossSum(found.loss_sum, found.n_valid), self.reduction)
         return found
 
-    def reduced(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
+    def sum_or_mean(self, loss_sum: Tensor, n_valid: Tensor) -> Tensor:
         """The sum, or the mean if the call asks for it."""
         return loss_sum if self.reduction == "sum" else loss_sum / self.over(n_valid)
 
@@ -229,34 +241,6 @@ def _project(hidden: Tensor, V: int, steps: LogitsSteps) -> Projected | None:
     if p is None or p.class_dim != (1 if p.hidden.dim() > 1 else 0):
         return None
     return as_options(p)
-
-
-# ---- the number by which a model will divide its losses --------------------------------------
-# Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
-# Knowing it beforehand saves a rounding, and a wrong expectation costs one: the number of one call
-# is therefore kept until the next (fusedce.contract.objective).
-
-_items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
-    "fusedce_num_items_in_batch", default=None
-)
-
-
-def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hook before a model's forward: keep its ``num_items_in_batch``."""
-    if torch.compiler.is_compiling():
-        return
-    items = kwargs.get("num_items_in_batch")
-    number = isinstance(items, (int, float)) and items > 0
-    tensor = isinstance(items, Tensor) and items.numel() == 1
-    _items.set(items if number or tensor else None)
-
-
-def expected_factor() -> Tensor | float | None:
-    """Expected factor of a sum of losses: 1 / items as a number or ``()``, or ``None``."""
-    items = _items.get()
-    if isinstance(items, Tensor):
-        return items.detach().reshape(()).double().clamp(min=1).reciprocal()
-    return None if items is None else 1 / items
 
 
 # ---- the loss as a function of lazy logits ---------------------------------------------------
@@ -322,7 +306,7 @@ class LossWithGrads:
         self.plan, self.saved = plan, found.saved
         self.found = found._replace(saved=())
         self.whole = plan.p.hidden is plan.hidden or _is_same_rows(plan.p.hidden, plan.hidden)
-        self.loss = plan.of_dtype(plan.fused_call.reduced(found.loss_sum, found.n_valid))
+        self.loss = plan.of_dtype(plan.fused_call.sum_or_mean(found.loss_sum, found.n_valid))
 
     @staticmethod
     def of(plan: LossPlan) -> LossWithGrads | None:

@@ -39,7 +39,7 @@ class Projected(NamedTuple):
 
 
 class LogitsStep:
-    """One step.
+    """One operation on logits between output head and loss.
 
     Attributes:
         rearranges: the step changes, drops and repeats no value.

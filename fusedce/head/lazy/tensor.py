@@ -298,7 +298,7 @@ class Lazy(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Any operator, below autograd.
+        """Handle any operator below autograd.
 
         In inference mode composite operators arrive whole; they are decomposed here, since only the
         parts of ``to`` or ``reshape`` say whether the result is a view or a copy.

@@ -204,8 +204,10 @@ class TracedLogits:
     def _make(self, x: Tensor) -> None:
         for call in self._made_by:
             x = call(x)
-        if self._children or self._parent is not None:
-            x = x.clone() if self._made_by and self._made_by[-1].name == "tanh" else x
+        if self._made_by and self._made_by[-1].name == "tanh":
+            # Autograd keeps the output of tanh for backward, and of no other step. Code may write
+            # into these logits, so it gets a copy, and the kept output stays as it is.
+            x = x.clone()
         self._real = x
         for child in self._children:
             child._make(x)
