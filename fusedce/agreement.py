@@ -58,12 +58,22 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     """``(TEXT + n,)`` int64 on the device of ``numbers (n,)`` int64, without waiting for it.
 
     Args:
-        settings: what must be equal on all ranks, or an error's words (:func:`words_of`).
+        settings: what must be equal on all ranks, or an error's words (:func:`words_of`), which
+            are cut to fit.
+
+    Raises:
+        ValueError: the settings are longer than a row's text.
     """
     data = json.dumps(settings).encode()
     while len(data) > 8 * TEXT and isinstance(settings, str):
         settings = settings[: len(settings) * 3 // 4]
         data = json.dumps(settings).encode()
+    if len(data) > 8 * TEXT and not isinstance(settings, str):
+        name = max(settings, key=lambda x: len(json.dumps(settings[x])))
+        raise ValueError(
+            f"settings that ranks compare must fit {8 * TEXT} bytes, these settings need "
+            f"{len(data)}: pass a shorter {name}, now {json.dumps(settings[name])[:40]}..."
+        )
     told = torch.tensor(struct.unpack(f"{TEXT}q", data.ljust(8 * TEXT)), device="cpu")
     return torch.cat([told.to(numbers.device, non_blocking=True), numbers])
 

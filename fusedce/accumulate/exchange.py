@@ -215,6 +215,11 @@ class Exchange:
     # rank that ends a window or begins a micro-batch first sets a mark in the store of
     # torch.distributed and then reads the marks of the others; at least one of two such ranks finds
     # the mark of the other. This costs two requests per micro-batch to one server.
+    #
+    # Keys hold the number of messages that were sent before the window's last one, equal on all
+    # ranks: "begun/M/3" says that a rank has begun micro-batch 3 of that window, "end/M" after how
+    # many micro-batches a rank has ended it. The message that ends the window raises `_n_messages`
+    # to M + 1, so what is read after it was sent subtracts 1.
 
     def before_micro_batch(
         self, n_done: int, streams: bool, settings: Mapping[str, object]
@@ -239,16 +244,23 @@ class Exchange:
             self.raise_unread()
 
     def _mark(self, micro_batches: int) -> None:
-        """Mark the window as ended after ``micro_batches``, or by an error (:data:`_FAILED`)."""
+        """Mark the window as ended after ``micro_batches``, or by an error (:data:`_FAILED`).
+
+        It is called before the message that ends the window is sent.
+        """
         if (store := self._store()) is not None:
             with _explaining_store_errors():
                 store.set(f"end/{self._n_messages}", str(micro_batches))
 
     def _check_ahead(self, micro_batches: int) -> None:
-        """Raise if a rank has begun more micro-batches of the window that this one has ended."""
+        """Raise if a rank has begun more micro-batches of the window that this one has ended.
+
+        It is called after the message that ends the window was sent.
+        """
         if (store := self._store()) is None:
             return
-        key = f"begun/{self._n_messages - 1}/{micro_batches + 1}"
+        n_before = self._n_messages - 1  # as when the window ran
+        key = f"begun/{n_before}/{micro_batches + 1}"
         with _explaining_store_errors():
             rank = int(store.get(key)) if store.check([key]) else None
         if rank is not None:

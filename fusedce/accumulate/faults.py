@@ -21,6 +21,12 @@ def bad_label(code: int) -> Exception:
     return ValueError(bad_label_message(code))
 
 
+_TWICE = (
+    "Or was a loss differentiated twice (retain_graph=True)? It counts twice, the second time as "
+    "the next micro-batch"
+)
+
+
 def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
     """A loss that has counted other tokens than were declared."""
     if counted > declared:
@@ -32,14 +38,14 @@ def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
         reason = "Were the labels counted before the shift, or with another ignore_index?"
     return RuntimeError(
         f"window: micro-batch {micro_batch} was declared with {declared} valid tokens, its loss "
-        f"counts {counted}. {reason}"
+        f"counts {counted}. {reason} {_TWICE}"
     )
 
 
 def too_many(declared: int) -> Exception:
     """A micro-batch beyond the declared number."""
     return RuntimeError(
-        f"window: {declared} micro-batches were declared, this is number {declared + 1}"
+        f"window: {declared} micro-batches were declared, this is number {declared + 1}. {_TWICE}"
     )
 
 

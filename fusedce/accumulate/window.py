@@ -292,10 +292,15 @@ def trains(roots: list[Any]) -> bool:
     """Whether the backward that runs now is for parameters below ``roots``.
 
     A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
-    learn their shapes. This is no training although there is a loss. Such a graph has leaves beside
-    its parameters; a graph without any ``nn.Parameter`` always trains.
+    learn their shapes. This is no training although there is a loss. The answer is
+
+    - True in a graph without any ``nn.Parameter``;
+    - True in ``backward()`` that reaches an ``nn.Parameter``;
+    - True in ``torch.autograd.grad`` for an ``nn.Parameter``, if the graph has no other leaves;
+    - else False: no parameter is reached, or ``torch.autograd.grad`` runs in a graph with other
+      leaves, as a stage's inputs are.
     """
-    parameters = others = asked_for = False
+    parameters = others = grad_of_parameter = False
     for variable, node in _leaves(roots):
         if not isinstance(variable, torch.nn.Parameter):
             others = True
@@ -304,9 +309,11 @@ def trains(roots: list[Any]) -> bool:
         try:
             if torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # torch raises for leaves inside torch.autograd.grad
-            asked_for = True
-    return not parameters or (asked_for and not others)
+        except RuntimeError:  # torch raises for the leaves that torch.autograd.grad was asked for
+            grad_of_parameter = True
+    if not parameters:
+        return True
+    return grad_of_parameter and not others
 
 
 def leaves_of(roots: list[Any]) -> list[Tensor]:

@@ -305,6 +305,10 @@ def _of_all_ranks(
 ) -> tuple[Tensor | None, ...]:
     """Upstream gradients of all ranks' tokens; each rank brings those of its own.
 
+    A ``None`` in ``upstream`` is a gradient that autograd did not compute on this rank, and counts
+    as 0. A ``None`` in the result is one that is 0 for every token of every rank, so that all ranks
+    leave out the work for it together.
+
     Collectives: one all-reduce of 4 + K numbers a token.
     """
     *of_stats, of_z = upstream

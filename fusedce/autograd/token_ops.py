@@ -193,14 +193,16 @@ def upstream_of(
     upstreams: Upstreams,
     *,
     classes: int | None = None,
-    here: Tensor | None = None,  # (N,) bool
+    here: Tensor | None = None,  # (N,) bool: whether the label is a row of weight; None: all are
 ) -> Upstream:
     """Factors of the gradient of a row of logits, by
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
 
-    Where ``weight`` holds only some of the ``classes``, and some labels are not ``here``, a row
-    stands in for each of those: ``values.nll`` is its ``-log p``, and it has no onehot.
+    With a sharded vocabulary ``weight`` holds some of the ``classes`` alone. The backends need a
+    label among its rows for every token, so a token whose label lies on another rank (``here`` is
+    False) gets row 0 of this rank as its label. ``values.nll`` is ``-log p`` of that row, whose
+    gradient is that of any class but the label's: ``p`` in place of ``p - 1``.
     """
     V = problem.weight.shape[0]
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.checks import check_number
+from fusedce.contract.labels import can_be_read
 
 
 class LossSum(NamedTuple):
@@ -33,8 +34,8 @@ class LossSum(NamedTuple):
 
         Raises:
             TypeError: ``denominator`` is neither a number nor a tensor.
-            ValueError: ``denominator`` is a negative or infinite Python number, or a tensor with
-                more than one element.
+            ValueError: ``denominator`` is negative, an infinite Python number, or a tensor with
+                more than one element. A tensor on a device is not read: a negative one counts as 1.
         """
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):
@@ -46,13 +47,15 @@ class LossSum(NamedTuple):
                     f"denominator must be one number, got a tensor of shape "
                     f"{tuple(denominator.shape)}"
                 )
+            if can_be_read(denominator) and denominator.item() < 0:
+                raise _negative(denominator.item())
             given = denominator.reshape(()).to(self.loss_sum)
             return self.loss_sum / torch.where(given == 0, own.to(given), given.clamp(min=1))
         if denominator is None:
             return self.loss_sum / own
         number = check_number("denominator", denominator)
         if number < 0:
-            raise ValueError(f"denominator must be at least 0, got {number}")
+            raise _negative(number)
         return self.loss_sum / (max(number, 1) if number else own)
 
     @property
@@ -151,6 +154,10 @@ _REMEDY = (
     "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
     "of all of them"
 )
+
+
+def _negative(denominator: float) -> ValueError:
+    return ValueError(f"denominator must be at least 0, got {denominator}")
 
 
 def _no_loss(asked: str) -> TypeError:

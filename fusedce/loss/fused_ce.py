@@ -59,6 +59,9 @@ def fused_ce(
     grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
     require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
     not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
+    Gradients computed in the forward pass are those at the weight as it was then, also where the
+    weight is written in place before ``backward()``; eager torch raises an error there if
+    ``hidden`` requires grad.
 
     With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there. The
     hidden state of an ignored position is never read. A valid position whose logits hold NaN or

@@ -199,6 +199,16 @@ def test_a_loss_differentiated_twice_counts_twice():
     assert acc.metrics()["n_tokens"] == 6
 
 
+@pytest.mark.parametrize("counts", [[3, 1], [3]])
+def test_a_loss_differentiated_twice_among_declared_counts_is_named_as_a_cause(counts):
+    weight = new_weight()
+    with pytest.raises(RuntimeError, match=r"differentiated twice .*counts twice"):
+        with LossAccumulator().window(counts) as acc:
+            scaled = acc.scale(out_of(weight, batches([3])[0]))
+            scaled.backward(retain_graph=True)
+            scaled.backward()
+
+
 def test_a_loss_of_a_window_that_was_closed_is_refused():
     micro, weight, acc = batches([3, 2]), new_weight(), LossAccumulator()
     late = acc.scale(out_of(weight, micro[0]))

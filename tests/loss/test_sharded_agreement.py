@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends.sharded import agreement
-from fusedce.backends.sharded.agreement import _signs
+from fusedce.backends.sharded.agreement import _checksum, _signs
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
@@ -67,6 +67,7 @@ BAD = {
     "softcap < 0": (lambda x: x.update(softcap=-1.0), "softcap"),
     "vocab_size": (lambda x: x.update(vocab_size=2.5), "vocab_size must be an int"),
     "label": (lambda x: x["labels"].fill_(99), "labels must be the same on all ranks"),
+    "long number": (lambda x: x.update(vocab_size=10**900), "pass a shorter vocab_size, now 1000"),
     "error of a tensor": (lambda x: x.update(hidden=x["hidden"].as_subclass(Odd)), "KeyError"),
 }
 CASES |= {name: functools.partial(differ, change) for name, (change, _) in BAD.items()}
@@ -103,6 +104,11 @@ ASKED = {
         (sharded_ce, {"token_weight": torch.ones(N)}),
         (sharded_ce, HALF),
         "token_weight must be the same on all ranks that share the vocabulary, here their values",
+    ),
+    "class_weight": (
+        (sharded_cross_entropy, {"class_weight": torch.ones(V)}),
+        (sharded_cross_entropy, {"class_weight": torch.tensor([1.0] * V + [0.0])}),
+        "class_weight must be the same on all ranks that share the vocabulary",
     ),
     "temperature": (
         (sharded_logprobs, {"temperature": torch.ones(N)}),
@@ -325,6 +331,17 @@ def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
     with agreement.tell_peers_on_error([object()], None):
         raise TypeError("labels must be a tensor")
     assert sent == ["meta", "meta"]
+
+
+def test_checksums_tell_values_and_order_apart():
+    x = torch.tensor([4, 9, 0, -7])
+    others = [[9, 9, -3, -7], [9, 6, 0, -7], [9, 4, 0, -7], [4, 9, -7, 0], [4, 9, 0, 6]]
+    others += [[~4, 9, 0, -7], [-4, -9, 0, 7], [4 ^ -(2**63), 9 ^ -(2**63), 0, -7]]
+    found = {int(_checksum(torch.tensor(other))) for other in others}
+    assert len(found | {int(_checksum(x))}) == len(others) + 1
+    assert int(_checksum(x.clone())) == int(_checksum(x))
+    halves = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    assert int(_checksum(halves)) != int(_checksum(halves.flip(0)))
 
 
 def test_signs_have_no_pattern():

@@ -49,6 +49,24 @@ MUTANTS = [
         "if True:",
         "test_faults_between_ranks.py -k between_forward_and_backward",
     ),
+    Mutant(
+        "shards: checksums are sums of the elements",
+        "        x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * _ODD",
+        "        x = x * _ODD",
+        f"{AGREE} -k checksums",
+    ),
+    Mutant(
+        "shards: checksums do not depend on the order",
+        "x = x * _ODD + torch.arange(1, len(x) + 1, device=x.device)",
+        "x = x * _ODD",
+        f"{AGREE} -k checksums",
+    ),
+    Mutant(
+        "shards: settings that do not fit are told to no rank",
+        "    with tell_peers_on_error(layout.groups, labels.device):\n        mine",
+        "    if True:\n        mine",
+        f"{AGREE} -k before_they_meet",
+    ),
     Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",

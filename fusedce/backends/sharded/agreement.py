@@ -35,6 +35,7 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
 # temperatures; and a sketch of its hidden states.
 _ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
 LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
+_ODD = 0x2127599BF4325C37  # an odd factor mixes bits without losing any
 _NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
 
 
@@ -53,7 +54,8 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
         },
         "hidden.dtype": str(problem.hidden.dtype),
         "hidden.requires_grad": grad and problem.hidden.requires_grad,
-        "class_weight": None if c is None else f"checksum {int(_checksum(c.double()))}",
+        # The shape beside the checksum, so that no rank alone raises for its shape.
+        "class_weight": None if c is None else f"{[*c.shape]}, checksum {_checksum(c.double())}",
         **asked,
         "backend": problem.backend,
         # A sum of the torch backend has done with its collectives before backward, unless a budget
@@ -73,9 +75,16 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
 
 
 def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``()`` int64 of ``x (n,)`` int64 or float64: depends on values and order, wraps around."""
+    """``()`` int64 hash of ``x (n,)`` int64 or float64: depends on values, order and length.
+
+    Each element is hashed with its position, since a weighted sum of the elements themselves is
+    the same for ``[a, b]`` and ``[a + 5, b - 3]``. Products wrap around.
+    """
     x = x.view(torch.int64).reshape(-1)
-    return torch.sum(x * torch.arange(3, 2 * len(x) + 3, 2, device=x.device), 0, out=out)
+    x = x * _ODD + torch.arange(1, len(x) + 1, device=x.device)
+    for _ in range(2):
+        x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * _ODD  # masked, as >> repeats the sign
+    return torch.sum(x ^ ((x >> 32) & 0xFFFFFFFF), 0, out=out)
 
 
 @contextlib.contextmanager
@@ -216,7 +225,9 @@ def agree(
         mine[_SKETCH:] = _sketch(problem).view(torch.int64)
     asked = {"function": function, "reduction": reduction, "monitor": monitor}
     settings = _settings(layout, vocab_size, **asked)
-    told = _meet(row(settings, mine), layout.groups)
+    with tell_peers_on_error(layout.groups, labels.device):
+        mine = row(settings, mine)
+    told = _meet(mine, layout.groups)
     if (differ := differing(told)) is not None:
         name, said = differ
         if name in ("softcap", "logit_scale") and function.startswith(STATISTICS):

@@ -202,10 +202,22 @@ class _ToTeacher:
         torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
 
     def _walk(self, begin: int, end: int) -> None:
-        """Over a tile: its part of the divergence, and the gradient in the logits' place.
+        """Add a tile's part of the divergence, and overwrite its logits for :meth:`gradient`.
 
-        Other kinds than "forward" leave ``q`` in the place of ``s`` and ``q * x`` in that of ``t``,
-        x a logarithm, whose mean they add up.
+        Contents of the four buffers, ``(v, C)`` each:
+
+        ======  ================  ==============================  =================================
+        buffer  before            while it runs                   after
+        ======  ================  ==============================  =================================
+        s       student's logits  q; "jsd": max(p, q)             "forward": the gradient; else q
+        t       teacher's logits  p + q; "jsd": -abs(log p/q)     "forward": scratch; else q * x
+        first   scratch           h; "jsd": log p/q               scratch
+        second  scratch           tanh(h); "jsd": expm1 of t      scratch
+        ======  ================  ==============================  =================================
+
+        ``h`` is the module's, called ``half`` here. The gradient of the last two kinds is ``q * (x
+        - mean)`` with x a logarithm; ``self.mean`` sums ``q * x`` over the classes. For "jsd" the
+        results in s and t hold the factor ``1 - beta``.
         """
         s, t = self.s[begin:end], self.t[begin:end]
         first, second = (x[: s.numel()].view_as(s) for x in self.scratch)
@@ -224,32 +236,36 @@ class _ToTeacher:
             for x in written:
                 x.mul_(slope)
 
+    # In the two methods below, each assignment names what its buffer holds from there on.
+
     def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
         tanh = torch.tanh(half, out=scratch)
-        q = s.sub_(self.lse).exp_()
-        both = t.sub_(self.lse_t).exp_().add_(q)
+        q = s.sub_(self.lse).exp_()  # in s
+        both = t.sub_(self.lse_t).exp_().add_(q)  # p + q, in t
         if self.divergence.kind == FORWARD:
-            g = torch.mul(both, tanh, out=s)
-            part = torch.sub(g, both, out=both)
+            g = torch.mul(both, tanh, out=s)  # q - p, the gradient
+            part = torch.sub(g, both, out=both)  # (p + q) * (tanh - 1), in t
             self.kl += torch.addcmul(g, half, part, out=part).sum(0)
             return
-        part = tanh.mul_(both)
+        part = tanh.mul_(both)  # q - p, in scratch
         self.kl -= torch.addcmul(part, half, both.add_(part), value=-1, out=part).sum(0)
-        torch.mul(half.mul_(2), q, out=t)
+        torch.mul(half.mul_(2), q, out=t)  # q log(q / p)
         self.mean += t.sum(0)
 
     def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
         beta = self.divergence.beta
-        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()
-        d = half.mul_(-2)  # log p - log q
-        minus = torch.abs(d, out=t).neg_()
+        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()  # max(p, q), in s
+        d = half.mul_(-2)  # log p - log q, in half
+        minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         e = torch.expm1(minus, out=scratch)
+        # beta or 1 - beta, the weight of the smaller probability
         x = torch.gt(d, 0, out=torch.empty_like(d)).mul_(1 - 2 * beta).add_(beta)
         part = torch.addcmul(-minus, minus, e, value=-1).mul_(x)  # w |d| (1 + e)
         x.mul_(e)
         log = x.log1p()  # log(m / big)
         self.kl -= part.add_(log).addcmul_(x, log).mul_(big).sum(0)
-        drop = torch.copysign(e, d, out=e)
+        drop = torch.copysign(e, d, out=e)  # in scratch
+        # q is the larger probability times exp(-d) where p is the larger one, else times 1
         q = drop.clamp_(min=0).neg_().add_(1).mul_(big)
         torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
         self.mean += t.sum(0)

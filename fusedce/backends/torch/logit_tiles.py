@@ -116,7 +116,12 @@ def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
 
 
 class ReferenceTooLow(Exception):
-    """A logit is so far above the reference that its exponential leaves its range."""
+    """A logit is so far above the reference that its exponential leaves its range.
+
+    :meth:`TileStats.add` raises it at most once for each object, and has destroyed the tile by
+    then. The caller computes the same tile again and calls ``add`` again, which now raises the
+    reference instead.
+    """
 
 
 class TileStats:
@@ -161,7 +166,7 @@ class TileStats:
         where that is the old one.
 
         Raises:
-            ReferenceTooLow: the tile must be made again and given again. Only with ``k``.
+            ReferenceTooLow: compute the tile again and call this again, once; only with ``k``.
         """
         first, last = (bisect.bisect_left(self._classes, x) for x in (begin, begin + len(z)))
         if first < last:
@@ -173,7 +178,7 @@ class TileStats:
             z.sub_(self.k)
         sums = z.exp_().sum(0)
         if self._trusted and bool((sums > HIGHEST).any()):
-            self._trusted = False
+            self._trusted = False  # the next call looks for maxima, and cannot raise
             raise ReferenceTooLow
         self.sums.append(sums)
         self._total += sums

@@ -276,7 +276,12 @@ def _add_what_rounding_took(
 
 
 class _Seen:
-    """Of the logits but the label's, tile by tile: maximum ``k``, ``R`` and ``T`` moment it."""
+    """Sums over the logits without the label's, one set for each tile.
+
+    ``k`` is the tile's maximum. With ``moments``, ``others`` is the sum of ``exp(z - k)`` without
+    the maximum's own 1 and ``moment`` that of ``exp(z - k) * (k - z)``: ``R`` and ``T`` of the
+    module's first lines. Otherwise ``others`` holds the maximum's 1 too, and ``moment`` is unused.
+    """
 
     def __init__(self, y: Tensor, acc: torch.dtype, *, moments: bool) -> None:
         self.y, self.moments = y, moments
@@ -306,7 +311,12 @@ class _Seen:
         self.seen.append((k, best + begin, others, moment))
 
     def merged(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """``nll, lse, entropy, argmax, top``, (C,) float64 but argmax, the label taken in."""
+        """``nll, lse, entropy, argmax, top`` of all logits, (C,) float64 but argmax int64.
+
+        Without ``moments``, entropy and argmax hold no meaning, and the loss takes the shorter
+        formula ``log(1 + exp(log_others - z))``. It equals the one below, which gets it from the
+        sums that the entropy needs.
+        """
         k, best, others, moment = (torch.stack(x) for x in zip(*self.seen, strict=True))
         k, others, moment = k.double(), others.double(), moment.double()  # (tiles, C)
         top, winner = k.max(0, keepdim=True)
@@ -318,12 +328,15 @@ class _Seen:
             gap = log_others - z
             nll = torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z)
             return nll, torch.logaddexp(log_others, z), gap, best, top[0]
+        # Merge the tiles: sums relative to k become sums relative to top. The maximum of the
+        # winning tile is left out of `others`; those of the other tiles belong to it.
         moment = ((moment + (1 + others) * (top - k)) * w).sum(0)
         others = (others * w + w.scatter(0, winner, 0)).sum(0)
-        # The label is one more tile: its maximum is its own logit, and its moment 0.
+        # Merge the label in the same way, as a tile of one logit: its k is z, its sums are 0. The
+        # lower of z and top adds q to `others` and q * |z - top| to `moment`.
         gap = z - top[0]
         q = gap.abs().neg_().exp_()
-        drop = torch.where(q == 0, 0.0, gap.abs() * q)
+        drop = torch.where(q == 0, 0.0, gap.abs() * q)  # 0 and not NaN for a logit of -inf
         label_wins = gap > 0
         moment = torch.where(label_wins, moment * q + (1 + others) * drop, moment + drop)
         others = torch.where(label_wins, (1 + others) * q, others + q)

@@ -176,17 +176,21 @@ class Peers:
 
     def merged(
         self,
-        exponentials: Exponentials,  # to fill
+        exponentials: Exponentials,  # of this rank's classes, to fill
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,) labels as rows here; -1 for those elsewhere
         first: int,  # number of the chunk's first row
         losses: Tensor,  # (C,) fp32 to fill
         lse: Tensor | None,  # (C,) fp32 to fill
-        best: Tensor | None,  # scratch for argmax
+        best: Tensor | None,  # (blocks * C,) int32 to overwrite; needed for argmax
         argmax: Tensor | None,  # (N,) int64 to fill at `rows`
         rows: Tensor,  # (N,) int32
     ) -> Tensor:
         """``(2, C)``: reference and sum of the rows' exponentials over all ranks.
+
+        Fills ``exponentials`` with those of this rank's classes; its ``z_label`` becomes that of
+        all ranks, which the gradient kernel reads next. Fills ``losses``, and ``lse`` and
+        ``argmax`` where they are given, with values over all ranks.
 
         One all-gather of 2 float32 a row, 4 with argmax.
         """
