@@ -20,7 +20,7 @@ from fusedce.backends.choose import (
     resolve_backend,
     why_not_triton,
 )
-from fusedce.backends.torch.products import fast_bf16
+from fusedce.backends.torch.products import bf16_gemm
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
 from fusedce.tools.bench import IMPLEMENTATIONS, missing
@@ -47,7 +47,7 @@ def report() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": [_version(name, *tested) for name, tested in TESTED.items()],
         "triton_kernels": _triton(),
-        "fast_bfloat16_on_cpu": fast_bf16(torch.device("cpu")),
+        "fast_bfloat16_on_cpu": bf16_gemm() is not None,
         "devices": devices,
         "tuned": _tuned(),
         "peers": {name: missing(name) for name in IMPLEMENTATIONS if name != "fused_ce"},

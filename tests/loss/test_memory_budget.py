@@ -179,7 +179,6 @@ def test_too_small_is_an_error_without_a_gradient_too(function, backend):
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)
-    monkeypatch.setattr(products, "fast_bf16", lambda device: False)
     hidden, weight, labels, _ = Case((300,), 24, 3000, torch.bfloat16).tensors()
     for frozen in (True, False):
         weight.requires_grad_(not frozen)

@@ -24,6 +24,12 @@ def exact_products(monkeypatch):
     monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
 
 
+@pytest.fixture
+def widened(monkeypatch):
+    """The products of a CPU without AMX, whatever else it has."""
+    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("backend", BOUNDS)
@@ -52,6 +58,30 @@ def test_the_page_states_every_option_within_its_bounds(backend):
 def test_options_one_by_one_on_torch(logits, shared):
     for name, ratios in rounding.errors(Draw(logits, shared, True, 0), "torch"):
         assert max(ratios) <= 1.12, (name, ratios)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
+def test_without_amx_each_gradient_is_rounded_once(logits):
+    """A product that is rounded before the labels' rows are taken away errs by 3 to 7 roundings."""
+    for name, ratios in rounding.errors(Draw(logits, 0.9, True, 0), "torch"):
+        assert max(ratios) <= 1.01, (name, ratios)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+def test_without_amx_hidden_states_that_share_a_mean_do_no_harm(shared):
+    """Those of a class add up in the weight's gradient, and its label's is taken away from them."""
+    hidden, weight, _, labels, _ = Draw("flat", shared, False, 0, N=512, V=64).tensors()
+    hidden = (hidden / 10**0.5 + 0.9**0.5).bfloat16()
+
+    def loss(h, w, backend):
+        return fused_ce(h, w, labels, backend=backend).mean()
+
+    got = rounding._gradients(loss, (hidden, weight), torch.bfloat16, "torch")
+    exact = rounding._gradients(loss, (hidden, weight), torch.float64, "torch")
+    for x, e in zip(got, exact, strict=True):
+        assert rounding._over_once(x, e) <= 1.01
 
 
 @pytest.mark.usefixtures("exact_products")

@@ -17,19 +17,18 @@ from fusedce.testing import Case, assert_matches_reference, cases, check
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["exact_bf16", "fast_bf16", "no_bf16_units"])
-def bf16_units(request, monkeypatch):
+@pytest.fixture(params=["exact_bf16", "widened_bf16"])
+def bf16_products(request, monkeypatch):
     """The ways of computing bf16 on a CPU, whatever this one has."""
     gemm = products._blas("gemm_bf16bf16f32") if request.param == "exact_bf16" else None
     if request.param == "exact_bf16" and gemm is None:
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
-    monkeypatch.setattr(products, "fast_bf16", lambda device: request.param == "fast_bf16")
 
 
 @pytest.mark.slow
 @pytest.mark.hypothesis
-@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
@@ -38,7 +37,7 @@ def test_torch_backend_matches_the_reference(tile, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
 def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):

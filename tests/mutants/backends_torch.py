@@ -169,9 +169,21 @@ MUTANTS = [
     ),
     Mutant(
         "products: widened operands follow the user's precision",
-        "if self.inputs != a.dtype == self.acc and out.is_cpu:",
-        "if False:",
+        "widened = self.inputs != a.dtype == self.acc and out.is_cpu",
+        "widened = False",
         f"{PRODUCTS} -k go_to_blas",
+    ),
+    Mutant(
+        "products: without AMX bf16 operands, results rounded to bf16",
+        "return cls(dtype, acc, acc, acc)",
+        "return cls(dtype, acc, dtype, acc)",
+        "test_one_rounding.py -k without_amx",
+    ),
+    Mutant(
+        "products: of widened operands into narrow results, as the user's precision says",
+        "product = _full_precision(rows, b, rows.new_empty(len(rows), b.shape[1]))",
+        "product = torch.mm(rows, b)",
+        f"{PRODUCTS} -k narrow_inputs",
     ),
     Mutant(
         "products: a result between other columns",
@@ -217,8 +229,8 @@ MUTANTS = [
     ),
     Mutant(
         "rounding: a rounded tile has no sum",
-        "self(some.new_ones(1, len(rows)), some, sums, add=True)",
-        "self(some.new_zeros(1, len(rows)), some, sums, add=True)",
+        "self(x.new_ones(1, len(x)), x, sums)",
+        "self(x.new_zeros(1, len(x)), x, sums)",
         ROUNDING,
     ),
     Mutant(
@@ -229,8 +241,8 @@ MUTANTS = [
     ),
     Mutant(
         "products: column sums in the user's default dtype",
-        "x.new_zeros(1, x.shape[1], dtype=self.acc)",
-        "torch.zeros(1, x.shape[1])",
+        "x.new_empty(1, x.shape[1], dtype=self.acc)",
+        "torch.empty(1, x.shape[1])",
         "test_defaults.py -k names_its_dtype",
     ),
     Mutant(

@@ -9,11 +9,14 @@ it takes about as long as a bfloat16 product; without, longer than a float32 one
 inputs           logits                               gradients
 ===============  ===================================  ============================================
 bf16, AMX, CUDA  bf16 operands, float32 result        bf16 operands, float32 result
-bf16 units       widened to float32                   bf16 operands, result rounded to bf16
 bf16 otherwise   widened to float32                   widened to float32
 fp16             widened (CUDA: as bf16)              widened to float32
 fp32, fp64       as they are                          as they are
 ===============  ===================================  ============================================
+
+Products of bfloat16 have float32 results: one that is rounded before the labels' rows are taken
+away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
+bfloat16 (see ``waiting``) is written in it.
 
 Products of widened operands have full precision whatever ``torch.set_float32_matmul_precision``
 says: the user's float32 inputs follow it, as in ``F.linear``, and bfloat16 and float16 ones do not.
@@ -35,12 +38,7 @@ from torch import Tensor
 
 from fusedce.contract.rounding import acc_dtype
 
-_BLOCK = 2**22  # elements of a rounded product, which waits in memory of its own to be added
-_WIDENED = 512  # rows whose copy in float32 stays in the cache
-
-# A limit below these makes oneDNN multiply bfloat16 without the units that the CPU has.
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_BF16_ISA = re.compile(r"|DEFAULT|ALL|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10_.*|AVX2_VNNI_2")
+_BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 
 
 class Products(NamedTuple):
@@ -58,8 +56,7 @@ class Products(NamedTuple):
             return cls(dtype, dtype, dtype if dtype == torch.bfloat16 else acc, acc)
         if dtype == torch.bfloat16 and hidden.is_cpu and bf16_gemm() is not None:
             return cls(dtype, dtype, dtype, acc)
-        units = dtype == torch.bfloat16 and fast_bf16(hidden.device)
-        return cls(dtype, acc, dtype if units else acc, acc)
+        return cls(dtype, acc, acc, acc)
 
     @property
     def exact_bf16(self) -> bool:
@@ -69,10 +66,11 @@ class Products(NamedTuple):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         """``out = a @ b``, or ``out += a @ b``: (m, k), (k, n), (m, n).
 
-        ``a`` and ``b`` are of one dtype, ``out`` of the same or of ``acc``.
+        ``a`` and ``b`` are of one dtype, ``out`` of the same, of ``acc`` or of the inputs'.
         """
+        widened = self.inputs != a.dtype == self.acc and out.is_cpu
         if a.dtype == out.dtype:
-            if self.inputs != a.dtype == self.acc and out.is_cpu:
+            if widened:
                 return _full_precision(a, b, out, add=add)
             return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
@@ -80,7 +78,10 @@ class Products(NamedTuple):
             return _call(gemm, a, b, out, add=add)
         step = max(_BLOCK // max(b.shape[1], 1), 1)
         for rows, some in zip(a.split(step), out.split(step), strict=True):
-            product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
+            if widened:
+                product = _full_precision(rows, b, rows.new_empty(len(rows), b.shape[1]))
+            else:
+                product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
             if add:
                 some.add_(product)
             else:
@@ -90,16 +91,12 @@ class Products(NamedTuple):
     def column_sums(self, x: Tensor) -> Tensor:
         """``(n,)`` in ``acc``: the sums over the rows of ``x (m, n)``, whatever its dtype.
 
-        A product with ones takes half the time of a sum of bfloat16, also where it reads a copy in
-        float32 that is still in the cache.
+        A product with ones takes half the time of a sum of bfloat16.
         """
         if x.dtype != torch.bfloat16 or not x.is_cpu:
             return x.sum(0, dtype=self.acc)
-        sums = x.new_zeros(1, x.shape[1], dtype=self.acc)
-        for rows in x.split(len(x) if self.exact_bf16 else _WIDENED):
-            some = rows if self.exact_bf16 else rows.float()
-            self(some.new_ones(1, len(rows)), some, sums, add=True)
-        return sums[0]
+        sums = x.new_empty(1, x.shape[1], dtype=self.acc)
+        return self(x.new_ones(1, len(x)), x, sums)[0]
 
     def by_onednn(self, w: Tensor) -> bool:
         """Whether oneDNN multiplies for logits instead of BLAS: of bfloat16 that was widened.
@@ -110,15 +107,6 @@ class Products(NamedTuple):
         """
         widened = self.inputs == torch.bfloat16 and self.logits == self.acc
         return widened and w.is_cpu and _mkl_beside_onednn()
-
-
-def fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 GEMMs run on units made for them. Elsewhere they are 3 to 4 times slower."""
-    if device.type != "cpu":
-        return True
-    if not all(_BF16_ISA.fullmatch(os.environ.get(name, "").strip().upper()) for name in _LIMITS):
-        return False
-    return _cpu_has("_is_avx512_bf16_supported") or _cpu_has("_is_amx_tile_supported")
 
 
 @functools.cache

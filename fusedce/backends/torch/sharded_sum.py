@@ -60,9 +60,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
         weight=problem.weight[:real], bias=None if problem.bias is None else problem.bias[:real]
     )
     products, of_head = Products.of(hidden), of_classes(grads, real)
-    # A product rounded to bfloat16 would be rounded on every rank. fp16 cannot hold small
-    # probabilities.
-    gemm = products.gradients if products.exact_bf16 else acc
+    gemm = products.gradients
     logits = Logits(Projection.of(classes), products)
     total = torch.where(n_valid < 0, math.nan, 0.0).double()  # a bad label: see LossSum
     d_rows = hidden.new_zeros(len(rows), H, dtype=acc) if wanted.hidden else None

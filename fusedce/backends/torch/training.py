@@ -102,8 +102,6 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     total = torch.zeros((), dtype=torch.float64, device=device)
     mean = MeanLogit(problem) if problem.label_smoothing else None
     mean_row = logits.mean_row() if wanted.hidden and products.gradients != acc else None
-    # A product that is rounded to bfloat16 waits until the largest entries are out of it.
-    at_once = mean is None and (products.gradients == acc or products.exact_bf16)
     buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
     if argmax is not None:
         argmax.fill_(-1)
@@ -116,7 +114,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         exps = buffer[: V * C].view(V, C)
         made = _Exponentials(logits, exps, step, balanced=mean_row is not None)
         stats = made.make(
-            logits.operand(h), y, argmax=argmax is not None, dh=dh if at_once else None
+            logits.operand(h), y, argmax=argmax is not None, dh=dh if mean is None else None
         )
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
@@ -132,16 +130,13 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         of_p = (outer * (by.nll + by.lse)).expand(C)
         factors = [(begin, (f * of_p).to(acc)) for begin, f in stats.factors(lse)]
         made.lost.mul_(factors[-1][1])
-        if dh is not None and at_once:
+        if dh is not None and mean is None:
             dh.mul_(factors[-1][1][:, None])
         tokens, classes, outliers, added = made.without_largest(h, lse, of_p, factors)
         excess = outliers - added
         made.lost.index_add_(0, tokens, excess, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
-            if dh is not None and not at_once:
-                made.add_to_hidden(dh, factors)
-                excess = outliers
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
             c = problem.class_weight
@@ -287,14 +282,6 @@ class _Exponentials:
         if grads.bias is not None:
             for begin, end, f in self.tiles_of(factors):
                 grads.bias[begin:end] += torch.mv(self.exps[begin:end].to(f.dtype), f)
-
-    def add_to_hidden(self, dh: Tensor, factors: list[tuple[int, Tensor]]) -> None:
-        """``dh += factor * (exps.T @ weight)``, after :meth:`without_largest`."""
-        product = torch.empty_like(dh)
-        for begin, end, f in self.tiles_of(factors):
-            w = self.logits.rows(begin, end, self.products.gradients)
-            self.products(self.exps[begin:end].t(), w, product)
-            dh.addcmul_(product, f[:, None])
 
     def add_tile(
         self,
