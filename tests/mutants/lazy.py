@@ -261,4 +261,10 @@ MUTANTS = [
         "if False:",
         "head/test_hooks.py -k divides",
     ),
+    Mutant(
+        "lazy: a bias is added before a scale below 1",
+        "            p.scale != 1.0\n",
+        "            p.scale > 1.0\n",
+        "head/test_losses.py -k half",
+    ),
 ]
