@@ -267,4 +267,10 @@ MUTANTS = [
         "            p.scale > 1.0\n",
         "head/test_losses.py -k half",
     ),
+    Mutant(
+        "lazy: the gradient stays on its device",
+        "if device not in (None, x.device) or not dtype.is_floating_point:",
+        "if not dtype.is_floating_point:",
+        "head/test_hooks.py -k another_device",
+    ),
 ]
