@@ -6,12 +6,14 @@
     python tests/mutate.py --jobs 1
 
 Each mutant is a copy of the package with one piece of text replaced. Its tests must fail by
-failing tests: a mutant that survives, or that cannot even be collected, ends the script with 1.
+failing tests that pass without it: a mutant that survives, that cannot even be collected, or whose
+test fails with the code as it is, ends the script with 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import shutil
@@ -44,7 +46,23 @@ def kill(mutant: Mutant) -> str:
     failed = [x for x in output.splitlines() if x.startswith("FAILED")]
     if status != 1 or not failed:
         return f"SURVIVED {mutant.name}: {mutant.tests}\n{output[-2000:]}"
-    return f"killed   {mutant.name}: {failed[0].split(' - ')[0].removeprefix('FAILED ')}"
+    test = failed_test(failed[0])
+    if not passes(test):
+        return f"BROKEN   {mutant.name}: {test} fails without the mutant, too"
+    return f"killed   {mutant.name}: {test}"
+
+
+def failed_test(line: str) -> str:
+    """The test that a line of pytest's summary names, from the folder of the tests."""
+    file, _, name = line.split(" - ")[0].split(maxsplit=1)[-1].partition("::")
+    return "::".join(x for x in (file.rsplit("tests/")[-1], name) if x)
+
+
+@functools.cache
+def passes(test: str) -> bool:
+    """Whether a test that has failed passes with the code as it is, in the same kind of process."""
+    file, text = next(iter(mutants.sources().items()))
+    return run_tests(file, text, [str(mutants.ROOT / "tests" / test)])[0] == 0
 
 
 def run_tests(
@@ -86,7 +104,7 @@ def _pytest(folder: str, arguments: list[str]) -> None:
 
 
 def run(chosen: Iterable[Mutant], jobs: int) -> Counter[str]:
-    """How many were killed, survived or are stale; prints a line about each as it comes."""
+    """How many have which verdict (`kill`'s first word); prints a line about each as it comes."""
     verdicts: Counter[str] = Counter()
     with ThreadPoolExecutor(jobs) as pool:
         for line in pool.map(kill, chosen):
@@ -117,7 +135,8 @@ def main() -> int:
         total += verdicts
     print(
         f"{total['killed']} of {total.total()} mutants killed, {total['SURVIVED']} survived, "
-        f"{total['STALE']} stale, in {time.monotonic() - begin:.0f} s"
+        f"{total['STALE']} stale, {total['BROKEN']} with a broken test, "
+        f"in {time.monotonic() - begin:.0f} s"
     )
     return 0 if total.total() and total["killed"] == total.total() else 1
 

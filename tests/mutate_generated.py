@@ -16,7 +16,6 @@ import argparse
 import ast
 import contextlib
 import difflib
-import functools
 import os
 import random
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mutants
-from mutate import run_tests
+from mutate import failed_test, passes, run_tests
 
 # The first tests of a mutant, by the beginning of its path (the first that fits).
 FIRST = {
@@ -149,21 +148,12 @@ def verdict(mutant: Generated, quick: bool) -> str:
         if code is None:
             return f"killed   by time ({took})"
         if code not in (0, 5):  # 5: no test was chosen
-            why = lines[0].split(" - ")[0] if lines else f"exit status {code}"
-            test = why.rsplit("tests/")[-1]
-            if _passes(test):
-                return f"killed   {test} ({took})"
-            raise RuntimeError(f"{test} fails without a mutant: mend it first")
+            test = failed_test(lines[0]) if lines else f"exit status {code}"
+            # (Without "::" it is a file that could not be imported.)
+            if "::" in test and not passes(test):
+                raise RuntimeError(f"{test} fails without a mutant: mend it first")
+            return f"killed   {test} ({took})"
     return "SURVIVED"
-
-
-@functools.cache
-def _passes(test: str) -> bool:
-    """Whether a test that has failed passes with the code as it is, in the same kind of process."""
-    if "::" not in test:  # a file that could not be imported
-        return True
-    file, text = next(iter(mutants.sources().items()))
-    return run_tests(file, text, [str(mutants.ROOT / "tests" / test)])[0] == 0
 
 
 def main() -> int:

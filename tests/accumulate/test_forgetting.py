@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from fusedce import LossAccumulator, count_valid, fused_ce
@@ -218,6 +219,18 @@ def test_the_correction_is_not_rounded_on_a_device(dtype):
         wide = torch.promote_types(dtype, torch.float32)
         exact = (x.to(wide) * factor.to(wide)).to(dtype)
         torch.testing.assert_close(x.grad, exact, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("of_grad", "of_factor"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_the_correction_reads_nothing_from_a_device(of_grad, of_factor, dtype):
+    """A fake tensor has no value: reading one raises."""
+    from fusedce.accumulate.gradients import scale_gradients
+
+    with FakeTensorMode():
+        p = torch.empty(7, dtype=dtype, device=of_grad)
+        p.grad = torch.empty_like(p)
+        scale_gradients([p], torch.ones((), dtype=torch.float64, device=of_factor))
 
 
 def test_before_anything_there_are_no_metrics():

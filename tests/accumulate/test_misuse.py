@@ -265,6 +265,23 @@ def test_an_optimizer_that_steps_inside_the_last_backward_of_declared_counts():
             acc.backward(fused_ce(hidden, model.weight, labels))
 
 
+def test_an_optimizer_that_steps_inside_the_last_of_two_backwards():
+    model, optimizer = model_and_optimizer()
+    exact = torch.nn.Linear(8, 31, bias=False)
+    exact.load_state_dict(model.state_dict())
+    acc = LossAccumulator()
+    acc.guard(optimizer)
+    first, last = batches([3, 2])
+    with acc.window([3, 2]):
+        acc.backward(fused_ce(first[0], model.weight, first[1]))
+        step_inside(model, optimizer)
+        acc.backward(fused_ce(last[0], model.weight, last[1]))
+    hidden, labels = (torch.cat(x) for x in zip(first, last, strict=True))
+    fused_ce(hidden, exact.weight, labels).mean().backward()
+    torch.optim.SGD(exact.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.weight, exact.weight)
+
+
 # ---- evaluation, and words ----------------------------------------------------------------------
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
-from support.heads import V, ce
+from support.heads import V, ce, plain_model, tokens
+
+from fusedce import replace_loss_head
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -97,6 +99,16 @@ def test_a_kept_gradient_may_be_read_after_the_optimizer_has_stepped():
         return loss.detach(), z.grad
 
     both(program)
+
+
+def test_the_gradient_on_another_device():
+    found = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        z = model(tokens(3, 7))
+        (g,) = torch.autograd.grad(ce(z, tokens(3, 7, seed=1)), z)
+        there = g.to("meta")
+        found.append((there.device, there.shape, there.dtype, (there + 0).device))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("of", ["logits", "view", "cast", "capped"])

@@ -78,6 +78,9 @@ def test_fused(name, bias, mode, request):
 REAL = {
     "two caps": lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)),
     "late bias": lambda z, y: F.cross_entropy((z * 2 + torch.arange(V)).view(-1, V), y.view(-1)),
+    "bias after a half": lambda z, y: F.cross_entropy(
+        (z * 0.5 + torch.arange(V)).view(-1, V), y.view(-1)
+    ),
     "bias per token": lambda z, y: F.cross_entropy(
         (z + torch.arange(7 * V).view(7, V) / V).view(-1, V), y.view(-1)
     ),

@@ -96,6 +96,16 @@ def test_printing_shows_the_values_once_they_exist():
 
 
 @COMPILED_LOGITS
+def test_the_loss_of_a_compiled_models_logits_is_fused_outside_of_it(no_logits):
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    run = compiled(model, fullgraph=True)
+    ce(run(x), y).backward()
+    ce(run(x).tensor(), y).backward()
+    report = head_report(model)
+    assert (report.losses_fused, report.logits_made) == (2, 0)
+
+
+@COMPILED_LOGITS
 def test_consumers_of_a_compiled_models_logits():
     model, x = replace_loss_head(plain_model()), tokens(3, 7)
     run = compiled(model, fullgraph=True)

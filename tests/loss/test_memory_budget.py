@@ -336,14 +336,18 @@ def test_the_peak_token_by_token_on_a_sharded_vocabulary_is_within_the_budget(dt
 
 def test_too_small_for_several_classes_says_the_whole():
     hidden, weight, _, _ = Case((300,), 24, 3000).tensors()
-    labels = torch.zeros(300, 5, dtype=torch.int64)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    with pytest.raises(ValueError, match="memory_budget must be at least") as raised:
-        fused_logprobs(*leaves, labels, memory_budget=10**6)
-    least = int(str(raised.value).split("at least ")[1].split()[0])
-    fused_logprobs(*leaves, labels, memory_budget=least).logprob.sum().backward()
-    with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        fused_logprobs(*leaves, labels, memory_budget=least - 1)
+    needed = []
+    for K in (5, 205):
+        labels = torch.zeros(300, K, dtype=torch.int64)
+        with pytest.raises(ValueError, match="memory_budget must be at least") as raised:
+            fused_logprobs(*leaves, labels, memory_budget=10**6)
+        least = int(str(raised.value).split("at least ")[1].split()[0])
+        fused_logprobs(*leaves, labels, memory_budget=least).logprob.sum().backward()
+        with pytest.raises(ValueError, match=f"at least {least} bytes"):
+            fused_logprobs(*leaves, labels, memory_budget=least - 1)
+        needed.append(least)
+    assert needed[1] - needed[0] == 300 * 200 * (3 * 8 + 2 * 4)  # three int64, two float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

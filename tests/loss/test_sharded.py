@@ -92,6 +92,12 @@ def padded(rank):
     exact = truth(x, real=real)
     assert exact[2]["weight"][real:].abs().max() == 0
     compare(local, rows, out, exact)
+    with torch.no_grad():
+        every, said = (
+            sharded_ce(**local, process_group=dist.group.WORLD, vocab_size=size).loss_sum
+            for size in (None, sum(sizes))
+        )
+    torch.testing.assert_close(said, every, rtol=0, atol=0)
 
 
 def sharded_tokens(options, rank):

@@ -339,4 +339,16 @@ MUTANTS = [
         "        if False:",
         "test_misuse.py -k once",
     ),
+    Mutant(
+        "window: no backward but the first is the last",
+        "self.n_done + len(self._begun) ==",
+        "self.n_done ^ len(self._begun) ==",
+        "test_misuse.py -k last_of_two_backwards",
+    ),
+    Mutant(
+        "gradients: the correction waits for a device",
+        "_faults.readable(device) and _faults.readable(factor.device)",
+        "_faults.readable(device) or _faults.readable(factor.device)",
+        "test_forgetting.py -k reads_nothing",
+    ),
 ]

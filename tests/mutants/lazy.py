@@ -261,4 +261,16 @@ MUTANTS = [
         "if False:",
         "head/test_hooks.py -k divides",
     ),
+    Mutant(
+        "lazy: a bias is added before a scale below 1",
+        "            p.scale != 1.0\n",
+        "            p.scale > 1.0\n",
+        "head/test_losses.py -k half",
+    ),
+    Mutant(
+        "lazy: the gradient stays on its device",
+        "if device not in (None, x.device) or not dtype.is_floating_point:",
+        "if not dtype.is_floating_point:",
+        "head/test_hooks.py -k another_device",
+    ),
 ]

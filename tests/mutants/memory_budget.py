@@ -110,4 +110,10 @@ MUTANTS = [
         "return False",
         f"{SHARDED} -k budget",
     ),
+    Mutant(
+        "budget: several classes cost nothing",
+        "len(problem.hidden) * K * (in_range + upstream)",
+        "len(problem.hidden) * K % (in_range + upstream)",
+        "test_memory_budget.py -k says_the_whole",
+    ),
 ]

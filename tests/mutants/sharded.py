@@ -211,4 +211,10 @@ MUTANTS = [
         '"function": function, "reduction": None,',
         "test_sharded_agreement.py -k other_things",
     ),
+    Mutant(
+        "shards: vocab_size may not be all rows",
+        "0 < vocab_size <= sum(rows)",
+        "0 < vocab_size < sum(rows)",
+        "test_sharded.py -k padd",
+    ),
 ]
