@@ -132,18 +132,17 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         made.lost.mul_(factors[-1][1])
         if dh is not None and mean is None:
             dh.mul_(factors[-1][1][:, None])
-        tokens, classes, outliers, added = made.without_largest(h, lse, of_p, factors)
-        excess = outliers - added
-        made.lost.index_add_(0, tokens, excess, alpha=-1)
+        tokens, classes, outliers, stored = made.without_largest(h, lse, of_p, factors)
+        missing = outliers - stored  # in d_hidden, to which the stored ones were added above
+        made.lost.index_add_(0, tokens, missing, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
         else:
             shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
             c = problem.class_weight
             made.lost.zero_()
-            outliers = excess = outliers + shift[tokens] * (
-                1.0 if c is None else c[classes].to(acc)
-            )
+            outliers = outliers + shift[tokens] * (1.0 if c is None else c[classes].to(acc))
+            missing = outliers  # the tiles below hold 0 in their place
             for begin, end, f in made.tiles_of(factors):
                 g = _smoothed(problem, made.exps[begin:end], f, shift, stats.y, begin)
                 here = (classes >= begin) & (classes < end)
@@ -154,7 +153,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             if mean_row is not None:
                 dh.addr_(made.lost, mean_row)
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
-            dh.index_add_(0, tokens, problem.weight[classes].to(acc) * excess[:, None])
+            dh.index_add_(0, tokens, problem.weight[classes].to(acc) * missing[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         if len(tokens):  # one sum with the labels', so that it is rounded once
             y, h, at_label = (
@@ -227,9 +226,14 @@ class _Exponentials:
         of_p: Tensor,  # (C,) float64
         factors: list[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and classes of outliers; their gradients in ``acc``, and as stored.
+        """Take the outliers out of the exponentials, which hold 0 in their place from now on.
 
-        They are 0 among the exponentials now. There are none where nothing is rounded.
+        An outlier is an entry whose rounding would show: a probability of `OUTLIER_P` or more.
+        There are none where exponentials are not rounded.
+
+        Returns:
+            Tokens, classes, gradients of the logits in ``acc``, and the same as they were stored
+            (rounded): ``(n,)`` each for ``n`` outliers.
         """
         exps, head = self.exps, self.logits.head
         begins = torch.tensor([begin for begin, _ in factors], device=lse.device)
