@@ -180,12 +180,6 @@ MUTANTS = [
         "test_one_rounding.py -k without_amx",
     ),
     Mutant(
-        "products: of widened operands into narrow results, as the user's precision says",
-        "product = _full_precision(rows, b, rows.new_empty(len(rows), b.shape[1]))",
-        "product = torch.mm(rows, b)",
-        f"{PRODUCTS} -k narrow_inputs",
-    ),
-    Mutant(
         "products: a result between other columns",
         "rows = out.stride(1) == 1 and out.stride(0) >= n",
         "rows = True",
