@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedce.autograd import token_ops
 from fusedce.autograd.derivatives import (
     detached,
+    needed_gradients,
     refuse_second_derivatives,
     transformed,
     wanted_gradients,
@@ -143,6 +144,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.wanted = needed_gradients(ctx, Problem)
     inputs = (*inputs[:_END], *output[:_VALUES], inputs[-2], output[-1])
     ctx.at = tuple(i for i, x in enumerate(inputs) if isinstance(x, Tensor))
     ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -152,8 +154,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     flat = list(ctx.others)
     nothing: list[Any] = [None] * len(flat)
-    needed: Any = Problem(*ctx.needs_input_grad[:_END])
-    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
     if all(u is None for u in upstream):
         return tuple(nothing)
     refuse_second_derivatives()
@@ -161,9 +161,11 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         flat[i] = x
     problem, values = flat[:_END], flat[_END:-2]
     *by_token, by_z = upstream
-    made = torch.ops.fusedce.class_grads(*problem, *wanted, *values, *by_token, *flat[-2:], by_z)
+    made = torch.ops.fusedce.class_grads(
+        *problem, *ctx.wanted, *values, *by_token, *flat[-2:], by_z
+    )
     for name, grad, want in zip(
-        ("hidden", "weight", "bias"), made, wanted.gradients(), strict=True
+        ("hidden", "weight", "bias"), made, ctx.wanted.gradients(), strict=True
     ):
         if want:
             nothing[Problem._fields.index(name)] = grad

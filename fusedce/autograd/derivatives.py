@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,6 +19,16 @@ def wanted_gradients(problem: Problem) -> Wanted:
         weight=grad and problem.weight.requires_grad,
         bias=grad and problem.bias is not None and problem.bias.requires_grad,
     )
+
+
+def needed_gradients(ctx: Any, record: Any) -> Wanted:
+    """Gradients that the graph will ask of an operator; to be asked in its ``setup_context``.
+
+    ``record`` is the tuple of the operator's first arguments. Later is too late: while a custom
+    operator's backward pass runs, torch 2.13 shortens ``ctx.needs_input_grad`` for all threads.
+    """
+    needed = record(*ctx.needs_input_grad[: len(record._fields)])
+    return Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
 def detached(problem: Problem) -> Problem:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedce.autograd import summed
 from fusedce.autograd.derivatives import (
     detached,
+    needed_gradients,
     refuse_forward_mode,
     refuse_second_derivatives,
     transformed,
@@ -109,6 +110,7 @@ def _(*flat: Any) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
+    ctx.wanted = needed_gradients(ctx, Problem)
     at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.at = at
     ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
@@ -125,17 +127,15 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
         flat[i] = x
     end = len(Problem._fields)
     problem = Problem(*flat[:end])
-    needed: Any = Problem(*ctx.needs_input_grad[:end])
-    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
     # The upstream gradient of an ignored position may be anything, NaN too.
     upstream = upstream.masked_fill(~problem.valid(), 0)
     weight = upstream if problem.token_weight is None else upstream * problem.token_weight
     problem = problem.but(
         token_weight=weight, expected_upstream=torch.ones_like(upstream[:0].sum())
     )
-    _, _, _, *grads = torch.ops.fusedce.divergence(*problem, *wanted, *flat[end:])
+    _, _, _, *grads = torch.ops.fusedce.divergence(*problem, *ctx.wanted, *flat[end:])
     for name, grad in zip(("hidden", "weight", "bias"), grads, strict=True):
-        if getattr(wanted, name):
+        if getattr(ctx.wanted, name):
             nothing[Problem._fields.index(name)] = grad.to(problem.hidden.dtype)
     return tuple(nothing)
 

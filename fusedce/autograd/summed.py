@@ -27,6 +27,7 @@ from fusedce.autograd.derivatives import (
     batched,
     detached,
     keeps_saved_tensors,
+    needed_gradients,
     refuse_second_derivatives,
 )
 from fusedce.backends.choose import get_backend
@@ -171,6 +172,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
     ctx.dtype, ctx.backend = attached.hidden.dtype, attached.backend
+    ctx.wanted = needed_gradients(ctx, Attached).gradients()
     ctx.ours = not keeps_saved_tensors()
 
 
@@ -179,10 +181,8 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    # (torch takes entries off its end, more than its own where threads share a graph)
-    _, _, *wanted = ctx.needs_input_grad[:5]
     hidden, weight, bias = scaled(
-        ctx.saved_tensors, upstream, wanted, ctx.dtype, ctx.backend, ours=ctx.ours
+        ctx.saved_tensors, upstream, ctx.wanted, ctx.dtype, ctx.backend, ours=ctx.ours
     )
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 

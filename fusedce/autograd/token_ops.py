@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusedce.autograd.derivatives import (
     detached,
+    needed_gradients,
     no_second_derivative,
     refuse_second_derivatives,
     transformed,
@@ -128,6 +129,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     """Save the problem and the statistics for :func:`input_grads`."""
     problem, _ = _problem_and_values(inputs)
     ctx.set_materialize_grads(False)
+    ctx.wanted = needed_gradients(ctx, Problem)
     tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
     ctx.options = problem.but(**dict.fromkeys(tensors))
@@ -138,8 +140,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     """Gradients for the arguments of ``token_values``, computed by ``grads_op``."""
     nothing: Any = [None] * len(Problem._fields)
     values: Any = [None] * len(Values._fields)
-    needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
-    wanted = Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    wanted = ctx.wanted
     if all(u is None for u in upstream) or not any(wanted):
         return (*nothing, *values)
     saved = iter(ctx.saved_tensors)

@@ -176,7 +176,7 @@ def test_threads_differentiate_one_graph(name):
     """``retain_graph`` lets several threads do so, and each gets the whole gradient.
 
     torch 2.13 shortens ``ctx.needs_input_grad`` of a custom operator while its backward runs, for
-    all threads.
+    all threads, and a thread that meets a shorter one leaves that one behind.
     """
     hidden, weight = torch.randn(9, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     labels = torch.randint(7, (9,))

@@ -132,8 +132,8 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         made.lost.mul_(factors[-1][1])
         if dh is not None and mean is None:
             dh.mul_(factors[-1][1][:, None])
-        tokens, classes, outliers, stored = made.without_largest(h, lse, of_p, factors)
-        missing = outliers - stored  # in d_hidden, to which the stored ones were added above
+        tokens, classes, outliers, as_stored = made.without_largest(h, lse, of_p, factors)
+        missing = outliers - as_stored  # in d_hidden, to which the stored ones were added above
         made.lost.index_add_(0, tokens, missing, alpha=-1)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
