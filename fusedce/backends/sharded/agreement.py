@@ -35,7 +35,7 @@ FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
 # temperatures; and a sketch of its hidden states.
 _ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
 LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
-_ODD = 0x2127599BF4325C37  # an odd factor mixes bits without losing any
+_FIRST, _STEP = 0x2127599BF4325C37, 0x1_2DE6_BB58  # weights of a checksum: odd, even
 _NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
 
 
@@ -75,16 +75,15 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
 
 
 def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``()`` int64 hash of ``x (n,)`` int64 or float64: depends on values, order and length.
+    """``()`` int64 of ``x (n,)`` int64 or float64: depends on values and order, wraps around.
 
-    Each element is hashed with its position, since a weighted sum of the elements themselves is
-    the same for ``[a, b]`` and ``[a + 5, b - 3]``. Products wrap around.
+    It is a weighted sum, in three launches. The weights are large, so that no few small labels that
+    differ have the same sum, as ``[a, b]`` and ``[a + 5, b - 3]`` have with weights 3 and 5; they
+    are odd, so that each bit of each element counts.
     """
     x = x.view(torch.int64).reshape(-1)
-    x = x * _ODD + torch.arange(1, len(x) + 1, device=x.device)
-    for _ in range(2):
-        x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * _ODD  # masked, as >> repeats the sign
-    return torch.sum(x ^ ((x >> 32) & 0xFFFFFFFF), 0, out=out)
+    weights = torch.arange(_FIRST, _FIRST + _STEP * len(x), _STEP, device=x.device)
+    return torch.sum(x * weights, 0, out=out)
 
 
 @contextlib.contextmanager
