@@ -118,15 +118,19 @@ def results(loss, dtype, backend):
     return value.detach(), inputs.head[0].grad, inputs.head[1].grad
 
 
+def assert_same_bits(loss, dtype, default, backend):
+    right = results(loss, dtype, backend)
+    with default_dtype(default):
+        found = results(loss, dtype, backend)
+    for expected, got in zip(right, found, strict=True):
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_default_dtype_changes_no_bit(loss, dtype, default):
-    right = results(loss, dtype, "torch")
-    with default_dtype(default):
-        found = results(loss, dtype, "torch")
-    for expected, got in zip(right, found, strict=True):
-        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert_same_bits(loss, dtype, default, "torch")
 
 
 @pytest.mark.slow  # a second for each in the interpreter
@@ -136,8 +140,4 @@ def test_the_default_dtype_changes_no_bit(loss, dtype, default):
 )
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_default_dtype_changes_no_bit_of_triton(loss, dtype, default):
-    right = results(loss, dtype, "triton")
-    with default_dtype(default):
-        found = results(loss, dtype, "triton")
-    for expected, got in zip(right, found, strict=True):
-        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert_same_bits(loss, dtype, default, "triton")

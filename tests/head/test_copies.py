@@ -1,7 +1,6 @@
 """Copies of logits and outputs, their memory, and the errors of copies that cannot be made."""
 
 import copy
-import io
 import pickle
 from types import SimpleNamespace
 
@@ -9,26 +8,13 @@ import numpy as np
 import pytest
 import torch
 from support.attacks import both
+from support.copies import COPIES
 from support.heads import MODES, V, ce, plain_model, tokens
 from torch.autograd import forward_ad
 
 from fusedce import replace_loss_head
 from fusedce.head.lazy.logits import LazyLogits
 
-
-def saved_and_loaded(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "save": saved_and_loaded,
-}
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 
 

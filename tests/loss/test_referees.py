@@ -4,16 +4,15 @@ A cell "yes" is a run that gives the values and gradients of a plain call; "refu
 must raise an error in words of this library; "-" is a way that makes no sense for the function.
 """
 
-import copy
 import io
 import os
-import pickle
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from support import operators
+from support.copies import COPIES
 from support.heads import ce, loss_and_grads, plain_model, tokens
 from torch.utils.checkpoint import checkpoint
 
@@ -264,21 +263,6 @@ def test_a_package_of_aotinductor_gives_the_same_values(tmp_path):
         assert_equal(found, Module()(*leaves))
 
 
-def saved_and_loaded(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-SAVED = {
-    "copy.copy": copy.copy,
-    "copy.deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch.save": saved_and_loaded,
-}
-
-
 def results():
     """Results that a user may keep, without a graph, by the name of their class."""
     (h, w), _ = inputs()
@@ -293,11 +277,11 @@ def results():
         }
 
 
-@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", results())
 def test_results_are_copied_and_saved(name, way):
     result = results()[name]
-    again = SAVED[way](result)
+    again = COPIES[way](result)
     assert type(again) is type(result)
     torch.testing.assert_close(tuple(again), tuple(result), rtol=0, atol=0)
     assert {k: float(x) for k, x in getattr(again, "monitors", {}).items()} == {
@@ -308,30 +292,30 @@ def test_results_are_copied_and_saved(name, way):
         assert (again + again).n_valid == 2 * result.n_valid
 
 
-@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("way", COPIES)
 def test_an_accumulator_is_copied_and_saved(way):
     """Between windows: the copy has the totals, and its windows do not count in the original."""
     (h, w), _ = inputs()
     acc = fusedce.LossAccumulator()
     with acc.window([4]):
         acc.backward(fusedce.fused_ce(h, w, LABELS))
-    again = SAVED[way](acc)
+    again = COPIES[way](acc)
     assert again.metrics() == acc.metrics()
-    if way == "copy.copy":
+    if way == "copy":
         return  # shares its parts with the original, as a shallow copy does
     with again.window([4]):
         again.backward(fusedce.fused_ce(h, w, LABELS))
     assert (again.metrics()["n_windows"], acc.metrics()["n_windows"]) == (2, 1)
 
 
-@pytest.mark.parametrize("way", [way for way in SAVED if way != "copy.copy"])
+@pytest.mark.parametrize("way", [way for way in COPIES if way != "copy"])
 def test_modules_are_copied_and_saved(way):
     (h, w), _ = inputs()
     module = fusedce.FusedLinearCrossEntropyLoss(label_smoothing=0.1)
-    assert_equal([SAVED[way](module)(w, h, LABELS)], [module(w, h, LABELS)])
+    assert_equal([COPIES[way](module)(w, h, LABELS)], [module(w, h, LABELS)])
     model = fusedce.replace_loss_head(plain_model())
     x, y = tokens(2, 3), tokens(2, 3, seed=1)
-    for found in (SAVED[way](model), model):
+    for found in (COPIES[way](model), model):
         assert_equal(loss_and_grads(found, x, y, ce), loss_and_grads(plain_model(), x, y, ce))
 
 
