@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -127,10 +128,20 @@ class Gradients:
         y: Tensor,  # (C,) classes, in range
         h: Tensor,  # (C, H)
         coefficient: Tensor,  # (C,)
+        add_product: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """Gradients of the head by single logits: ``weight[y] += coefficient * h``."""
-        if self.weight is not None:
+        """Gradients of the head by single logits: ``weight[y] += coefficient * h``.
+
+        A weight gradient of two bytes holds a product that was rounded, and nearly all of a row
+        may cancel. ``add_product(classes, rows)`` adds that product's rows of some classes (n,),
+        in their order, to ``rows (n, H)`` in float32: the sum is then rounded once.
+        """
+        if self.weight is not None and self.weight.dtype == h.dtype:
             add_rows(self.weight, y, h * coefficient[:, None])
+        elif self.weight is not None:
+            classes, rows = _summed(y, h * coefficient[:, None])
+            add_product(classes, rows)
+            self.weight[classes] = rows.to(self.weight.dtype)
         if self.bias is not None:
             add_rows(self.bias, y, coefficient)
 
@@ -150,11 +161,16 @@ class Gradients:
 
 
 def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
-    """``total[y] += rows``, repeated labels summed in the dtype of ``rows`` before any rounding."""
-    if total.dtype == rows.dtype and total.device.type == "cpu":
+    """``total[y] += rows``, of one dtype."""
+    if total.device.type == "cpu":
         total.index_add_(0, y, rows)
         return
+    unique, summed = _summed(y, rows)  # deterministic everywhere
+    total[unique] += summed
+
+
+def _summed(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The different numbers of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
     unique, inverse = y.unique(return_inverse=True)
     summed = rows.new_zeros(len(unique), *rows.shape[1:])
-    summed.index_put_((inverse,), rows, accumulate=True)  # sorts first: deterministic everywhere
-    total[unique] = (total[unique].to(rows.dtype) + summed).to(total.dtype)
+    return unique, summed.index_put_((inverse,), rows, accumulate=True)  # (sorts first)

@@ -26,6 +26,7 @@ then wait in float32, and what is rounded is the difference.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -52,6 +53,7 @@ from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
+_ROWS = 2**18  # elements of a product of some rows, and of its operand, at a time
 _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
 
 
@@ -148,6 +150,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
                 here = (classes >= begin) & (classes < end)
                 g[classes[here] - begin, tokens[here]] = 0
                 made.add_tile(grads, dh, g, h, begin, first=number == 0)
+            factors = [(0, torch.ones_like(of_p, dtype=acc))]  # they are in the exponentials now
 
         if grads.hidden is not None and dh is not None:
             if mean_row is not None:
@@ -155,11 +158,12 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
             dh.index_add_(0, tokens, problem.weight[classes].to(acc) * missing[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
+        product = functools.partial(made.add_rows_to, h=h, factors=factors)
         if len(tokens):  # one sum with the labels', so that it is rounded once
             y, h, at_label = (
                 torch.cat(x) for x in ((y, classes), (h, h[tokens]), (at_label, outliers))
             )
-        grads.add_rows(y, h, at_label)
+        grads.add_rows(y, h, at_label, product)
 
     return Summed(total.to(acc), n_valid, factor, *grads.written())
 
@@ -277,15 +281,37 @@ class _Exponentials:
         self, grads: Gradients, h: Tensor, factors: list[tuple[int, Tensor]], *, first: bool
     ) -> None:
         """Adds ``exps @ (h * factor)`` to the weight's gradient, and their sums to the bias's."""
-        ends = [begin for begin, _ in factors[1:]] + [len(self.exps)]
-        for (begin, f), end in zip(factors, ends, strict=True):
-            if grads.weight is not None:
-                scaled = (h * f[:, None]).to(self.products.gradients)
+        if grads.weight is not None:
+            for begin, end, scaled in self._scaled(h, factors):
                 total = grads.weight[begin:end]
                 self.products(self.exps[begin:end], scaled, total, add=not first)
         if grads.bias is not None:
             for begin, end, f in self.tiles_of(factors):
                 grads.bias[begin:end] += torch.mv(self.exps[begin:end].to(f.dtype), f)
+
+    def add_rows_to(
+        self,
+        classes: Tensor,  # (n,) sorted
+        total: Tensor,  # (n, H) in acc
+        h: Tensor,  # (C, H) in acc
+        factors: list[tuple[int, Tensor]],
+    ) -> None:
+        """Adds the rows of ``exps @ (h * factor)`` for some classes, a few at a time."""
+        step = max(_ROWS // max(h.shape), 1)
+        for begin, end, scaled in self._scaled(h, factors):
+            first, last = torch.searchsorted(classes, classes.new_tensor([begin, end])).tolist()
+            for i in range(first, last, step):
+                some = slice(i, min(i + step, last))
+                exps = self.exps[classes[some]].to(self.products.gradients)
+                self.products(exps, scaled, total[some], add=True)
+
+    def _scaled(
+        self, h: Tensor, factors: list[tuple[int, Tensor]]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Begin and end of the classes of each factor, and ``h * factor`` for a product."""
+        ends = [begin for begin, _ in factors[1:]] + [len(self.exps)]
+        for (begin, f), end in zip(factors, ends, strict=True):
+            yield begin, end, (h * f[:, None]).to(self.products.gradients)
 
     def add_tile(
         self,
