@@ -136,7 +136,7 @@ class Exchange:
         text = {"accumulator": self._number, "purpose": purpose, **settings}
         sent = self._post(purpose, values, text, torch.cat(numbers))
         if ends:
-            self._check_ahead(signature[0] - 1)
+            self._check_ahead(signature[0] - 1, sent)
         return sent
 
     def fail(self, purpose: str, error: BaseException) -> None:
@@ -252,10 +252,11 @@ class Exchange:
             with _explaining_store_errors():
                 store.set(f"end/{self._n_messages}", str(micro_batches))
 
-    def _check_ahead(self, micro_batches: int) -> None:
+    def _check_ahead(self, micro_batches: int, sent: Pending) -> None:
         """Raise if a rank has begun more micro-batches of the window that this one has ended.
 
-        It is called after the message that ends the window was sent.
+        It is called after the message that ends the window was sent. A rank that has found this
+        one's mark answers it soon; then the message tells all ranks the same.
         """
         if (store := self._store()) is None:
             return
@@ -263,7 +264,7 @@ class Exchange:
         key = f"begun/{n_before}/{micro_batches + 1}"
         with _explaining_store_errors():
             rank = int(store.get(key)) if store.check([key]) else None
-        if rank is not None:
+        if rank is not None and not sent.read_rows():
             raise RuntimeError(
                 f"ranks have different numbers of micro-batches in this window: this one ends "
                 f"it after {micro_batches}, rank {rank} has begun number {micro_batches + 1}. Each "

@@ -65,22 +65,30 @@ def ran_out_and_helped(rank):
 def runs_out(first, rank):
     """Rank 1 has two micro-batches, rank 0 three; DDP reduces gradients in every backward.
 
-    ``first`` chooses the earlier event: the end of rank 1's window or rank 0's third micro-batch.
+    ``first`` chooses the earlier event: the end of rank 1's window or rank 0's third micro-batch;
+    after ``both``, each rank looks for the mark of the other.
     """
     model = DistributedDataParallel(parallel.Model())
     acc = LossAccumulator()
     stream(acc, model, 2)
-    n_messages, store = acc._lifecycle.exchange._n_messages, acc._lifecycle.exchange._store()
+    exchange = acc._lifecycle.exchange
+    n_messages, store, mark = exchange._n_messages, exchange._store(), exchange._mark
 
     def goes_on():
-        if first == "end":
+        if first != "third":
             store.wait([f"end/{n_messages}"])
         stream(acc, model, 1)
         acc.finish(model.parameters())
 
+    def mark_and_wait(micro_batches):
+        mark(micro_batches)
+        store.wait([f"begun/{n_messages}/3"])
+
     def ends():
         if first == "third":
             store.wait([f"begun/{n_messages}/3"])
+        if first == "both":
+            exchange._mark = mark_and_wait
         acc.finish(model.parameters())
 
     error, seconds = ranks.timed(ends if rank else goes_on)
@@ -190,6 +198,7 @@ CASES = {
     "joined, guarded": functools.partial(joined, True),
     "helped": ran_out_and_helped,
     "ends first": marked(functools.partial(runs_out, "end")),
+    "both at once": marked(functools.partial(runs_out, "both")),
     "begins first": marked(functools.partial(runs_out, "third")),
     "fails": marked(fails),
     "two at once": marked(two_at_once),
@@ -230,12 +239,13 @@ def test_a_forked_process_has_no_open_window_of_its_parent():
 
 def test_a_rank_that_runs_out_of_micro_batches():
     words = "RuntimeError: ranks have different numbers of micro-batches in this window: "
-    (a, fast, after), (b, fast_too, after_too) = ranks.of(results(), "ends first")
-    assert a == b
-    assert a.startswith(words + "2 on rank 1, 3 on rank 0")
-    assert after
-    assert after_too
-    assert max(fast, fast_too) < ranks.SOON
+    for case in ("ends first", "both at once"):
+        (a, fast, after), (b, fast_too, after_too) = ranks.of(results(), case)
+        assert a == b
+        assert a.startswith(words + "2 on rank 1, 3 on rank 0")
+        assert after
+        assert after_too
+        assert max(fast, fast_too) < ranks.SOON
     (a, *_), (b, fast, _) = ranks.of(results(), "begins first")
     assert a.startswith(words)
     assert b.startswith(words + "this one ends it after 2, rank 0 has begun number 3")
