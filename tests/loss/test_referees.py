@@ -4,6 +4,7 @@ A cell "yes" is a run that gives the values and gradients of a plain call; "refu
 must raise an error in words of this library; "-" is a way that makes no sense for the function.
 """
 
+import functools
 import io
 import os
 import threading
@@ -159,10 +160,11 @@ def reentrant(function, h, w):
     return checkpoint(function, h, w, use_reentrant=True)
 
 
-def table() -> dict[tuple[str, str], str]:
+def table(marker: str) -> dict[tuple[str, str], str]:
+    """Cells of the page's table between two markers, by row and column."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.read_text().split("<!-- referees -->")[1].strip().splitlines()
+        for line in PAGE.read_text().split(f"<!-- {marker} -->")[1].strip().splitlines()
     ]
     ways = rows[0][1:]
     return {
@@ -172,8 +174,12 @@ def table() -> dict[tuple[str, str], str]:
     }
 
 
+AOTI = "AOTInductor"  # all functions are in one package
+
+
 def test_the_page_holds_every_function_and_way():
-    assert set(table()) == {(name, way) for name in NAMES for way in WAYS}
+    assert set(table("referees")) == {(name, way) for name in NAMES for way in (*WAYS, AOTI)}
+    assert set(table("copies")) == {(name, way) for name in OBJECTS for way in COPIES}
 
 
 SLOW = ("gradcheck", "compile", "export")  # half a second for each function
@@ -190,7 +196,7 @@ SLOW = ("gradcheck", "compile", "export")  # half a second for each function
     ],
 )
 def test_what_the_page_says_of_a_way_to_run_holds(name, way):
-    cell = table()[name, way]
+    cell = table("referees")[name, way]
     assert cell in ("yes", "refused", "-")
     if cell == "yes":
         WAYS[way](name)
@@ -246,12 +252,12 @@ def test_opcheck_on_triton():
 def test_a_package_of_aotinductor_gives_the_same_values(tmp_path):
     """One package of every function, compiled for any number of tokens, in inference."""
     shared, teacher = inputs()
-    names = [name for name in NAMES if name != "fused_cross_entropy(class probabilities)"]
+    assert {table("referees")[name, AOTI] for name in NAMES} == {"yes"}
 
     class Module(torch.nn.Module):
         def forward(self, h, w):
             made = functions(teacher)
-            return tuple(made[name](h, w) for name in names)
+            return tuple(made[name](h, w) for name in NAMES)
 
     leaves = tuple(x.detach() for x in shared)
     with torch.no_grad():
@@ -277,9 +283,7 @@ def results():
         }
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", results())
-def test_results_are_copied_and_saved(name, way):
+def result_is_copied(name, way):
     result = results()[name]
     again = COPIES[way](result)
     assert type(again) is type(result)
@@ -292,8 +296,7 @@ def test_results_are_copied_and_saved(name, way):
         assert (again + again).n_valid == 2 * result.n_valid
 
 
-@pytest.mark.parametrize("way", COPIES)
-def test_an_accumulator_is_copied_and_saved(way):
+def accumulator_is_copied(way):
     """Between windows: the copy has the totals, and its windows do not count in the original."""
     (h, w), _ = inputs()
     acc = fusedce.LossAccumulator()
@@ -308,15 +311,33 @@ def test_an_accumulator_is_copied_and_saved(way):
     assert (again.metrics()["n_windows"], acc.metrics()["n_windows"]) == (2, 1)
 
 
-@pytest.mark.parametrize("way", [way for way in COPIES if way != "copy"])
-def test_modules_are_copied_and_saved(way):
+def module_is_copied(way):
     (h, w), _ = inputs()
     module = fusedce.FusedLinearCrossEntropyLoss(label_smoothing=0.1)
     assert_equal([COPIES[way](module)(w, h, LABELS)], [module(w, h, LABELS)])
+
+
+def model_is_copied(way):
     model = fusedce.replace_loss_head(plain_model())
     x, y = tokens(2, 3), tokens(2, 3, seed=1)
     for found in (COPIES[way](model), model):
         assert_equal(loss_and_grads(found, x, y, ce), loss_and_grads(plain_model(), x, y, ce))
+
+
+OBJECTS = {name: functools.partial(result_is_copied, name) for name in results()} | {
+    "LossAccumulator": accumulator_is_copied,
+    "FusedLinearCrossEntropyLoss": module_is_copied,
+    "model with a replaced head": model_is_copied,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_the_page_says_of_a_copy_holds(name, way):
+    cell = table("copies")[name, way]
+    assert cell in ("yes", "-")
+    if cell == "yes":
+        OBJECTS[name](way)
 
 
 def test_backward_of_several_losses_in_one_thread_each():
