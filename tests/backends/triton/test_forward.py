@@ -194,6 +194,19 @@ def test_memory_stays_in_its_plan():
                 assert extra <= 16 * 2**20, (row.name, blocks)
 
 
+def test_blocks_are_what_triton_takes():
+    """Sizes of a block, and warps, are powers of two; no product has fewer than 16 columns."""
+    from fusedce.backends.triton import archs as configs
+
+    for row in configs.ARCHITECTURES:
+        for walks in (row.two_bytes, row.four_bytes):
+            of_walks = [x for x in walks if isinstance(x, configs.Blocks)]
+            for blocks in (*of_walks, *walks.candidates):
+                sizes = (blocks.BLOCK_N, blocks.BLOCK_V, blocks.BLOCK_H, blocks.num_warps)
+                assert all(n & (n - 1) == 0 for n in sizes), (row.name, blocks)
+                assert min(sizes[:3]) >= 16, (row.name, blocks)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_replays_with_other_labels():
     device = torch.accelerator.current_accelerator()
