@@ -86,6 +86,7 @@ def test_hidden_states_that_share_a_mean_do_no_harm(
     assert max(errors) <= (1.01 if amx == "widened" else 1.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("large", "bound"), [(False, 1.1), (True, 2.3)])
 def test_hidden_states_that_share_a_mean_on_triton(monkeypatch, large, bound):
     """There a large head's gradient is rounded before its labels' rows are taken away."""

@@ -15,8 +15,8 @@ fp32, fp64       as they are                          as they are
 ===============  ===================================  ============================================
 
 Products of bfloat16 have float32 results: one that is rounded before the labels' rows are taken
-away from it leaves the rounding error of a larger number. A weight's gradient that waits in bfloat16
-(see ``waiting``) is written in it, but for the labels' rows.
+away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
+bfloat16 (see ``waiting``) is written in it, but for the labels' rows.
 
 Products of widened operands have full precision whatever ``torch.set_float32_matmul_precision``
 says: the user's float32 inputs follow it, as in ``F.linear``, and bfloat16 and float16 ones do not.
