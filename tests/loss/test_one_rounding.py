@@ -60,6 +60,15 @@ def test_options_one_by_one_on_torch(logits, shared):
         assert max(ratios) <= 1.12, (name, ratios)
 
 
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
+def test_log_probabilities_from_several_tiles(monkeypatch, logits):
+    """The likeliest class may lie in another tile than the label; tokens are two whole blocks."""
+    monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
+    for name, ratios in rounding.errors(Draw(logits, 0.94, True, 0, N=128), "torch", "log-prob"):
+        assert max(ratios) <= 1.12, (name, ratios)
+
+
 @pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
 def test_without_amx_each_gradient_is_rounded_once(logits):

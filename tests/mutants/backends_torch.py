@@ -243,13 +243,13 @@ MUTANTS = [
         "rounding: the same, token by token",
         "d_hidden[where].addr_(large.left, mean_row)",
         "pass",
-        ROUNDING,
+        "test_one_rounding.py -k from_several_tiles",
     ),
     Mutant(
         "rounding: a token's large entries but the label's",
         "holds = inside | (torch.maximum(g.amax(0), g.amin(0).neg_()) >= block.large)",
         "holds = inside",
-        ROUNDING,
+        "test_one_rounding.py -k from_several_tiles",
     ),
     Mutant(
         "smoothing: a large entry stays in its tile, too",
