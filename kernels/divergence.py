@@ -229,6 +229,7 @@ def divergence_rows_kernel(
     # Phase 2: the divergence and the mean of its logarithms, where the gradient needs them.
     divergence = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float32)
+    total = tl.zeros((), tl.float32)
     largest = tl.zeros((), tl.float32)
     size = tl.full((), 1.0, tl.float32)
     amplify = AMPLIFY
@@ -242,8 +243,11 @@ def divergence_rows_kernel(
             inside = start + offs_v < V
             divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
             mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
+            total += tl.sum(tl.where(inside, q, 0.0), axis=0)
             if NORMALISE:
                 largest = tl.maximum(largest, tl.max(tl.where(inside, q * tl.abs(x), 0.0), axis=0))
+        # Sums of q differ from 1 as the rounded log-sum-exps do, and so do those of q * x.
+        mean /= total
     if NORMALISE:
         # A power of two, which the products' other operand takes in without being rounded again.
         size = largest + tl.abs(mean) + tl.maximum(of_ce, -of_ce) * to_plain

@@ -32,6 +32,8 @@ from mutate import failed_test, passes, run_tests
 FIRST = {
     "contract/monitors": "contract/test_monitors.py",
     "contract/divergence": "loss/test_kl.py",
+    "contract/explain": "contract/test_explain.py",
+    "contract/groups": "accumulate/test_meshes.py",
     "contract/labels": "contract/test_labels.py contract/test_bad_values.py",
     "contract": "contract/test_checks.py contract/test_results.py contract/test_problem.py "
     "contract/test_bad_values.py loss/test_options.py",

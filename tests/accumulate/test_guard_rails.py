@@ -22,6 +22,12 @@ def test_window_left_open():
     assert acc.metrics()["n_tokens"] == 0
 
 
+def test_a_count_may_be_any_int64():
+    LossAccumulator().window([2**63 - 1]).__enter__()
+    with pytest.raises(ValueError, match=r"counts\[1\] must be an int64, got 9223372036854775808"):
+        LossAccumulator().window([1, 2**63]).__enter__()
+
+
 def test_more_and_fewer_micro_batches():
     acc = LossAccumulator()
     with pytest.raises(RuntimeError, match="1 micro-batches were declared, this is number 2"):

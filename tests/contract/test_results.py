@@ -62,7 +62,10 @@ def test_what_asks_for_a_loss_is_told_how_to_get_one(use):
         use(a_sum(2, 3))
 
 
-@pytest.mark.parametrize("use", [lambda a: a * a, lambda a: 1 / a, lambda a: a * True])
+@pytest.mark.parametrize(
+    "use",
+    [lambda a: a * a, lambda a: 1 / a, lambda a: a * True, lambda a: a * torch.ones(0)],
+)
 def test_what_has_no_meaning_is_refused(use):
     with pytest.raises(TypeError, match="unsupported operand"):
         use(a_sum(2, 3))

@@ -41,6 +41,15 @@ def test_a_head_that_upcasts(when):
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-3, atol=0)
 
 
+def test_a_head_of_zeros():
+    """As some models begin: the gradient of the hidden states is 0."""
+    native = model_of(nn.Linear(H, V, bias=False))
+    nn.init.zeros_(native[1].weight)
+    replaced = replace_loss_head(copy.deepcopy(native))
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    torch.testing.assert_close(ce(replaced(x), y), ce(native(x), y))
+
+
 class MultipliesInFloat32(nn.Linear):
     """Heads of reinforcement learning and mixtures of experts multiply in float32 for stability."""
 

@@ -98,6 +98,13 @@ def test_all_options_at_once(kind, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rounded_log_sum_exp_does_not_scale_the_mean(backend):
+    """With logits of 100 its rounding is 4e-6 of each probability, times a divergence of 50."""
+    sizes = {"N": 16, "H": 3, "teacher_H": 23, "V": 257, "spread": 20.0, "seed": 25}
+    check_pair(ours(backend), Pair(**sizes, options={"divergence": "reverse"}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_teacher_of_another_dtype(backend):
     check_pair(ours(backend), Pair(teacher_dtype=torch.bfloat16))
 

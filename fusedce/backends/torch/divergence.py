@@ -32,7 +32,7 @@ from fusedce.backends.protocol import Diverged
 from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.contract.divergence import FORWARD, INFINITE, JSD, TARGETS, Divergence
+from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Projection, Wanted
 
@@ -186,6 +186,10 @@ class _ToTeacher:
         if divergence.kind != FORWARD:  # the gradient needs the divergence itself
             for begin, end in tiles(V, self.step):
                 self._walk(begin, end)
+        if divergence.kind == REVERSE:
+            # All q are too large by one factor, that of rounding their log-sum-exp, and this sum
+            # with them. (Logarithms of "jsd" are small. Logits that are all -inf need the clamp.)
+            self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()
 
     def losses(self) -> Tensor:
         """``(C,)`` float64, once all tiles were walked over."""
