@@ -65,7 +65,7 @@ def suite(mutant: Mutant) -> Path:
     found = [path for path in _test_files() if path.parts[-len(wanted) :] == wanted]
     if len(found) != 1:
         raise ValueError(f"{mutant.name!r} names {'/'.join(wanted)}: {len(found)} such test files")
-    selected = re.search(r"-k (\w+)$", mutant.tests)
+    selected = re.search(r"-k (.+)$", mutant.tests)
     if selected and selected[1] not in found[0].read_text():  # a test's name or a parameter
         raise ValueError(
             f"{mutant.name!r} selects {selected[1]!r}: no such test in {found[0].name}"
