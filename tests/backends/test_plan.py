@@ -21,6 +21,15 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     assert plan.chunk_size(LLAMA, 7) == 7
 
 
+def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():
+    """The Triton backend reads whole rows of them."""
+    call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)
+    given, taught = plan.way_of_divergence(call, None), plan.way_of_divergence(call, 48)
+    assert given.held["probabilities of a chunk"] == given.tokens * 5000 * 4
+    assert "probabilities of a chunk" not in taught.held
+    assert taught.held["hidden states of the teacher"] == taught.tokens * 48 * 4
+
+
 @pytest.mark.parametrize("vocabulary", [512, 2048, 8192, 50257, 256000])
 def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""

@@ -157,6 +157,26 @@ def test_the_factor_that_is_read_is_the_one_expected(n_valid, expected):
     assert factor is not given
 
 
+@pytest.mark.parametrize(("chunk_tokens", "dtype"), [(5, torch.bfloat16), (4, torch.float32)])
+def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
+    monkeypatch, chunk_tokens, dtype
+):
+    """A large head's float32 buffer would be twice its gradient."""
+    monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
+    seen = []
+    add = training.add_head_gradients
+
+    def add_and_look(chunks, grads, *args, **options):
+        seen.append(grads.weight.dtype)
+        return add(chunks, grads, *args, **options)
+
+    monkeypatch.setattr(training, "add_head_gradients", add_and_look)
+    problem = Problem(*inputs(torch.bfloat16, 1, 0.0, n=5), chunk_tokens=chunk_tokens)
+    found = backend.loss_and_grads(problem, Wanted(hidden=False, weight=True, bias=False), None)
+    assert set(seen) == {dtype}
+    assert found.d_weight.dtype == torch.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
