@@ -104,6 +104,7 @@ def attach(
     check_module(head)
     replaced = attached_to(head)
     if replaced is not None:
+        _check_holds(model, head)
         if memory_budget is not None:
             replaced.memory_budget = memory_budget
             if named:
@@ -113,11 +114,7 @@ def attach(
     with restoring(head):
         check_linear(head)
         attached = _probed(head)
-    if all(m is not head for m in model.modules()):
-        raise ValueError(
-            f"head must be a module of model, got a {type(head).__name__} that "
-            f"{type(model).__name__} does not hold: pass model.get_submodule(...)"
-        )
+    _check_holds(model, head)
     attached.memory_budget = memory_budget
     attached.install()
     if _ITEMS not in model.__dict__:
@@ -175,6 +172,14 @@ def head_report(model: nn.Module) -> HeadReport:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_holds(model: nn.Module, head: nn.Module) -> None:
+    if all(m is not head for m in model.modules()):
+        raise ValueError(
+            f"head must be a module of model, got a {type(head).__name__} that "
+            f"{type(model).__name__} does not hold: pass model.get_submodule(...)"
+        )
 
 
 def _restore(model: nn.Module) -> None:

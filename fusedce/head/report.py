@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import os
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,7 +161,8 @@ def _users_line() -> str:
 class LossObserver:
     """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
 
-    Losses per token and losses with class weights are not collected.
+    Losses per token and losses with class weights are not collected, nor are those of other
+    threads.
 
     Args:
         denominator: ``()``, in tokens: losses with ``reduction="mean"`` divide by it instead of by
@@ -184,6 +186,15 @@ class LossObserver:
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
         self.results: list[Tensor] = []
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def of_this_thread(cls) -> LossObserver | None:
+        """The observer that is entered, if this thread has made it."""
+        observer = cls.current
+        if observer is None or torch.compiler.is_compiling():  # a trace cannot ask for its thread
+            return observer
+        return observer if observer._thread == threading.get_ident() else None
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""

@@ -9,8 +9,10 @@ micro-batches and ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,25 +211,38 @@ class FusedTrainerMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Run Trainer's loop; the loss is sum / count over all tokens (NaN without tokens)."""
-        self._eval_totals = LossAccumulator.from_accelerator(self.accelerator)
-        self._stats = stats_of(self)
-        try:
+        """Run Trainer's loop; the loss is sum / count over all tokens.
+
+        It stays Trainer's own where no step has called ``compute_loss`` (Seq2SeqTrainer with
+        ``predict_with_generate``), or no token was valid.
+        """
+        with self._evaluating() as totals:
             output = super().evaluation_loop(  # type: ignore[misc]
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            metrics = self._eval_totals.metrics()
+            metrics = totals.metrics()
             stats = {} if self._stats is None else self._stats.logged(f"{metric_key_prefix}_")
-        finally:
-            self._eval_totals, self._stats = None, self._train_stats
-        if (name := f"{metric_key_prefix}_loss") in output.metrics:
+        if (name := f"{metric_key_prefix}_loss") in output.metrics and metrics["n_tokens"]:
             output.metrics[name] = metrics["loss"]
             output.metrics.update(stats)
         return output
 
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[LossAccumulator]:
+        """Count losses for evaluation, in totals of their own."""
+        self._eval_totals = totals = LossAccumulator.from_accelerator(self.accelerator)
+        self._stats = stats_of(self)
+        try:
+            yield totals
+        finally:
+            self._eval_totals, self._stats = None, self._train_stats
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's step, without the samples that fill up the last batch."""
-        if self._eval_totals is not None and ("labels" in inputs or "shift_labels" in inputs):
+        if self._eval_totals is None:  # called by a loop of the user's own
+            with self._evaluating():
+                return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
+        if "labels" in inputs or "shift_labels" in inputs:
             inputs = dict(self._eval_totals.without_repeats(inputs))
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 

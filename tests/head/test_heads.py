@@ -13,6 +13,7 @@ from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
 from fusedce.backends.torch import training
 from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.recipe import memory_budget_of_head
 
 
 def test_a_shallow_copy_computes_with_its_own_parameters():
@@ -52,6 +53,15 @@ def test_a_replica_computes_with_its_own_parameters():
 def test_what_is_no_head(head, message):
     with pytest.raises(TypeError, match=message):
         replace_loss_head(plain_model(), head=head)
+
+
+def test_a_head_of_another_model():
+    """Replaced already or not, it does nothing for this one."""
+    other = plain_model()
+    for head in (other[1], replace_loss_head(other)[1]):
+        with pytest.raises(ValueError, match="a Linear that Sequential does not hold"):
+            replace_loss_head(plain_model(), head=head, memory_budget=10**8)
+    assert memory_budget_of_head(other[1]) is None
 
 
 def test_a_head_that_cannot_be_run():

@@ -3,12 +3,13 @@
 import copy
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.heads import MODES, V, compiled, loss_and_grads, plain_model, tokens
+from support.heads import MODES, V, ce, compiled, loss_and_grads, plain_model, tokens
 from torch import nn
 
 import fusedce
@@ -259,6 +260,22 @@ def test_classes_of_transformers(sweep, model_type):
     row = sweep.check(model_type, names[model_type])
     assert row.get("right"), row
     assert row["fused"], row
+
+
+def test_an_observer_is_of_its_thread_alone():
+    """A model that is evaluated in another thread keeps its own denominator, and is not counted."""
+    model = replace_loss_head(plain_model())
+    x, y = tokens(3, 5), tokens(3, 5, seed=1)
+    found = []
+    with LossObserver(torch.tensor(3.0)) as observer:
+        thread = threading.Thread(target=lambda: found.append(ce(model(x), y)))
+        thread.start()
+        thread.join()
+        assert not observer.losses
+        here = ce(model(x), y)
+        assert len(observer.losses) == 1
+    torch.testing.assert_close(found[0], ce(plain_model()(x), y))
+    torch.testing.assert_close(here * 3, found[0] * 15)
 
 
 def test_an_observer_holds_what_it_monitors():

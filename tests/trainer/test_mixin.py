@@ -25,7 +25,14 @@ from support.tiny_trainer import (
     true_mean,
 )
 from torch import nn
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
+from transformers import (
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    default_data_collator,
+)
 
 import fusedce
 
@@ -218,6 +225,49 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     for row in nothing.rows:
         row["labels"] = torch.full_like(row["labels"], -100)
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+
+
+@pytest.mark.slow
+def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
+    """Its loss is that of the batch, whatever the micro-batches of a step, and counts nowhere."""
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            losses.append(trainer.prediction_step(model, dict(batch), True)[0])
+            expected.append(model(**batch).loss.detach())
+
+    batch = default_data_collator([Dataset().rows[i] for i in range(2)])
+    losses, expected = [], []
+    args = arguments(tmp_path, 2, 4)
+    trainer = FusedTrainer(model=llama(), args=args, train_dataset=Dataset(), callbacks=[Looks()])
+    trainer.train()
+    torch.testing.assert_close(losses, expected)
+    logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert logged == train(FusedTrainer, llama(), arguments(tmp_path, 2, 4))[1]
+    alone = FusedTrainer(model=llama(), args=args)
+    torch.testing.assert_close(
+        alone.prediction_step(alone.model, dict(batch), True)[0], llama()(**batch).loss.detach()
+    )
+
+
+@pytest.mark.slow
+def test_a_loss_that_was_not_counted_stays_the_trainers_own(tmp_path):
+    """Seq2SeqTrainer does not call compute_loss where it generates."""
+
+    class Fused(fusedce.FusedTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    losses = []
+    for kind in (Seq2SeqTrainer, Fused):
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True,
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        trainer = kind(
+            model=bart(), args=args, eval_dataset=Dataset(4), compute_metrics=lambda _: {"n": 1}
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.slow

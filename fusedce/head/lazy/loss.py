@@ -158,7 +158,7 @@ class FusedCall(NamedTuple):
                     memory_budget=self.memory_budget,
                 )
                 return loss.view(self.target.shape) if self.reduction == "none" else loss
-            observer = LossObserver.current
+            observer = LossObserver.of_this_thread()
             monitor = () if observer is None else observer.monitor
             with self._expecting():
                 if sharded:
@@ -171,7 +171,7 @@ class FusedCall(NamedTuple):
 
     def with_grads(self, p: Projected, recipe: Recipe, wanted: Wanted) -> SumWithGrads | None:
         """The loss sum with its gradients; ``None`` if they need a graph."""
-        observer = LossObserver.current
+        observer = LossObserver.of_this_thread()
         if self.weight is not None or self.reduction == "none" or recipe.has_sharded_vocabulary():
             return None
         if observer is not None and observer.monitor:
@@ -225,7 +225,7 @@ def fused_call_of(
         or (weight is not None and weight.dtype == torch.float64)
     ):
         return None
-    observer = LossObserver.current
+    observer = LossObserver.of_this_thread()
     denominator = None if observer is None else observer.denominator
     budget = memory_budget_of_head(module)
     return p, FusedCall(
@@ -432,8 +432,8 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
         return NotImplemented
     plan.call.report.fused()
     loss = _apply(x, LossWithGrads.of(plan) or LossGraph(plan)) if wanted else plan.compute()
-    if LossObserver.current is not None:
-        LossObserver.current.results.append(loss)
+    if (observer := LossObserver.of_this_thread()) is not None:
+        observer.results.append(loss)
     return loss
 
 
