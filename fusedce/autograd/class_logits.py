@@ -243,7 +243,7 @@ def dtypes_of_sums(problem: Problem, wanted: Wanted) -> Dtypes:
                 memory_budget=problem.memory_budget,
             )
         except ValueError:
-            return of_inputs(problem)
+            return of_inputs(problem)._replace(bias=acc)
     return wide
 
 

@@ -1,6 +1,7 @@
 """fused_logprobs with labels (..., K): values and gradients of several classes of a token."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -246,3 +247,36 @@ def test_the_mean_logit_on_request(backend, name):
     plain = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend, **OPTIONS[name])
     assert plain._fields == stats._fields[:4]
     torch.testing.assert_close(tuple(plain), stats[:4])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_budget_without_room_for_wide_sums(backend):
+    """The bias's gradient is summed in float32 there, too."""
+    rng = torch.Generator().manual_seed(0)
+    shapes, classes = ((64, 32), (1000, 32), (1000,)), torch.randint(1000, (64, 4), generator=rng)
+    inputs = [torch.randn(s, generator=rng).bfloat16() for s in shapes]
+
+    def gradients(dtype, **options):
+        h, w, b = (x.detach().to(dtype).requires_grad_() for x in inputs)
+        fused_logprobs(h, w, classes, bias=b, **options).logprob.sum().backward()
+        return [x.grad.double() for x in (h, w, b)]
+
+    budget = least_budget(lambda n: gradients(torch.bfloat16, backend=backend, memory_budget=n))
+    for got, exact in zip(
+        gradients(torch.bfloat16, backend=backend, memory_budget=budget),
+        gradients(torch.float64, backend="torch"),
+        strict=True,
+    ):
+        assert (got - exact).norm() <= 2**-7 * exact.norm()
+
+
+def least_budget(run):
+    """The least budget with which ``run`` ends, as the errors say."""
+    budget = 1
+    while True:
+        try:
+            run(budget)
+        except ValueError as error:
+            budget = int(re.search(r"at least (\d+) bytes", str(error))[1])
+        else:
+            return budget
