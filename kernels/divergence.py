@@ -108,7 +108,7 @@ def log_and_remainder(x):
 
 
 @triton.jit
-def class_terms(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
+def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
     """The divergence's terms of a block's classes, with q, the logarithm and ``q - p`` of each.
 
     The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it.
@@ -123,11 +123,18 @@ def class_terms(z, t, lse, lse_t, shift, share, KIND: tl.constexpr):
     # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
     lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
     if KIND == JSD:
-        w = tl.where(teacher, 1.0 - share, share)
+        w = tl.where(teacher, rest, share)  # of the smaller probability
         log, remainder = log_and_remainder(w * e)
         # (w (k + size e) + remainder) is w |d| (1 + e) + (1 + x) log
         term = -big * (remainder + w * lesser)
-        x = -tl.maximum(d, 0.0) - log
+        # The mixture over big: near 0 only the sum of two positive numbers is exact.
+        ratio = tl.exp2(-size * LOG2E)
+        q = tl.where(teacher, big * ratio, big)
+        far = w * e < -0.5
+        mixture = tl.where(far, tl.where(teacher, share, rest) + w * ratio, 1.0)
+        log_of_far = tl.log(mixture)
+        term = tl.where(far, -big * (mixture * log_of_far + w * size * ratio), term)
+        x = -tl.maximum(d, 0.0) - tl.where(far, log_of_far, log)
     elif KIND == FORWARD:
         term = tl.where(teacher, big * k, -big * lesser)
         x = tl.zeros_like(d)
@@ -150,7 +157,9 @@ def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr)
             tl.store(grads + offs_v, none, mask=offs_v < width)
 
 
-@triton.jit(do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share"])
+@triton.jit(
+    do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share", "rest"]
+)
 def divergence_rows_kernel(
     student,  # (C, width) fp32 products
     teacher,  # (C, width) fp32 products
@@ -169,6 +178,7 @@ def divergence_rows_kernel(
     teacher_scale,
     teacher_softcap,
     share,  # of the teacher in the mixture
+    rest,  # 1 - share, the student's
     of_ce,  # weight of the cross-entropy
     to_plain,  # the temperature: takes logits back to temperature 1
     KIND: tl.constexpr,
@@ -239,7 +249,7 @@ def divergence_rows_kernel(
         for start in range(0, V, BLOCK_V):
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
-            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, KIND)
+            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, rest, KIND)
             inside = start + offs_v < V
             divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
             mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
@@ -264,14 +274,14 @@ def divergence_rows_kernel(
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
             inside = start + offs_v < V
-            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, KIND)
+            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, rest, KIND)
             if KIND == FORWARD:
                 divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
                 g = gap
             else:
                 g = q * (x - mean)
             if KIND == JSD:
-                g *= 1.0 - share
+                g *= rest
             if HAS_CE:
                 at = start + offs_v == label
                 p_1 = tl.exp2((z * to_plain - lse_1) * LOG2E)

@@ -48,6 +48,7 @@ _TYPES = dict.fromkeys(
     "tickets": "*i32", "block_losses": "*fp64", "best": "*i32", "argmax": "*i64",
     "factor": "fp32", "scale": "fp32", "softcap": "fp32",
     "teacher_scale": "fp32", "teacher_softcap": "fp32", "of_ce": "fp32", "share": "fp32",
+    "rest": "fp32",
     "to_plain": "fp32", "largest": "*i64", "smoothing": "fp32", "z_loss": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",

@@ -105,6 +105,47 @@ def test_a_rounded_log_sum_exp_does_not_scale_the_mean(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beta", [1e-8, 1e-4, 0.5])
+def test_a_mixture_with_hardly_any_of_one_distribution(backend, beta):
+    """The mixture of a class is the smaller probability, which 1 + (p - 1) would have lost."""
+    hidden, weight = torch.tensor([[20.0, 0.0]]), torch.eye(2)
+
+    def loss_and_gradient(loss, dtype, **options):
+        h = hidden.to(dtype, copy=True).requires_grad_()
+        out = loss(
+            h, weight.to(dtype), hidden.flip(1).to(dtype), weight.to(dtype),
+            divergence="jsd", beta=beta, **options,
+        ).loss_sum  # fmt: skip
+        out.backward()
+        return out.double(), h.grad[0, 1].double()
+
+    found = loss_and_gradient(fused_kl, torch.float32, backend=backend)
+    torch.testing.assert_close(
+        found, loss_and_gradient(reference_kl, torch.float64), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize(("kind", "backend"), KINDS_AND_BACKENDS)
+def test_distributions_far_apart(kind, backend):
+    """Their gradients are small differences; they err no more than twice what eager's do."""
+    rng = torch.Generator().manual_seed(0)
+    student, teacher = (10 / 8 * torch.randn(8, 64, generator=rng) for _ in range(2))
+    weight = torch.randn(300, 64, generator=rng)
+
+    def gradients(loss, dtype, **options):
+        h, w = (x.to(dtype, copy=True).requires_grad_() for x in (student, weight))
+        out = loss(h, w, teacher.to(dtype), weight.to(dtype), divergence=kind, **options)
+        out.loss_sum.backward()
+        return [x.grad.double() for x in (h, w)]
+
+    exact = gradients(reference_kl, torch.float64)
+    eager = gradients(partial(reference_kl, dtype=torch.float32), torch.float32)
+    ours = gradients(fused_kl, torch.float32, backend=backend)
+    for x, y, z in zip(ours, eager, exact, strict=True):
+        assert (x - z).norm() <= 2 * (y - z).norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_teacher_of_another_dtype(backend):
     check_pair(ours(backend), Pair(teacher_dtype=torch.bfloat16))
 

@@ -178,7 +178,7 @@ class _ToTeacher:
         lse, lse_t = of_student.lse(), of_teacher.lse()
         self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
         self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
-        self.kl, self.mean = torch.zeros_like(lse), torch.zeros_like(lse)
+        self.kl, self.mean, self.total = (torch.zeros_like(lse) for _ in range(3))
         self.ce = None
         if ce is not None:
             weight = divergence.ce_weight * temperature
@@ -186,10 +186,12 @@ class _ToTeacher:
         if divergence.kind != FORWARD:  # the gradient needs the divergence itself
             for begin, end in tiles(V, self.step):
                 self._walk(begin, end)
+        # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
+        # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
         if divergence.kind == REVERSE:
-            # All q are too large by one factor, that of rounding their log-sum-exp, and this sum
-            # with them. (Logarithms of "jsd" are small. Logits that are all -inf need the clamp.)
             self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()
+        if divergence.kind == JSD:
+            self.mean /= self.total
 
     def losses(self) -> Tensor:
         """``(C,)`` float64, once all tiles were walked over."""
@@ -216,12 +218,12 @@ class _ToTeacher:
         s       student's logits  q; "jsd": max(p, q)             "forward": the gradient; else q
         t       teacher's logits  p + q; "jsd": -abs(log p/q)     "forward": scratch; else q * x
         first   scratch           h; "jsd": log p/q               scratch
-        second  scratch           tanh(h); "jsd": expm1 of t      scratch
+        second  scratch           tanh(h); "jsd": exp of t        scratch
         ======  ================  ==============================  =================================
 
         ``h`` is the module's, called ``half`` here. The gradient of the last two kinds is ``q * (x
-        - mean)`` with x a logarithm; ``self.mean`` sums ``q * x`` over the classes. For "jsd" the
-        results in s and t hold the factor ``1 - beta``.
+        - mean)`` with x a logarithm; ``self.mean`` sums ``q * x`` over the classes, for "jsd"
+        ``self.total`` sums q. The results of "jsd" in s and t hold the factor ``1 - beta``.
         """
         s, t = self.s[begin:end], self.t[begin:end]
         first, second = (x[: s.numel()].view_as(s) for x in self.scratch)
@@ -261,18 +263,22 @@ class _ToTeacher:
         big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()  # max(p, q), in s
         d = half.mul_(-2)  # log p - log q, in half
         minus = torch.abs(d, out=t).neg_()  # -|d|, in t
-        e = torch.expm1(minus, out=scratch)
-        # beta or 1 - beta, the weight of the smaller probability
-        x = torch.gt(d, 0, out=torch.empty_like(d)).mul_(1 - 2 * beta).add_(beta)
-        part = torch.addcmul(-minus, minus, e, value=-1).mul_(x)  # w |d| (1 + e)
-        x.mul_(e)
-        log = x.log1p()  # log(m / big)
-        self.kl -= part.add_(log).addcmul_(x, log).mul_(big).sum(0)
-        drop = torch.copysign(e, d, out=e)  # in scratch
-        # q is the larger probability times exp(-d) where p is the larger one, else times 1
-        q = drop.clamp_(min=0).neg_().add_(1).mul_(big)
+        teacher = d > 0  # has the larger probability
+        ratio = torch.exp(minus, out=scratch)  # of the smaller probability to the larger one
+        q = ratio.where(teacher, 1.0).mul_(big)
+        of_p, of_q = d.new_tensor([beta, 1 - beta])
+        weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
+        less = minus.expm1().mul_(weight)
+        of_small = ratio.mul_(weight)  # in scratch
+        mixture, log = less + 1, less.log1p()  # over `big`
+        if not 0.1 <= beta <= 0.9:  # near 0 only the sum of two positive numbers is exact
+            far = less < -0.5
+            both = of_small + torch.where(teacher, of_p, of_q)
+            mixture, log = mixture.where(~far, both), log.where(~far, both.log())
+        self.kl -= mixture.mul_(log).addcmul_(minus, of_small, value=-1).mul_(big).sum(0)
         torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
         self.mean += t.sum(0)
+        self.total += q.sum(0)
         t.mul_(1 - beta)
         torch.mul(q, 1 - beta, out=s)
 

@@ -148,6 +148,7 @@ class _Chunk:
             "teacher_scale": None if head.scale == 1 else head.scale,
             "teacher_softcap": head.softcap,
             "share": divergence.beta,
+            "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
             "to_plain": divergence.temperature,
             "KIND": KINDS.index(divergence.kind),
