@@ -183,6 +183,24 @@ def _explained(problem: Problem) -> str:
     return "" if meant is None else f". {meant}"
 
 
+def check_temperature(value: float) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not positive, or so small that logits over it are infinite.
+    """
+    t = check_number("temperature", value)
+    if t <= 0:
+        raise ValueError(f"temperature must be positive, got {value}")
+    if t < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be at least {_LEAST_TEMPERATURE}, for logits are divided by it in "
+            f"float32, got {value}"
+        )
+    return t
+
+
 def check_softcap(softcap: float | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless ``softcap`` is positive or ``None``."""
     if softcap is None:
@@ -206,6 +224,9 @@ def check_reduction(reduction: object) -> None:
     """Raise ``ValueError`` unless ``reduction`` is one of the three that torch has."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+_LEAST_TEMPERATURE = 1e-30
 
 
 def check_number(name: str, value: float) -> float:

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedce.contract.checks import (
     autocast,
     check_device,
     check_number,
     check_softcap,
+    check_temperature,
     check_tensor_types,
     check_tensors,
     checked,
@@ -131,9 +133,7 @@ def checked_divergence(
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     if kind == JSD and beta in (0, 1):  # the limits, as TRL takes them
         kind = REVERSE if beta else FORWARD
-    temperature = check_number("temperature", divergence.temperature)
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    temperature = check_temperature(divergence.temperature)
     ce_weight = check_number("ce_weight", divergence.ce_weight)
     if ce_weight and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
@@ -209,10 +209,13 @@ def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, D
             f"labels of class probabilities must be float64 exactly where hidden is, got "
             f"{probabilities.dtype} for {problem.hidden.dtype}"
         )
-    if probabilities.requires_grad and torch.is_grad_enabled():
+    differentiated = probabilities.requires_grad and torch.is_grad_enabled()
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        differentiated |= forward_ad.unpack_dual(probabilities).tangent is not None
+    if differentiated:
         raise ValueError(
-            "labels of class probabilities must not require grad: they receive none here. Detach "
-            "them"
+            "labels of class probabilities must not require grad, or have a tangent: they receive "
+            "no gradient here. Detach them"
         )
     given = probabilities.detach().reshape(-1, V)
     return problem, Divergence(kind=TARGETS, probabilities=given)

@@ -19,6 +19,7 @@ from fusedce.contract.checks import (
     check_flag,
     check_number,
     check_softcap,
+    check_temperature,
     checked,
     checked_temperature,
 )
@@ -359,9 +360,7 @@ def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     """
     if isinstance(temperature, Tensor):
         return problem.but(temperature=temperature)
-    t = check_number("temperature", temperature)
-    if t <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    t = check_temperature(temperature)
     check_softcap(problem.softcap)
     return problem.but(
         softcap=None if problem.softcap is None else problem.softcap / t,

@@ -99,6 +99,15 @@ def test_tangents_of_weights_and_temperatures_are_refused(name):
                 function(hidden, weight, *teacher, labels, **{name: given})
 
 
+def test_a_tangent_of_class_probabilities_is_refused():
+    hidden, weight, _ = (x.detach() for x in inputs())
+    given = torch.rand(len(hidden), len(weight))
+    with forward_ad.dual_level():
+        with pytest.raises(ValueError, match="must not require grad, or have a tangent"):
+            fused_cross_entropy(hidden, weight, forward_ad.make_dual(given, given))
+        fused_cross_entropy(hidden, weight, given)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_several_factors_at_once(dtype):
     """``is_grads_batched`` gives the gradients of one factor after another."""

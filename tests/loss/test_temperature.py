@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusedce import fused_logprobs
+from fusedce import fused_kl, fused_logprobs
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 7, 8, 23
@@ -103,3 +103,14 @@ def test_what_is_no_temperature():
     ):
         with pytest.raises(error, match=message):
             fused_logprobs(hidden, weight, labels, temperature=change)
+
+
+def test_a_temperature_that_would_make_logits_infinite():
+    h, w = torch.ones(2, 3), torch.ones(4, 3)
+    for call in (
+        lambda t: fused_logprobs(h, w, torch.tensor([0, 1]), softcap=5.0, temperature=t),
+        lambda t: fused_kl(h, w, h, w, temperature=t),
+    ):
+        for cold in (1e-38, 1e-40):
+            with pytest.raises(ValueError, match=rf"temperature must be at least .* got {cold}"):
+                call(cold)
