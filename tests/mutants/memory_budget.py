@@ -48,7 +48,7 @@ MUTANTS = [
         "budget: beside it a small head waits in float32",
         "return memory_budget is None and elements <= small",
         "return elements <= small",
-        f"{PLAN} bench/test_model.py",
+        "backends/test_gradients.py -k small_heads_gradient",
     ),
     Mutant(
         "two passes: the denominator is forgotten",
