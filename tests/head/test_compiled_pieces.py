@@ -21,6 +21,12 @@ def test_a_compiled_loss(view):
     both(lambda m, x, y: run(view(m(x)), y))
 
 
+def test_a_compiled_loss_of_transposed_logits(no_logits):
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    run = compiled(lambda x, y: F.cross_entropy(model(x).mT, y))
+    torch.testing.assert_close(run(x, y), ce(plain_model()(x), y))
+
+
 @pytest.mark.parametrize("first", ["compiled", "fused"])
 def test_a_compiled_function_and_a_fused_loss(first):
     run = compiled(lambda z: z.logsumexp(-1).square().mean())
