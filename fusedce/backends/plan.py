@@ -263,6 +263,11 @@ def tiles_of(
     return _by_tiles(call, R, T)
 
 
+def least_of_tiles(call: Call) -> int:
+    """The least budget of :func:`tiles_of`."""
+    return min(way.bytes for way in _tilings(call, _LEAST_CLASSES))
+
+
 def way_of_divergence(
     call: Call,
     teacher_H: int | None,  # None: probabilities are given, and there is no teacher
