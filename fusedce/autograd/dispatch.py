@@ -20,8 +20,7 @@ from torch import Tensor
 from fusedce.autograd import class_logits, summed, token_ops
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.gradients import call_of, check_budget
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -92,7 +91,7 @@ def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tens
         beside = class_logits.bytes_beside(problem, classes.shape[1])
         if not torch.compiler.is_compiling():  # raises where it is too small, naming the whole
             call = call_of(problem, gradients, len(classes), triton=problem.backend == "triton")
-            tiles_of(call._replace(fixed=beside), memory_budget=problem.memory_budget)
+            check_budget(problem, call._replace(fixed=beside))
         problem = problem.but(memory_budget=problem.memory_budget - beside)
     valid = problem.but(labels=classes).valid()
     best = class_logits.likeliest(z, valid)

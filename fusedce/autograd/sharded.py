@@ -27,8 +27,8 @@ from fusedce.autograd.dispatch import NOTHING, Monitored, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.backends.gradients import Dtypes, Gradients
-from fusedce.backends.plan import TILES, tiles_of, way_of
+from fusedce.backends.gradients import Dtypes, Gradients, check_budget
+from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.sharded.collectives import (
     Shard,
     all_reduce,
@@ -136,7 +136,7 @@ def _counted(problem: Problem, shard: Shard) -> Counted:
     if budget is not None:  # the backend gets what other ranks' tokens and classes leave
         call = sharded_call(problem, shard, len(problem.labels))
         call = call._replace(fixed=call.fixed + (class_logits.bytes_beside(problem, K) if K else 0))
-        tiles_of(call, memory_budget=budget)  # raises on all ranks where it is too small
+        check_budget(problem, call)  # raises on all ranks where it is too small
         problem = problem.but(memory_budget=budget - call.fixed)
     return Counted(problem, shard, rows, n_here, classes[rows])
 

@@ -44,11 +44,13 @@ def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
 
 def token_stats(problem: Problem, wanted: Wanted) -> Stats:
     """Statistics in one pass; all but argmax are differentiable in hidden, weight and bias."""
-    train = any(wanted_gradients(problem))
+    gradients = wanted_gradients(problem)
+    train = any(gradients)
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
     with torch.no_grad():
-        wanted = wanted.but(lse=wanted.lse or train)
+        hidden, weight, bias = gradients.gradients()  # the budget must suffice for them, too
+        wanted = wanted.but(hidden=hidden, weight=weight, bias=bias, lse=wanted.lse or train)
         stats = Stats(*torch.ops.fusedce.token_stats(*detached(problem), *wanted))
     if not train:
         return stats

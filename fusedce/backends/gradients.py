@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import SMALL_HEAD, Call, device_budget, is_small_head
+from fusedce.backends.plan import (
+    SMALL_HEAD,
+    Call,
+    device_budget,
+    is_small_head,
+    least_of_tiles,
+    tiles_of,
+)
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 
@@ -75,6 +82,20 @@ def call_of(
         budget=device_budget(memory_of(problem.hidden.device)),
         gemm_block=gemm_block,
     )
+
+
+def check_budget(problem: Problem, call: Call) -> None:
+    """Raise ValueError where a pass over tokens, or its backward pass, exceeds the budget.
+
+    ``call`` is of all tokens and of the gradients that backward will be asked for. Backward leaves
+    out tokens whose gradient is 0; the Triton backend gathers the others then, which takes more.
+    """
+    if problem.memory_budget is None:
+        return
+    calls = [call]
+    if call.triton and call.n > 1 and (call.hidden or call.weight):
+        calls.append(call._replace(n=call.n - 1))
+    tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
 
 
 @functools.cache

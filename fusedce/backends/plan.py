@@ -263,6 +263,11 @@ def tiles_of(
     return _by_tiles(call, R, T)
 
 
+def least_of_tiles(call: Call) -> int:
+    """The least budget of :func:`tiles_of`."""
+    return min(way.bytes for way in _tilings(call, _LEAST_CLASSES))
+
+
 def way_of_divergence(
     call: Call,
     teacher_H: int | None,  # None: probabilities are given, and there is no teacher
@@ -298,14 +303,15 @@ def way_of_divergence(
 
     if memory_budget is None:
         return way(chunk_size(of_one_head, chunk_tokens))
-    T, fewest = tile_classes(call, memory_budget), _multiple(call)
-    whole, least = way(call.n, T), way(fewest, T)
-    if whole.bytes <= memory_budget:
-        return whole
-    if least.bytes > memory_budget:
-        raise _too_small(call, memory_budget, iter((least,)))
-    most = _most_tokens(of_one_head)
-    return _largest_chunks(call, lambda C: way(C, T), fewest, most, memory_budget)
+    fewest, most = _multiple(call), _most_tokens(of_one_head)
+    for T in _halved(tile_classes(call, memory_budget), _LEAST_CLASSES):
+        whole, least = way(call.n, T), way(fewest, T)
+        if whole.bytes <= memory_budget:
+            return whole
+        if least.bytes <= memory_budget:
+            of_tokens = functools.partial(way, classes=T)
+            return _largest_chunks(call, of_tokens, fewest, most, memory_budget)
+    raise _too_small(call, memory_budget, iter((whole, least)))
 
 
 def compared_classes(call: Call, way: Way) -> int:

@@ -120,6 +120,18 @@ def test_too_small_a_budget_says_the_least(call):
         plan.way_of(call, memory_budget=least - 1)
 
 
+@given(calls, st.none() | st.integers(1, 10_000))
+def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H):
+    """Fewer bytes make narrower tiles, with which all budgets above the least fit."""
+    with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
+        plan.way_of_divergence(call, teacher_H, memory_budget=1)
+    least = int(str(said.value).split("at least ")[1].split()[0])
+    for budget in (least, least + 1, least * 9 // 8, least * 3 // 2, 2 * least):
+        assert plan.way_of_divergence(call, teacher_H, memory_budget=budget).bytes <= budget
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        plan.way_of_divergence(call, teacher_H, memory_budget=least - 1)
+
+
 @given(calls, st.integers(1, 50_000), st.integers(24, 34))
 def test_the_width_of_a_tile_is_the_same_in_every_batch(call, n, power):
     """A token's sums are cut at the same classes, whatever the batch around it."""

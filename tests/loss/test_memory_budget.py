@@ -176,6 +176,49 @@ def test_too_small_is_an_error_without_a_gradient_too(function, backend):
         function(hidden, weight, labels, memory_budget=1000, backend=backend)
 
 
+def least_budget(loss):
+    """The least budget that the error of ``loss(1)`` names."""
+    with pytest.raises(ValueError, match="memory_budget must be at least") as raised:
+        loss(1)
+    return int(str(raised.value).split("at least ")[1].split()[0])
+
+
+BY_TOKENS = {
+    "none": lambda *given, **options: fused_cross_entropy(*given, reduction="none", **options),
+    "logprobs": lambda *given, **options: fused_logprobs(*given, **options).logprob,
+    "monitored": lambda *given, **options: fused_ce(*given, monitor=("entropy",), **options)[0],
+    "capped": lambda *given, **options: fused_ce(
+        *given, softcap=5.0, label_smoothing=0.1, **options
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", BY_TOKENS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_that_forward_accepts_suffices_for_backward(name, backend, dtype):
+    """Backward holds more, and Triton gathers the tokens where some have a gradient of 0."""
+    hidden, weight, labels, _ = Case((20,), 96, 100, dtype).tensors()
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss(budget):
+        return BY_TOKENS[name](hidden, weight, labels, memory_budget=budget, backend=backend)
+
+    least = least_budget(loss)
+    with torch.no_grad():
+        without_graph = least_budget(loss)
+        loss(without_graph)
+    assert (without_graph < least) == (backend == "triton" or dtype == torch.bfloat16)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        loss(least - 1)
+    for ignored in (0, 12):
+        labels[:ignored] = -100
+        out = loss(least)
+        out.sum().backward()
+        if out.dim():
+            loss(least)[5:].sum().backward()
+
+
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)

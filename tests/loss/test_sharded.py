@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from fusedce.agreement import ALL_GATHER
 from fusedce.autograd import sharded
 from fusedce.backends import plan
 from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.loss.sharded import sharded_ce
+from fusedce.loss.sharded import sharded_ce, sharded_cross_entropy
 
 # ---- cases, each run by every rank ------------------------------------------------------------
 
@@ -279,6 +280,11 @@ def budgets(rank):
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
         small = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**16))
         other = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**20 + rank))
+        capped = functools.partial(sharded_cross_entropy, **x, reduction="none", softcap=5.0)
+        least = re.search(r"at least (\d+) bytes", ranks.error_of(capped, memory_budget=1))
+        assert least is not None
+        capped(memory_budget=int(least[1])).sum().backward()  # has room, too
+        x["hidden"].grad = x["weight"].grad = None
     torch.testing.assert_close(losses, losses[:1] * 3)
     rows = slice(1500 * rank, 1500 * (rank + 1))
     whole = weight.detach().repeat(dist.get_world_size(), 1)  # every rank has drawn the same

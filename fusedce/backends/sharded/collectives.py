@@ -61,8 +61,9 @@ def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
     logit = None if triton else acc
     call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
     return call._replace(
-        N=N, V=max(shard.largest, 1), fixed=fixed, copies=3, threads=1, budget=shard.budget
-    )
+        N=N, V=max(shard.largest, 1), fixed=fixed, copies=max(call.copies, 3), threads=1,
+        budget=shard.budget,
+    )  # fmt: skip
 
 
 def of_classes(grads: Gradients, real: int) -> Gradients:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, call_of
+from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.logit_tiles import (
     OUTLIER_P,
@@ -57,6 +57,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
     moments = wanted.entropy or argmax is not None
+    check_budget(problem, call_of(problem, wanted, len(rows)))
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[block])  # (R, H)

@@ -11,12 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.triton import archs, tuning
 from fusedce.backends.triton.archs import Blocks
 from fusedce.backends.triton.launch import (
     Rows,
     alignment,
-    check_budget,
     compact,
     has_options,
     on,
@@ -36,7 +36,7 @@ def loss(
     lse: Tensor | None = None,  # (N,) fp32 to fill at valid rows
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
-    check_budget(problem)
+    check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
     packed = _walk(problem, problem, blocks, lse=lse)
     raise_on_cpu(packed.n_valid, problem)
     return packed.loss_sum, packed.n_valid
@@ -117,7 +117,7 @@ def _blocks(problem: Problem, unit: int) -> Blocks:
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
-    check_budget(problem)
+    check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
     problem = with_unit_strides(problem)
     N, device = len(problem.hidden), problem.hidden.device
     arch = archs.architecture(device)

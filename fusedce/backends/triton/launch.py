@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import multiple_of_16, tiles_of
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem
 from fusedce.kernels.compact import compact_kernel
 
 
@@ -208,13 +207,6 @@ def raise_on_cpu(n_valid: Tensor, problem: Problem, V: int | None = None) -> Non
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
         V = problem.weight.shape[0] if V is None else V
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
-
-
-def check_budget(problem: Problem) -> None:
-    """Raise ValueError where the memory of a pass without gradients exceeds the budget."""
-    if problem.memory_budget is not None:
-        call = call_of(problem, Wanted(), len(problem.labels), triton=True)
-        tiles_of(call, memory_budget=problem.memory_budget)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
