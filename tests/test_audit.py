@@ -447,3 +447,30 @@ def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
 def test_a_loss_that_cannot_be_fused(replaced):
     """The logits of a replaced head are real then, and no configuration is asked."""
     assert [step.n_tokens for step in steps_of(Whole(clamped=True), replaced)] == [8, 3]
+
+
+class InPlace(Whole):
+    """Changes its loss in place: Mixtral adds a router's loss, others divide a sum."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, hidden, labels):
+        logits = self.head(torch.tanh(self.body(hidden)))
+        loss = F.cross_entropy(logits, labels, reduction=self.operation)
+        if self.operation == "sum":
+            loss /= (labels != -100).sum()
+        else:
+            loss += 2 * (1 + hidden.square().mean())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("operation", ["mean", "sum"])
+def test_a_loss_that_the_model_changes_in_place(operation, replaced):
+    steps = steps_of(InPlace(operation), replaced)
+    assert [step.scale for step in steps] == pytest.approx([1, 1], rel=1e-4)
+    losses = [step.loss for step in steps]
+    right = [step.loss for step in steps_of(Whole(), False)]
+    assert losses == pytest.approx(right, rel=1e-4)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -25,7 +26,7 @@ from fusedce.accumulate.window_grads import OnCorrection, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
-from fusedce.head.report import LossObserver
+from fusedce.head.report import LossObserver, Result
 
 logger = logging.getLogger(__name__)
 
@@ -130,21 +131,23 @@ class Audit:
         if not torch.is_grad_enabled() or out is None:  # None: the forward has raised an error
             return
         if isinstance(out, LossSum):
-            loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
-            _watch(out.loss_sum, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
+            summed, n = Result.of(out.loss_sum), int(out.n_valid)
+            loss_sum = float(summed.value)
+            _watch(summed.edge, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
             return
         logits = out if isinstance(out, Tensor) else _get(out, "logits")
         unfused = type(logits) is Tensor or (isinstance(logits, Tensor) and not results)
         if unfused and logits.requires_grad:
             held = logits.detach()
-            _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
+            _watch(get_gradient_edge(logits), lambda g: self._add(micro_batch_of(held, g)))
             return
         loss = _get(out, "loss")
         if loss is not None and len(fused) == 1:
             ((loss_sum_of_all, n_valid, _),) = fused
-            if len(results) == 1 and results[0].requires_grad:
-                loss = results[0]  # without auxiliary losses
-            self._watch_loss(loss, float(loss_sum_of_all), int(n_valid))
+            watched = Result.of(loss)
+            if len(results) == 1 and results[0].edge is not None:
+                watched = results[0]  # without auxiliary losses
+            self._watch_loss(watched, float(loss_sum_of_all), int(n_valid))
             return
         shifted = kwargs.get("shift_labels")
         labels = kwargs.get("labels") if shifted is None else shifted
@@ -162,13 +165,13 @@ class Audit:
                 total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
         finally:
             LossObserver.current = observer
-        self._watch_loss(loss, total, int((aligned != -100).sum()))
+        self._watch_loss(Result.of(loss), total, int((aligned != -100).sum()))
 
-    def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
+    def _watch_loss(self, loss: Result, total: float, n: int) -> None:
         """Watch the gradient of a loss whose logits are never computed."""
-        value = float(loss.detach())
+        value = float(loss.value)
         divided_by = total / value if value else math.inf
-        _watch(loss, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
+        _watch(loss.edge, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -300,10 +303,18 @@ def audit(
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
 
 
-def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
-    """Call ``callback`` with the gradient of ``x``."""
-    if x.requires_grad:
-        x.register_hook(lambda grad: callback(grad.detach()))
+def _watch(edge: GradientEdge | None, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient that arrives at ``edge``."""
+    if edge is None:
+        return
+    nr = edge.output_nr  # the hook holds no reference to its own node
+
+    def hook(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[nr]
+        if grad is not None:
+            callback(grad.detach())
+
+    edge.node.register_prehook(hook)
 
 
 def _get(out: Any, name: str) -> Any:

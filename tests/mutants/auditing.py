@@ -65,8 +65,20 @@ MUTANTS = [
     ),
     Mutant(
         "audit: auxiliary losses weigh tokens",
-        "if len(results) == 1 and results[0].requires_grad:",
+        "if len(results) == 1 and results[0].edge is not None:",
         "if False:",
         "test_audit.py -k auxiliary_loss_is_no",
+    ),
+    Mutant(
+        "audit: a loss is read after the model has changed it",
+        "return cls(loss.detach().clone(), edge)",
+        "return cls(loss.detach(), edge)",
+        "test_audit.py -k in_place",
+    ),
+    Mutant(
+        "audit: a sum of losses is read after the model has changed it",
+        "out.loss_sum.detach().clone(), out.n_valid",
+        "out.loss_sum.detach(), out.n_valid",
+        "test_audit.py -k in_place",
     ),
 ]
