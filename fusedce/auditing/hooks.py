@@ -40,6 +40,7 @@ class _Open:
     micro: list[MicroBatch] = field(default_factory=list)
     logged: float | None = None
     lost: int = 0  # micro-batches whose gradients were set to zero before the step
+    overflowed: bool = False  # whether those gradients were not finite
     afterwards: float = 1.0  # factor on .grad between the last backward and the step
 
 
@@ -62,6 +63,8 @@ class Audit:
         self._backward = -1  # id of the backward that runs, or ran last
         # Parameters, and copies of their gradients after that backward.
         self._grads: list[tuple[Tensor, Tensor]] = []
+        self._finite = True  # whether all gradients were finite after that backward
+        self._scale = 0.0  # what the loss of that backward was multiplied by
         self._observer: LossObserver | None = None
         self._handles: list[Any] = []
 
@@ -180,6 +183,7 @@ class Audit:
         if backward != self._backward:
             self._backward = backward
             self._count_lost()
+            self._scale = self._loss_scale()
             queue = Variable._execution_engine.queue_callback
             # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
             # complete the gradients, later in this backward; a callback that is queued at the end
@@ -188,8 +192,9 @@ class Audit:
         self._now.micro.append(micro)
 
     def _copy_gradients(self) -> None:
-        """Copy the gradients of the smallest parameters after a backward."""
+        """Copy the gradients of the smallest parameters, and check all, after a backward."""
         found = [p for p in self._model.parameters() if p.grad is not None]
+        self._finite = all(_is_finite(local_of(p.grad)) for p in found)
         found = sorted(found, key=lambda p: p.numel())[:_COPIES]
         self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
 
@@ -200,6 +205,8 @@ class Audit:
         have = held_by_fsdp2(self._model) or any(bool(local_of(grad).any()) for grad in grads)
         if had and not have:
             self._now.lost = len(self._now.micro)
+            # A GradScaler that has skipped a step lowers its scale.
+            self._now.overflowed |= not self._finite or self._loss_scale() < self._scale
 
     def _after_correction(self, factor: float) -> None:
         """Follow a correction of the gradients by ``LossAccumulator.finish``."""
@@ -226,7 +233,9 @@ class Audit:
         if mine and self._now.micro:
             self._count_lost()
             self._now.afterwards = self._factor_on_gradients()
-            self._ended.append(self._now)
+            # A GradScaler lets a fused optimizer skip its own step, and sets `found_inf` meanwhile.
+            if not getattr(optimizer, "found_inf", None):
+                self._ended.append(self._now)
             self._now, self._grads = _Open(), []
 
     # ---- the report -------------------------------------------------------------------------
@@ -242,11 +251,14 @@ class Audit:
             dist.all_gather_object(ranks, self._ended)
         averaged_over = 1 if self._adds else len(ranks)
         for together in zip(*ranks, strict=False):
-            micro = [m for one in together for m in one.micro if m.n_tokens]
+            # A loop skips a step on purpose if the gradients on any rank are not finite.
+            skipped = any(one.overflowed for one in together)
+            kept = [one.micro[one.lost if skipped else 0 :] for one in together]
+            micro = [m for of_rank in kept for m in of_rank if m.n_tokens]
             logged = [one.logged for one in together if one.logged is not None]
             if micro:
                 step = step_of(micro, averaged_over, logged[0] if logged else None)
-                step.lost = sum(one.lost for one in together)
+                step.lost = 0 if skipped else sum(one.lost for one in together)
                 step.afterwards = together[0].afterwards
                 self.steps.append(step)
 
@@ -315,6 +327,12 @@ def _watch(edge: GradientEdge | None, callback: Callable[[Tensor], None]) -> Non
             callback(grad.detach())
 
     edge.node.register_prehook(hook)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all entries are finite; no memory of the size of ``x`` is taken."""
+    values = x._values() if x.is_sparse else x
+    return not values.numel() or math.isfinite(torch.linalg.vector_norm(values, math.inf))
 
 
 def _get(out: Any, name: str) -> Any:

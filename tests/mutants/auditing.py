@@ -81,4 +81,34 @@ MUTANTS = [
         "out.loss_sum.detach(), out.n_valid",
         "test_audit.py -k in_place",
     ),
+    Mutant(
+        "audit: a step that is skipped for its gradients is a mistake",
+        "not self._finite or self._loss_scale() < self._scale",
+        "self._loss_scale() < self._scale",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: a lower scale says nothing of an overflow",
+        "not self._finite or self._loss_scale() < self._scale",
+        "not self._finite",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: every lost gradient is one that overflowed",
+        "not self._finite or self._loss_scale() < self._scale",
+        "True",
+        "test_audit.py -k lost",
+    ),
+    Mutant(
+        "audit: skipped micro-batches count",
+        "one.micro[one.lost if skipped else 0 :]",
+        "one.micro",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: a step that a fused optimizer skips counts",
+        'if not getattr(optimizer, "found_inf", None):',
+        "if True:",
+        "test_audit.py -k fused_optimizer",
+    ),
 ]
