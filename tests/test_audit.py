@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import functools
 import logging
+import math
 
 import pytest
 import torch
@@ -218,6 +219,61 @@ def test_gradients_that_an_engine_takes_out_of_grad_are_not_lost():
             handle.remove()
 
     assert watched(loop).verdict() == RIGHT
+
+
+# ---- steps that are skipped on purpose ----------------------------------------------------------
+
+
+class Overflows(Model):
+    """A gradient of its head overflows in backward when it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.padding = torch.nn.ParameterList(torch.zeros(1) for _ in range(4))  # the smallest
+        self.overflow = False
+        self.head.weight.register_hook(lambda g: g * math.inf if self.overflow else g)
+
+    def forward(self, hidden):
+        return super().forward(hidden) + sum(self.padding)
+
+
+def overflowing(where, skip, fused=False, to_none=True):
+    """Three steps of an averaging loop, the second of which overflows and is skipped."""
+    model = Overflows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=skip == "scaler")
+    with fusedce.audit(model, loss_scale=scaler.get_scale) as report:
+        for i in range(3):
+            model.overflow = where == "backward" and i == 1
+            factor = math.inf if where == "loss" and i == 1 else 1 / 2
+            for one in batches(SIZES, i):
+                scaler.scale(cross_entropy(model, one) * factor).backward()
+            if where == "after backward" and i == 1:
+                model.head.weight.grad[0, 0] = math.inf
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9) if skip == "norm" else 0
+            if math.isfinite(norm):
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=to_none)
+    return report
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("where", "skip"), [
+    ("backward", "scaler"), ("loss", "scaler"), ("after backward", "scaler"),
+    ("backward", "norm"), ("loss", "norm"),
+])  # fmt: skip
+def test_a_step_that_is_skipped_for_its_gradients_is_left_out(where, skip, to_none):
+    report = overflowing(where, skip, to_none=to_none)
+    assert report.verdict() == AVERAGED
+    assert [(step.n_tokens, step.lost) for step in report.steps] == [(16, 0)] * 2
+
+
+@pytest.mark.parametrize("where", ["backward", "loss"])
+def test_a_fused_optimizer_that_skips_a_step_itself(where):
+    report = overflowing(where, "scaler", fused=True)
+    assert report.verdict() == AVERAGED
+    assert [(step.n_tokens, step.lost) for step in report.steps] == [(16, 0)] * 2
 
 
 def test_what_is_logged_is_compared():
@@ -447,3 +503,30 @@ def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
 def test_a_loss_that_cannot_be_fused(replaced):
     """The logits of a replaced head are real then, and no configuration is asked."""
     assert [step.n_tokens for step in steps_of(Whole(clamped=True), replaced)] == [8, 3]
+
+
+class InPlace(Whole):
+    """Changes its loss in place: Mixtral adds a router's loss, others divide a sum."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, hidden, labels):
+        logits = self.head(torch.tanh(self.body(hidden)))
+        loss = F.cross_entropy(logits, labels, reduction=self.operation)
+        if self.operation == "sum":
+            loss /= (labels != -100).sum()
+        else:
+            loss += 2 * (1 + hidden.square().mean())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("operation", ["mean", "sum"])
+def test_a_loss_that_the_model_changes_in_place(operation, replaced):
+    steps = steps_of(InPlace(operation), replaced)
+    assert [step.scale for step in steps] == pytest.approx([1, 1], rel=1e-4)
+    losses = [step.loss for step in steps]
+    right = [step.loss for step in steps_of(Whole(), False)]
+    assert losses == pytest.approx(right, rel=1e-4)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -25,7 +26,7 @@ from fusedce.accumulate.window_grads import OnCorrection, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
-from fusedce.head.report import LossObserver
+from fusedce.head.report import LossObserver, Result
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class _Open:
     micro: list[MicroBatch] = field(default_factory=list)
     logged: float | None = None
     lost: int = 0  # micro-batches whose gradients were set to zero before the step
+    overflowed: bool = False  # whether those gradients were not finite
     afterwards: float = 1.0  # factor on .grad between the last backward and the step
 
 
@@ -61,6 +63,8 @@ class Audit:
         self._backward = -1  # id of the backward that runs, or ran last
         # Parameters, and copies of their gradients after that backward.
         self._grads: list[tuple[Tensor, Tensor]] = []
+        self._finite = True  # whether all gradients were finite after that backward
+        self._scale = 0.0  # what the loss of that backward was multiplied by
         self._observer: LossObserver | None = None
         self._handles: list[Any] = []
 
@@ -130,21 +134,23 @@ class Audit:
         if not torch.is_grad_enabled() or out is None:  # None: the forward has raised an error
             return
         if isinstance(out, LossSum):
-            loss_sum, n = float(out.loss_sum.detach()), int(out.n_valid)
-            _watch(out.loss_sum, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
+            summed, n = Result.of(out.loss_sum), int(out.n_valid)
+            loss_sum = float(summed.value)
+            _watch(summed.edge, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
             return
         logits = out if isinstance(out, Tensor) else _get(out, "logits")
         unfused = type(logits) is Tensor or (isinstance(logits, Tensor) and not results)
         if unfused and logits.requires_grad:
             held = logits.detach()
-            _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
+            _watch(get_gradient_edge(logits), lambda g: self._add(micro_batch_of(held, g)))
             return
         loss = _get(out, "loss")
         if loss is not None and len(fused) == 1:
             ((loss_sum_of_all, n_valid, _),) = fused
-            if len(results) == 1 and results[0].requires_grad:
-                loss = results[0]  # without auxiliary losses
-            self._watch_loss(loss, float(loss_sum_of_all), int(n_valid))
+            watched = Result.of(loss)
+            if len(results) == 1 and results[0].edge is not None:
+                watched = results[0]  # without auxiliary losses
+            self._watch_loss(watched, float(loss_sum_of_all), int(n_valid))
             return
         shifted = kwargs.get("shift_labels")
         labels = kwargs.get("labels") if shifted is None else shifted
@@ -162,13 +168,13 @@ class Audit:
                 total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
         finally:
             LossObserver.current = observer
-        self._watch_loss(loss, total, int((aligned != -100).sum()))
+        self._watch_loss(Result.of(loss), total, int((aligned != -100).sum()))
 
-    def _watch_loss(self, loss: Tensor, total: float, n: int) -> None:
+    def _watch_loss(self, loss: Result, total: float, n: int) -> None:
         """Watch the gradient of a loss whose logits are never computed."""
-        value = float(loss.detach())
+        value = float(loss.value)
         divided_by = total / value if value else math.inf
-        _watch(loss, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
+        _watch(loss.edge, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -177,6 +183,7 @@ class Audit:
         if backward != self._backward:
             self._backward = backward
             self._count_lost()
+            self._scale = self._loss_scale()
             queue = Variable._execution_engine.queue_callback
             # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
             # complete the gradients, later in this backward; a callback that is queued at the end
@@ -185,8 +192,9 @@ class Audit:
         self._now.micro.append(micro)
 
     def _copy_gradients(self) -> None:
-        """Copy the gradients of the smallest parameters after a backward."""
+        """Copy the gradients of the smallest parameters, and check all, after a backward."""
         found = [p for p in self._model.parameters() if p.grad is not None]
+        self._finite = all(_is_finite(local_of(p.grad)) for p in found)
         found = sorted(found, key=lambda p: p.numel())[:_COPIES]
         self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
 
@@ -197,6 +205,8 @@ class Audit:
         have = held_by_fsdp2(self._model) or any(bool(local_of(grad).any()) for grad in grads)
         if had and not have:
             self._now.lost = len(self._now.micro)
+            # A GradScaler that has skipped a step lowers its scale.
+            self._now.overflowed |= not self._finite or self._loss_scale() < self._scale
 
     def _after_correction(self, factor: float) -> None:
         """Follow a correction of the gradients by ``LossAccumulator.finish``."""
@@ -223,7 +233,9 @@ class Audit:
         if mine and self._now.micro:
             self._count_lost()
             self._now.afterwards = self._factor_on_gradients()
-            self._ended.append(self._now)
+            # A GradScaler lets a fused optimizer skip its own step, and sets `found_inf` meanwhile.
+            if not getattr(optimizer, "found_inf", None):
+                self._ended.append(self._now)
             self._now, self._grads = _Open(), []
 
     # ---- the report -------------------------------------------------------------------------
@@ -239,11 +251,14 @@ class Audit:
             dist.all_gather_object(ranks, self._ended)
         averaged_over = 1 if self._adds else len(ranks)
         for together in zip(*ranks, strict=False):
-            micro = [m for one in together for m in one.micro if m.n_tokens]
+            # A loop skips a step on purpose if the gradients on any rank are not finite.
+            skipped = any(one.overflowed for one in together)
+            kept = [one.micro[one.lost if skipped else 0 :] for one in together]
+            micro = [m for of_rank in kept for m in of_rank if m.n_tokens]
             logged = [one.logged for one in together if one.logged is not None]
             if micro:
                 step = step_of(micro, averaged_over, logged[0] if logged else None)
-                step.lost = sum(one.lost for one in together)
+                step.lost = 0 if skipped else sum(one.lost for one in together)
                 step.afterwards = together[0].afterwards
                 self.steps.append(step)
 
@@ -300,10 +315,24 @@ def audit(
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
 
 
-def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
-    """Call ``callback`` with the gradient of ``x``."""
-    if x.requires_grad:
-        x.register_hook(lambda grad: callback(grad.detach()))
+def _watch(edge: GradientEdge | None, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient that arrives at ``edge``."""
+    if edge is None:
+        return
+    nr = edge.output_nr  # the hook holds no reference to its own node
+
+    def hook(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[nr]
+        if grad is not None:
+            callback(grad.detach())
+
+    edge.node.register_prehook(hook)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all entries are finite; no memory of the size of ``x`` is taken."""
+    values = x._values() if x.is_sparse else x
+    return not values.numel() or math.isfinite(torch.linalg.vector_norm(values, math.inf))
 
 
 def _get(out: Any, name: str) -> Any:

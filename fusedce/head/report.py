@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedce.contract.monitors import MonitoredLossSum
 from fusedce.contract.results import LossSum
@@ -158,6 +159,19 @@ def _users_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+class Result(NamedTuple):
+    """A loss at the moment it was returned; the model may change the tensor in place later."""
+
+    value: Tensor  # () copy, without a graph
+    edge: GradientEdge | None  # where its gradient arrives; None if it needs none
+
+    @classmethod
+    def of(cls, loss: Tensor) -> Result:
+        """The value and the gradient's place of ``loss ()``."""
+        edge = get_gradient_edge(loss) if loss.requires_grad else None
+        return cls(loss.detach().clone(), edge)
+
+
 class LossObserver:
     """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
 
@@ -171,7 +185,7 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned, with its graph; not in compiled code.
+        results: what each ``F.cross_entropy`` has returned (:class:`Result`); not in compiled code.
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.monitors.MonitoredLossSum`).
 
@@ -185,7 +199,7 @@ class LossObserver:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
-        self.results: list[Tensor] = []
+        self.results: list[Result] = []
         self._thread = threading.get_ident()
 
     @classmethod
@@ -198,7 +212,8 @@ class LossObserver:
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
-        self.losses.append((out.loss_sum.detach(), out.n_valid, reduction))
+        # The sum may be the loss itself, which the model may change in place.
+        self.losses.append((out.loss_sum.detach().clone(), out.n_valid, reduction))
         if isinstance(out, MonitoredLossSum):
             self.monitors.append(out.monitors)
 

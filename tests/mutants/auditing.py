@@ -65,8 +65,50 @@ MUTANTS = [
     ),
     Mutant(
         "audit: auxiliary losses weigh tokens",
-        "if len(results) == 1 and results[0].requires_grad:",
+        "if len(results) == 1 and results[0].edge is not None:",
         "if False:",
         "test_audit.py -k auxiliary_loss_is_no",
+    ),
+    Mutant(
+        "audit: a loss is read after the model has changed it",
+        "return cls(loss.detach().clone(), edge)",
+        "return cls(loss.detach(), edge)",
+        "test_audit.py -k in_place",
+    ),
+    Mutant(
+        "audit: a sum of losses is read after the model has changed it",
+        "out.loss_sum.detach().clone(), out.n_valid",
+        "out.loss_sum.detach(), out.n_valid",
+        "test_audit.py -k in_place",
+    ),
+    Mutant(
+        "audit: a step that is skipped for its gradients is a mistake",
+        "not self._finite or self._loss_scale() < self._scale",
+        "self._loss_scale() < self._scale",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: a lower scale says nothing of an overflow",
+        "not self._finite or self._loss_scale() < self._scale",
+        "not self._finite",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: every lost gradient is one that overflowed",
+        "not self._finite or self._loss_scale() < self._scale",
+        "True",
+        "test_audit.py -k lost",
+    ),
+    Mutant(
+        "audit: skipped micro-batches count",
+        "one.micro[one.lost if skipped else 0 :]",
+        "one.micro",
+        "test_audit.py -k skipped",
+    ),
+    Mutant(
+        "audit: a step that a fused optimizer skips counts",
+        'if not getattr(optimizer, "found_inf", None):',
+        "if True:",
+        "test_audit.py -k fused_optimizer",
     ),
 ]

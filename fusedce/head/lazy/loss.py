@@ -37,7 +37,7 @@ from fusedce.head.lazy.grad import LogitsGrad, Term, check_not_batched
 from fusedce.head.lazy.logits import LazyLogits, LogitsSource, Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
-from fusedce.head.report import LossObserver, expected_factor
+from fusedce.head.report import LossObserver, Result, expected_factor
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import reduced
@@ -433,7 +433,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, *args: Any, **kwargs
     plan.call.report.fused()
     loss = _apply(x, LossWithGrads.of(plan) or LossGraph(plan)) if wanted else plan.compute()
     if (observer := LossObserver.of_this_thread()) is not None:
-        observer.results.append(loss)
+        observer.results.append(Result.of(loss))
     return loss
 
 
