@@ -395,7 +395,7 @@ def trainer_report(tmp_path, replaced=False, **kwargs):
     if kwargs.pop("naive", False):
         model.accepts_loss_kwargs = False  # as transformers was before it counted tokens
     report = fusedce.audit(model)
-    args = arguments(tmp_path, size=1, steps=4)
+    args = arguments(tmp_path, size=1, steps=4, bf16=kwargs.pop("bf16", False))
     train(transformers.Trainer, model, args, **kwargs, callbacks=[report.callback()])
     return report
 
@@ -433,6 +433,15 @@ def test_a_trainer_that_averages(tmp_path, replaced):
     assert report.verdict().startswith("your micro-batches are averaged: tokens of short ones")
     assert len(report.steps) == 3
     assert all(step.logged is not None for step in report.steps)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("naive", [False, True])
+def test_a_trainer_with_mixed_precision(tmp_path, naive, replaced):
+    """accelerate returns fp32 copies of the bf16 logits that the loss is made of."""
+    report = trainer_report(tmp_path, replaced, naive=naive, bf16=True)
+    assert report.verdict().startswith("your micro-batches are averaged" if naive else RIGHT)
+    assert len(report.steps) == 3
 
 
 def test_lightning():
@@ -503,6 +512,28 @@ def test_an_auxiliary_loss_is_no_weight_of_tokens(replaced, scale):
 def test_a_loss_that_cannot_be_fused(replaced):
     """The logits of a replaced head are real then, and no configuration is asked."""
     assert [step.n_tokens for step in steps_of(Whole(clamped=True), replaced)] == [8, 3]
+
+
+class Copies(Whole):
+    """Returns a copy of the logits that its loss is made of, as mixed precision does."""
+
+    def forward(self, hidden, labels):
+        out = super().forward(hidden, labels)
+        return {"loss": out["loss"], "logits": out["logits"].double()}
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_logits_that_are_copies(own_loss):
+    """The loss is the model's, or the loop's of the copies."""
+    model = Copies()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        for hidden, labels in batches(SIZES):
+            out = model(hidden, labels)
+            ((F.cross_entropy(out["logits"], labels) if own_loss else out["loss"]) / 2).backward()
+        step(optimizer)
+    assert report.verdict() == AVERAGED
+    assert [step.n_tokens for step in report.steps] == [16]
 
 
 class InPlace(Whole):

@@ -30,6 +30,7 @@ from fusedce.head.report import LossObserver, Result
 
 logger = logging.getLogger(__name__)
 
+_CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
 _COPIES = 4  # parameters whose gradients are compared before and after clipping
 
 
@@ -142,7 +143,8 @@ class Audit:
         unfused = type(logits) is Tensor or (isinstance(logits, Tensor) and not results)
         if unfused and logits.requires_grad:
             held = logits.detach()
-            _watch(get_gradient_edge(logits), lambda g: self._add(micro_batch_of(held, g)))
+            edge = _edge_of_trained(logits, _get(out, "loss"))
+            _watch(edge, lambda g: self._add(micro_batch_of(held, g)))
             return
         loss = _get(out, "loss")
         if loss is not None and len(fused) == 1:
@@ -313,6 +315,28 @@ def audit(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
+
+
+def _edge_of_trained(logits: Tensor, loss: Tensor | None) -> GradientEdge:
+    """Where the gradient of ``logits`` arrives, or of what they copy if ``loss`` is made of that.
+
+    With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
+    logits that the model's loss is made of.
+    """
+    edge = get_gradient_edge(logits)
+    if not isinstance(loss, Tensor) or loss.grad_fn is None or edge.node.name() not in _CASTS:
+        return edge
+    behind, new = {loss.grad_fn}, [loss.grad_fn]  # nodes of the graph of the loss
+    while new:
+        nodes = {node for node, _ in new.pop().next_functions if node is not None}
+        new += nodes - behind
+        behind |= nodes
+    node, nr = edge.node, edge.output_nr
+    while node not in behind and node.name() in _CASTS:
+        source, nr = node.next_functions[0]
+        assert source is not None  # a copy that needs a gradient has a source that needs one
+        node = source
+    return GradientEdge(node, nr) if node in behind else edge
 
 
 def _watch(edge: GradientEdge | None, callback: Callable[[Tensor], None]) -> None:

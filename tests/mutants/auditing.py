@@ -111,4 +111,10 @@ MUTANTS = [
         "if True:",
         "test_audit.py -k fused_optimizer",
     ),
+    Mutant(
+        "audit: copies of the logits have all of their gradient",
+        "return GradientEdge(node, nr) if node in behind else edge",
+        "return edge",
+        "test_audit.py -k copies",
+    ),
 ]
