@@ -195,4 +195,10 @@ MUTANTS = [
         "if False:",
         "test_rank_scenarios.py -k forward",
     ),
+    Mutant(
+        "ended windows: the ranks' words differ",
+        "if rank is not None and not sent.read_rows():",
+        "if rank is not None:",
+        "test_uneven.py -k runs_out",
+    ),
 ]

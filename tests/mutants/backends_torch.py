@@ -257,4 +257,10 @@ MUTANTS = [
         "pass",
         "test_smoothing.py",
     ),
+    Mutant(
+        "large head: the labels' rows are added to a rounded product",
+        "add_product(classes, rows)\n            self.weight[classes] = rows.to(self.weight.dtype)",
+        "self.weight[classes] = (self.weight[classes] + rows).to(self.weight.dtype)",
+        "test_one_rounding.py -k share_a_mean_do_no_harm",
+    ),
 ]

@@ -110,9 +110,45 @@ MUTANTS = [
         f"{GIVEN} -k torchs",
     ),
     Mutant(
-        "probabilities: they may ask for a gradient",
-        "if probabilities.requires_grad and torch.is_grad_enabled():",
+        "reverse: the mean is of probabilities that do not sum to 1",
+        "self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()",
+        "pass",
+        "test_kl.py -k scale_the_mean",
+    ),
+    Mutant(
+        "reverse kernel: the mean is of probabilities that do not sum to 1",
+        "mean /= total",
+        "mean /= 1.0",
+        "test_kl.py -k scale_the_mean",
+    ),
+    Mutant(
+        "jsd: the mean is of probabilities that do not sum to 1",
+        "self.mean /= self.total",
+        "pass",
+        "test_kl.py -k far_apart",
+    ),
+    Mutant(
+        "jsd: a mixture with hardly any of one distribution is lost",
+        "if not 0.1 <= beta <= 0.9:",
         "if False:",
+        "test_kl.py -k hardly",
+    ),
+    Mutant(
+        "jsd kernel: a mixture with hardly any of one distribution is lost",
+        "far = w * e < -0.5",
+        "far = w * e < -2.0",
+        "test_kl.py -k hardly",
+    ),
+    Mutant(
+        "probabilities: a tangent is dropped",
+        "if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():",
+        "if False:",
+        "test_derivatives.py -k tangent_of_class",
+    ),
+    Mutant(
+        "probabilities: they may ask for a gradient",
+        "differentiated = probabilities.requires_grad and torch.is_grad_enabled()",
+        "differentiated = False",
         f"{GIVEN} -k what_is_wrong",
     ),
     Mutant(

@@ -123,4 +123,22 @@ MUTANTS = [
         'metrics["entropy"].append(entropy / tokens)',
         "trainer/test_sft.py -k test_sft",
     ),
+    Mutant(
+        "a prediction step of the user's own is training",
+        "if self._eval_totals is None:  # called by a loop of the user's own",
+        "if False:",
+        "trainer/test_mixin.py -k users_own",
+    ),
+    Mutant(
+        "evaluation: a loss that was not counted is NaN",
+        'in output.metrics and metrics["n_tokens"]:',
+        "in output.metrics:",
+        "trainer/test_mixin.py -k not_counted",
+    ),
+    Mutant(
+        "an observer sees other threads",
+        "return observer if observer._thread == threading.get_ident() else None",
+        "return observer",
+        "head/test_losses.py -k of_its_thread",
+    ),
 ]
