@@ -43,6 +43,8 @@ def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Mo
     one_pass = problem.plain() and not any(monitored)
     statistics = monitored.lse or monitored.entropy or transformed()
     if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
+        if monitored.argmax and any(wanted):  # which may be written into the labels' memory
+            problem = problem.but(labels=problem.labels.clone())  # for backward
         losses, stats = token_ops.losses(problem, monitored)
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())

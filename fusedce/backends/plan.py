@@ -340,9 +340,9 @@ def _block_multiple(call: Call) -> int:
 def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
     """Classes of a tile, at most. Under a budget they follow from H, the dtype and the budget.
 
-    With a budget of four times the least or more, these are the classes of a tile of every batch, and a
-    token has the same bits in each. Nearer to the least, the number of tokens decides whether tiles
-    must be narrower (:func:`_tilings`), and the last bits depend on it.
+    With a budget of four times the least or more, these are the classes of a tile of every batch,
+    and a token has the same bits in each. Nearer to the least, the number of tokens decides whether
+    tiles must be narrower (:func:`_tilings`), and the last bits depend on it.
     """
     most = _TILE_CLASSES_CPU if call.on_cpu else _TILE_CLASSES_DEVICE
     if memory_budget is None:

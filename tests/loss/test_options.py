@@ -217,6 +217,22 @@ def test_argmax_out_in_the_memory_of_labels(backend, grad):
         assert out.monitors["correct"] == ((best == labels) & (labels != -100)).sum()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"monitor": ("entropy",)}, {"monitor": ("z_loss",)}, {"softcap": 5.0, "label_smoothing": 0.1}],
+)
+def test_backward_after_argmax_out_has_overwritten_the_labels(options):
+    """These losses read the labels again in backward."""
+    hidden, weight, labels, _ = Case((30,), 12, 70, ignored=0.3).tensors()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    right = torch.autograd.grad(fused_ce(*leaves, labels, **options)[0], leaves)
+    shifted = torch.cat([labels[:1], labels])
+    for read, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
+        loss = fused_ce(*leaves, read, argmax_out=argmax, **options)[0]
+        got = torch.autograd.grad(loss, leaves)
+        torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
+
+
 def test_plain_means_plain():
     """Options at their neutral values take the plain way, bit by bit."""
     hidden, weight, labels, _ = Case((30,), 12, 70).tensors()
