@@ -11,6 +11,8 @@ of the reference's, under ``torch.no_grad()``.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
+
+_LEAST = 1e-300  # of a probability whose logarithm is taken, in float64
 
 
 def grpo_loss(
@@ -57,7 +61,10 @@ def grpo_loss(
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
-    ratio = torch.exp(logprob - sampled.masked_fill(~used, 0))
+    difference = logprob - sampled.masked_fill(~used, 0)
+    # Where the clamped ratio counts, an infinite one would make 0 times infinity.
+    most = math.log(torch.finfo(difference.dtype).max) - 8
+    ratio = torch.where(a < 0, difference, difference.clamp(max=most)).exp()
     loss = -torch.minimum(ratio * a, ratio.clamp(1 - clip[0], 1 + clip[1]) * a)
     if reference is not None and kl:
         d = reference.masked_fill(~used, 0) - logprob
@@ -121,11 +128,19 @@ def kto_loss(
     Returns:
         :class:`fusedce.LossSum` over sequences.
 
+    Raises:
+        ValueError: ``desirable`` has another shape than ``policy``.
+
     Examples:
         >>> desirable = torch.tensor([True, False])
         >>> kto_loss(torch.zeros(2), torch.zeros(2), desirable, torch.tensor(0.0)).mean()
         tensor(0.5000)
     """
+    if desirable.shape != policy.shape:
+        raise ValueError(
+            f"desirable must have the shape of policy {tuple(policy.shape)}, got "
+            f"{tuple(desirable.shape)}"
+        )
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
     loss = torch.where(
         desirable,
@@ -152,7 +167,8 @@ def token_scaled_loss(
         tensor(0.3033)
     """
     logprob = logprob.masked_fill(~used, 0)
-    loss = -logprob.detach().exp() * logprob
+    finite = logprob.clamp(min=torch.finfo(logprob.dtype).min)  # 0 * -inf would be NaN
+    loss = -logprob.detach().exp() * finite
     return LossSum(loss.sum(), used.sum())
 
 
@@ -183,7 +199,7 @@ def distillation_loss(
     teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes,
     and makes no log-probabilities to store. Its formula is this one's, too, so that no token is
     below 0. Computed in float64 from log-probabilities; no logits of the student. ``p_tail`` is
-    taken as at least 2^-24.
+    taken as at least its rounding error, ``2^-24 * sum over k of p[k] * |log p[k]|`` in float32.
 
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
@@ -229,8 +245,10 @@ def distillation_loss(
     log_q = teacher.detach().double().masked_fill(~known, -torch.inf)
     log_p = student.double().masked_fill(~known, -torch.inf)
     covered = log_p.masked_fill(~counted[..., None], 0).logsumexp(-1, keepdim=True)
-    # log(1 - exp(covered)); rounding may take the known classes' probability to 1 and beyond
-    p_tail = torch.log(-torch.expm1(covered.clamp(max=-(2.0**-24))))
+    # log(1 - exp(covered)), where the student's log-probabilities were rounded to `student.dtype`
+    terms = (log_p.exp() * log_p).masked_fill(~known, 0).sum(-1, keepdim=True).detach()
+    error = (-terms * torch.finfo(student.dtype).eps / 2).clamp(min=_LEAST)
+    p_tail = torch.log(-torch.expm1(torch.minimum(covered, -error)))
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
     loss = forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
     total = loss.masked_fill(~counted, 0).sum()

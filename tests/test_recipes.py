@@ -1,5 +1,7 @@
 """Losses made of log-probabilities: values and gradients equal those of eager code on logits."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,3 +205,48 @@ def test_tokens_that_are_not_used_hold_anything(fill):
         loss = grpo.mean() + recipes.token_scaled_loss(logprob, used).mean()
         found.append((loss.detach(), *torch.autograd.grad(loss, logprob)))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("difference", [-1e4, -99.0, 0.1, 99.0, 1e4])
+@pytest.mark.parametrize("advantage", [2.0, 0.0])
+def test_grpo_of_policies_far_apart(difference, advantage):
+    """Clipped, an infinite ratio has no gradient; one that is 0 has none either."""
+    logprob = torch.tensor([[-1.0]], requires_grad=True)
+    sampled = torch.tensor([[-1.0 - difference]])
+    used = torch.ones(1, 1, dtype=torch.bool)
+    out = recipes.grpo_loss(logprob, sampled, torch.tensor([advantage]), used)
+    out.loss_sum.backward()
+    ratio = math.exp(max(min(difference, 1.0), -700))
+    expected = (-min(ratio, 1.2) * advantage, -ratio * advantage if ratio < 1.2 else 0.0)
+    found = float(out.loss_sum.detach()), float(logprob.grad)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-30)
+
+
+def test_a_sure_and_wrong_student_learns_of_the_tail():
+    """The gradient is that of the exact formula, down to probabilities of 1e-13."""
+    hidden = torch.tensor([[30.0]], requires_grad=True)
+    weight, teacher = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[math.log(0.6)]])
+    out = recipes.distillation_loss(hidden, weight, torch.tensor([[0]]), teacher)
+    out.loss_sum.backward()
+    exact = hidden.detach().double().requires_grad_()
+    log_p = (exact @ weight.double().T).log_softmax(-1)
+    tail = log_p[0, 1:].logsumexp(-1)
+    loss = 0.6 * (math.log(0.6) - log_p[0, 0]) + 0.4 * (math.log(0.4) - tail)
+    loss.backward()
+    assert float(out.loss_sum.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert float(hidden.grad) == pytest.approx(float(exact.grad), rel=1e-6)
+
+
+def test_an_impossible_token_scaled_by_its_probability():
+    logprob = torch.tensor([-torch.inf, -0.5], requires_grad=True)
+    out = recipes.token_scaled_loss(logprob, torch.tensor([True, True]))
+    out.loss_sum.backward()
+    assert float(out.loss_sum.detach()) == pytest.approx(0.5 * math.exp(-0.5))
+    assert logprob.grad.tolist() == [0.0, pytest.approx(-math.exp(-0.5))]
+
+
+def test_kto_of_labels_in_a_column():
+    with pytest.raises(ValueError, match=r"desirable must have the shape of policy \(2,\), got"):
+        recipes.kto_loss(
+            torch.zeros(2), torch.zeros(2), torch.ones(2, 1, dtype=torch.bool), torch.zeros(())
+        )

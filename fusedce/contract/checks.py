@@ -345,8 +345,9 @@ def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None)
     given = os.environ.get(BUDGET_VARIABLE, "").strip()
     if not given:
         return None
-    if not given.isdecimal() or int(given) < 1:
+    if not given.isdecimal() or len(given) > 19 or not 1 <= int(given) <= _LARGEST:
         raise ValueError(
-            f"{BUDGET_VARIABLE} in the environment must be a whole number of bytes, got {given!r}"
+            f"{BUDGET_VARIABLE} in the environment must be a whole number of bytes that fits in 64 "
+            f"bits, got {given!r}"
         )
     return int(given)

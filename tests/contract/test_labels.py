@@ -106,3 +106,10 @@ def test_a_bad_label_survives_its_code(position, value):
     assert -(2**63) <= code < 0
     got = f"{value} or beyond" if abs(value) > 2**30 else value  # the largest a code holds
     assert f"got {got} at flattened position {position}" in bad_label_message(code)
+
+
+def test_positions_of_a_narrow_dtype_do_not_begin_again():
+    positions, labels = torch.arange(256).repeat(2)[None], torch.arange(512)[None]
+    assert count_valid(labels, position_ids=positions.byte()) == 510
+    moved = shift_labels(labels, position_ids=positions.byte())
+    assert torch.equal(moved, shift_labels(labels, position_ids=positions))
