@@ -161,6 +161,7 @@ class FusedTrainerMixin:
         with LossObserver(denominator, monitor=MONITORED if self._stats else ()) as observer:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
+        self._has_evaluated = self._eval_totals is not None
         if self._eval_totals is not None or denominator is not None:
             for loss_sum, n_valid, _ in observer.losses:
                 totals.add((loss_sum, n_valid))
@@ -213,8 +214,8 @@ class FusedTrainerMixin:
     ) -> Any:
         """Run Trainer's loop; the loss is sum / count over all tokens.
 
-        It stays Trainer's own where no step has called ``compute_loss`` (Seq2SeqTrainer with
-        ``predict_with_generate``), or no token was valid.
+        It is NaN without tokens, and stays Trainer's own where no step has called ``compute_loss``
+        (Seq2SeqTrainer with ``predict_with_generate``).
         """
         with self._evaluating() as totals:
             output = super().evaluation_loop(  # type: ignore[misc]
@@ -222,7 +223,7 @@ class FusedTrainerMixin:
             )
             metrics = totals.metrics()
             stats = {} if self._stats is None else self._stats.logged(f"{metric_key_prefix}_")
-        if (name := f"{metric_key_prefix}_loss") in output.metrics and metrics["n_tokens"]:
+        if (name := f"{metric_key_prefix}_loss") in output.metrics and self._has_evaluated:
             output.metrics[name] = metrics["loss"]
             output.metrics.update(stats)
         return output
@@ -231,7 +232,7 @@ class FusedTrainerMixin:
     def _evaluating(self) -> Iterator[LossAccumulator]:
         """Count losses for evaluation, in totals of their own."""
         self._eval_totals = totals = LossAccumulator.from_accelerator(self.accelerator)
-        self._stats = stats_of(self)
+        self._stats, self._has_evaluated = stats_of(self), False
         try:
             yield totals
         finally:

@@ -270,12 +270,14 @@ class _ToTeacher:
         weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
         less = minus.expm1().mul_(weight)
         of_small = ratio.mul_(weight)  # in scratch
-        mixture, log = less + 1, less.log1p()  # over `big`
+        log = less.log1p()  # of the mixture over `big`
+        part = torch.addcmul(log, minus, of_small, value=-1).addcmul_(less, log)
         if not 0.1 <= beta <= 0.9:  # near 0 only the sum of two positive numbers is exact
             far = less < -0.5
-            both = of_small + torch.where(teacher, of_p, of_q)
-            mixture, log = mixture.where(~far, both), log.where(~far, both.log())
-        self.kl -= mixture.mul_(log).addcmul_(minus, of_small, value=-1).mul_(big).sum(0)
+            mixture = of_small + torch.where(teacher, of_p, of_q)
+            log = log.where(~far, mixture.log())
+            part = part.where(~far, mixture.mul_(log).addcmul_(minus, of_small, value=-1))
+        self.kl -= part.mul_(big).sum(0)
         torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
         self.mean += t.sum(0)
         self.total += q.sum(0)
