@@ -39,6 +39,9 @@ def grpo_loss(
         -min(r * A, clamp(r, 1 - clip[0], 1 + clip[1]) * A)
             + kl * (exp(d) - d - 1) - entropy_bonus * entropy
 
+    A token that is clipped, or has no advantage, gets no gradient however far the policies are
+    apart. An exponential that counts and is beyond the dtype is infinite, as in the formula.
+
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats where it is the divergence's.
 
@@ -57,8 +60,12 @@ def grpo_loss(
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
-    ratio = torch.exp(logprob - sampled.masked_fill(~used, 0))
-    loss = -torch.minimum(ratio * a, ratio.clamp(1 - clip[0], 1 + clip[1]) * a)
+    log_ratio = (logprob - sampled.masked_fill(~used, 0)).masked_fill(a == 0, 0)
+    # Clipped tokens leave before the differentiable exp, whose overflow would give 0 * inf.
+    ratio = log_ratio.detach().exp()
+    bound = ratio.clamp(1 - clip[0], 1 + clip[1])
+    clipped = ratio * a > bound * a
+    loss = -a * torch.where(clipped, bound, log_ratio.masked_fill(clipped, 0).exp())
     if reference is not None and kl:
         d = reference.masked_fill(~used, 0) - logprob
         loss = loss + kl * (torch.expm1(d) - d)

@@ -57,6 +57,30 @@ def test_grpo(backend):
     check(ours.mean(), eager, (hidden, weight))
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.1, 0.5, 80.0, 100.0, 1e4])
+@pytest.mark.parametrize("advantage", [-2.0, -1.0, 0.0, 1.5])
+def test_grpo_of_policies_far_apart(apart, advantage):
+    """An exponential that overflows leaves clipped tokens alone: no gradient of 0 * inf."""
+    used = torch.ones(1, 2, dtype=torch.bool)
+    for kl in (0.0, 0.1):
+        logprob = torch.tensor([[-1.0, -1.0 - apart]], requires_grad=True)
+        sampled = torch.tensor([[-1.0 - apart, -1.0]])
+        reference = logprob.detach() - apart
+        ours = recipes.grpo_loss(
+            logprob, sampled, torch.tensor([advantage]), used, reference=reference, kl=kl
+        ).loss_sum
+        r = (logprob.detach() - sampled).double().exp()
+        rises = (r <= 1.2) if advantage > 0 else (r >= 0.8)
+        counts = rises if advantage else torch.zeros_like(rises)
+        r_used = torch.where(counts, r, r.clamp(0.8, 1.2))
+        d = (reference - logprob.detach()).double()
+        exact = (-r_used * advantage + kl * (d.expm1() - d)).sum()
+        slope = torch.where(counts, -r * advantage, 0.0) - kl * d.expm1()
+        torch.testing.assert_close(ours, exact.float(), rtol=2e-5, atol=1e-6)
+        found = torch.autograd.grad(ours, logprob)[0]
+        torch.testing.assert_close(found, slope.float(), rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_dpo(backend, smoothing):

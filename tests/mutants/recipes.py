@@ -8,9 +8,15 @@ MONITORS = "test_monitors.py"
 MUTANTS = [
     Mutant(
         "grpo: clipped on one side",
-        "ratio.clamp(1 - clip[0], 1 + clip[1]) * a)\n",
-        "ratio.clamp(0, 1 + clip[1]) * a)\n",
+        "ratio.clamp(1 - clip[0], 1 + clip[1])\n",
+        "ratio.clamp(0, 1 + clip[1])\n",
         f"{RECIPES} -k grpo",
+    ),
+    Mutant(
+        "grpo: clipped after the exponential",
+        "log_ratio.masked_fill(clipped, 0).exp()",
+        "log_ratio.exp()",
+        f"{RECIPES} -k far_apart",
     ),
     Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),
     Mutant(
