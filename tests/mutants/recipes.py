@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "scaled: the factor trains",
-        "-logprob.detach().exp()",
-        "-logprob.exp()",
+        "factor = logprob.detach().exp()",
+        "factor = logprob.exp()",
         f"{RECIPES} -k scaled",
     ),
     Mutant(
@@ -48,6 +48,24 @@ MUTANTS = [
         "forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
         "forward_terms(log_p, log_q)",
         f"{RECIPES} -k distillation",
+    ),
+    Mutant(
+        "distillation: a raised tail has no gradient",
+        "value.log() + (tail - tail.detach()) / value",
+        "value.log()",
+        f"{RECIPES} -k sure_student",
+    ),
+    Mutant(
+        "distillation: a tail of noise",
+        "torch.maximum(tail, noise)",
+        "tail",
+        f"{RECIPES} -k noise",
+    ),
+    Mutant(
+        "log-probabilities: the likeliest class less itself",
+        "gap = gap.scatter(1, best, 0)",
+        "gap = gap + 0",
+        f"{RECIPES} -k noise",
     ),
     Mutant(
         "monitors: ignored labels are correct",
