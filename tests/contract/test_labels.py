@@ -64,6 +64,21 @@ def test_any_documents_are_those_shifted_one_by_one(
     assert alone == valid
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32])
+def test_narrow_positions_do_not_wrap_at_a_border(dtype):
+    first, last = 0, min(torch.iinfo(dtype).max, 300)
+    if dtype == torch.int8:
+        first = -128
+    positions = torch.arange(first, last + 1).repeat(2)[None]
+    labels = torch.arange(positions.numel())[None]
+    exact = shift_labels(labels, position_ids=positions)
+    assert (exact == -100).sum() == 2
+    assert shift_labels(labels, position_ids=positions.to(dtype)).equal(exact)
+    n = positions.numel() - 2
+    assert count_valid(labels, position_ids=positions) == n
+    assert count_valid(labels, position_ids=positions.to(dtype)) == n
+
+
 def test_count_is_after_the_shift():
     labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
     assert count_valid(labels).item() == 1
