@@ -85,6 +85,12 @@ MUTANTS = [
         "z_label /= 1.0",
         "test_temperature.py -k gradients",
     ),
+    Mutant(
+        "monitors: a share is a whole sum",
+        "MonitoredLossSum if out.is_whole else",
+        "MonitoredLossSum if True else",
+        MONITORS,
+    ),
     Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
     Mutant(
