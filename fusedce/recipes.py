@@ -11,8 +11,6 @@ of the reference's, under ``torch.no_grad()``.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +18,6 @@ from torch import Tensor
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
-
-_LEAST = 1e-300  # of a probability whose logarithm is taken, in float64
 
 
 def grpo_loss(
@@ -43,6 +39,9 @@ def grpo_loss(
         -min(r * A, clamp(r, 1 - clip[0], 1 + clip[1]) * A)
             + kl * (exp(d) - d - 1) - entropy_bonus * entropy
 
+    A token that is clipped, or has no advantage, gets no gradient however far the policies are
+    apart. An exponential that counts and is beyond the dtype is infinite, as in the formula.
+
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats where it is the divergence's.
 
@@ -61,11 +60,12 @@ def grpo_loss(
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
-    difference = logprob - sampled.masked_fill(~used, 0)
-    # Where the clamped ratio counts, an infinite one would make 0 times infinity.
-    most = math.log(torch.finfo(difference.dtype).max) - 8
-    ratio = torch.where(a < 0, difference, difference.clamp(max=most)).exp()
-    loss = -torch.minimum(ratio * a, ratio.clamp(1 - clip[0], 1 + clip[1]) * a)
+    log_ratio = (logprob - sampled.masked_fill(~used, 0)).masked_fill(a == 0, 0)
+    # Clipped tokens leave before the differentiable exp, whose overflow would give 0 * inf.
+    ratio = log_ratio.detach().exp()
+    bound = ratio.clamp(1 - clip[0], 1 + clip[1])
+    clipped = ratio * a > bound * a
+    loss = -a * torch.where(clipped, bound, log_ratio.masked_fill(clipped, 0).exp())
     if reference is not None and kl:
         d = reference.masked_fill(~used, 0) - logprob
         loss = loss + kl * (torch.expm1(d) - d)
@@ -129,18 +129,21 @@ def kto_loss(
         :class:`fusedce.LossSum` over sequences.
 
     Raises:
-        ValueError: ``desirable`` has another shape than ``policy``.
+        ValueError: ``reference`` or ``desirable`` of another shape than ``policy``, or a
+            ``divergence`` of more than one element.
 
     Examples:
         >>> desirable = torch.tensor([True, False])
         >>> kto_loss(torch.zeros(2), torch.zeros(2), desirable, torch.tensor(0.0)).mean()
         tensor(0.5000)
     """
-    if desirable.shape != policy.shape:
-        raise ValueError(
-            f"desirable must have the shape of policy {tuple(policy.shape)}, got "
-            f"{tuple(desirable.shape)}"
-        )
+    for name, x in (("reference", reference), ("desirable", desirable)):
+        if x.shape != policy.shape:
+            raise ValueError(
+                f"{name} must be (B,) = {tuple(policy.shape)} (from policy), got {tuple(x.shape)}"
+            )
+    if divergence.numel() != 1:
+        raise ValueError(f"divergence must be () for all pairs, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
     loss = torch.where(
         desirable,
@@ -167,8 +170,8 @@ def token_scaled_loss(
         tensor(0.3033)
     """
     logprob = logprob.masked_fill(~used, 0)
-    finite = logprob.clamp(min=torch.finfo(logprob.dtype).min)  # 0 * -inf would be NaN
-    loss = -logprob.detach().exp() * finite
+    factor = logprob.detach().exp()
+    loss = -factor * logprob.masked_fill(factor == 0, 0)  # p log p is 0 for p = 0
     return LossSum(loss.sum(), used.sum())
 
 
@@ -199,7 +202,8 @@ def distillation_loss(
     teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes,
     and makes no log-probabilities to store. Its formula is this one's, too, so that no token is
     below 0. Computed in float64 from log-probabilities; no logits of the student. ``p_tail`` is
-    taken as at least its rounding error, ``2^-24 * sum over k of p[k] * |log p[k]|`` in float32.
+    taken as at least the rounding of the known classes' probabilities: of one class near 1 it is
+    exact down to 1e-38, of several that share the probability to about 1e-7 (float32).
 
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
@@ -214,7 +218,8 @@ def distillation_loss(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``ValueError`` for
-            ``teacher`` of another shape than ``classes``.
+            ``teacher`` of another shape than ``classes``; ``TypeError`` for an ``ignore_index`` of
+            ``None``.
 
     Examples:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
@@ -227,6 +232,8 @@ def distillation_loss(
             f"classes and teacher must be (..., K) for hidden {tuple(hidden.shape)}, got "
             f"{tuple(classes.shape)} and {tuple(teacher.shape)}"
         )
+    if ignore_index is None:
+        raise TypeError("ignore_index must be an int, got None: give one that no class has")
     student = fused_logprobs(
         hidden,
         weight,
@@ -244,13 +251,27 @@ def distillation_loss(
     counted = known.any(-1)
     log_q = teacher.detach().double().masked_fill(~known, -torch.inf)
     log_p = student.double().masked_fill(~known, -torch.inf)
-    covered = log_p.masked_fill(~counted[..., None], 0).logsumexp(-1, keepdim=True)
-    # log(1 - exp(covered)), where the student's log-probabilities were rounded to `student.dtype`
-    terms = (log_p.exp() * log_p).masked_fill(~known, 0).sum(-1, keepdim=True).detach()
-    error = (-terms * torch.finfo(student.dtype).eps / 2).clamp(min=_LEAST)
-    p_tail = torch.log(-torch.expm1(torch.minimum(covered, -error)))
+    p_tail = _log_of_the_rest(log_p, torch.finfo(student.dtype).eps)
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
     loss = forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
     total = loss.masked_fill(~counted, 0).sum()
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return LossSum(total.to(wide), counted.sum())
+
+
+def _log_of_the_rest(
+    log_p: Tensor,  # (..., K) float64, -inf where there is no class
+    eps: float,  # relative rounding of the log-probabilities
+) -> Tensor:
+    """``log(1 - sum over k of exp(log_p[k]))``, ``(..., 1)``, finite and differentiable.
+
+    One minus the largest is exact, so that a sure student's tail survives. A tail below the
+    rounding of the others is noise, whose inverse would scale the gradient: it is raised to that.
+    """
+    largest, at = log_p.max(-1, keepdim=True)
+    tail = -torch.expm1(largest) - log_p.scatter(-1, at, -torch.inf).exp().sum(-1, keepdim=True)
+    with torch.no_grad():
+        rounding = -(log_p.exp() * log_p).masked_fill(log_p == -torch.inf, 0)
+        noise = 4 * eps * rounding.sum(-1, keepdim=True)
+        value = torch.maximum(tail, noise).clamp(min=torch.finfo(torch.float32).tiny)
+    return value.log() + (tail - tail.detach()) / value  # a raised tail has a gradient, too

@@ -82,6 +82,7 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
     """
     z_best = z.gather(1, best)
     gap = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    gap = gap.scatter(1, best, 0)  # its gradient by z_best would cancel, and leave rounding
     return (gap - nll[:, None]).masked_fill(~valid, 0)
 
 

@@ -82,8 +82,8 @@ def shift_labels(
                 f"position_ids must have the shape of labels {tuple(labels.shape)}, "
                 f"got {tuple(position_ids.shape)}"
             )
-        positions = position_ids.long()  # a narrow dtype would begin again at 0
-        same = same & (positions.roll(-offset, -1) == positions + offset)
+        position = position_ids.long()  # narrow integers wrap at the end of their range
+        same = same & (position.roll(-offset, -1) == position + offset)
     elif cu_seqlens is not None:
         document = _document_index(labels, cu_seqlens)
         same = same & (document.roll(-offset) == document)

@@ -26,19 +26,17 @@ class MonitoredLossSum(LossSum):
     """
 
     monitors: Mapping[str, Tensor] = MappingProxyType({})
-    _whole = True
 
-    @classmethod
-    def of(cls, out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
+    @staticmethod
+    def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
         """``out`` with these sums beside it."""
-        made = cls(*out)
-        made.monitors, made._whole = monitors, out.is_whole
+        made = (MonitoredLossSum if out.is_whole else ScaledMonitoredLossSum)(*out)
+        made.monitors = monitors
         return made
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is the sum itself, never multiplied or divided by a number."""
-        return self._whole
+    def _replace(self, **fields: Any) -> MonitoredLossSum:
+        """The same sums with other values in some fields."""
+        return MonitoredLossSum.of(super()._replace(**fields), self.monitors)
 
     def __add__(self, other: object) -> LossSum:
         """Losses, counts and monitors of both; those that one of them lacks are left out."""
@@ -66,6 +64,19 @@ class MonitoredLossSum(LossSum):
         if "z_loss" in monitors:
             monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
         return MonitoredLossSum.of(out, monitors)
+
+
+class ScaledMonitoredLossSum(MonitoredLossSum):
+    """A :class:`MonitoredLossSum` that was multiplied or divided by a number.
+
+    Its class says so, not an attribute: a pytree or a wrapper rebuilds a named tuple of its class
+    and its two fields.
+    """
+
+    @property
+    def is_whole(self) -> bool:
+        """Always False."""
+        return False
 
 
 def check_monitor(monitor: Collection[str]) -> None:

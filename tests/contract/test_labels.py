@@ -64,6 +64,21 @@ def test_any_documents_are_those_shifted_one_by_one(
     assert alone == valid
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32])
+def test_narrow_positions_do_not_wrap_at_a_border(dtype):
+    first, last = 0, min(torch.iinfo(dtype).max, 300)
+    if dtype == torch.int8:
+        first = -128
+    positions = torch.arange(first, last + 1).repeat(2)[None]
+    labels = torch.arange(positions.numel())[None]
+    exact = shift_labels(labels, position_ids=positions)
+    assert (exact == -100).sum() == 2
+    assert shift_labels(labels, position_ids=positions.to(dtype)).equal(exact)
+    n = positions.numel() - 2
+    assert count_valid(labels, position_ids=positions) == n
+    assert count_valid(labels, position_ids=positions.to(dtype)) == n
+
+
 def test_count_is_after_the_shift():
     labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
     assert count_valid(labels).item() == 1
@@ -106,10 +121,3 @@ def test_a_bad_label_survives_its_code(position, value):
     assert -(2**63) <= code < 0
     got = f"{value} or beyond" if abs(value) > 2**30 else value  # the largest a code holds
     assert f"got {got} at flattened position {position}" in bad_label_message(code)
-
-
-def test_positions_of_a_narrow_dtype_do_not_begin_again():
-    positions, labels = torch.arange(256).repeat(2)[None], torch.arange(512)[None]
-    assert count_valid(labels, position_ids=positions.byte()) == 510
-    moved = shift_labels(labels, position_ids=positions.byte())
-    assert torch.equal(moved, shift_labels(labels, position_ids=positions))

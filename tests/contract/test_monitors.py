@@ -1,8 +1,11 @@
 """Monitored sums beside the loss are right, have no gradient and take no second pass."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from fusedce import LossSum, fused_ce
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
@@ -75,6 +78,25 @@ def test_a_scaled_loss_keeps_its_monitors(factor):
         assert scaled.monitors["z_loss"].shape == ()
     with pytest.raises(TypeError, match="unsupported operand"):
         out * out
+
+
+def test_what_rebuilds_a_tuple_keeps_its_kind():
+    """Wrappers rebuild it of its fields; a share of a loss must not become a whole one."""
+    out = fused_ce(*inputs(), ignore_index=-1, monitor=("correct",))
+    for loss, whole in ((out, True), (out / 2, False), (out + out, True), (out + out / 2, False)):
+        for made in (
+            tree_map(lambda x: x, loss),
+            type(loss)(*loss),
+            loss._make(loss),
+            loss._replace(n_valid=loss.n_valid),
+            copy.copy(loss),
+        ):
+            assert made.is_whole is whole
+            assert len(made) == 2
+    shares = out / 2
+    for made in (shares._replace(loss_sum=shares.loss_sum * 3), copy.copy(shares)):
+        assert made.monitors == shares.monitors
+    assert shares._replace(loss_sum=shares.loss_sum * 3).loss_sum == 3 * shares.loss_sum
 
 
 @pytest.mark.slow

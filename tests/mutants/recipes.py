@@ -8,9 +8,15 @@ MONITORS = "test_monitors.py"
 MUTANTS = [
     Mutant(
         "grpo: clipped on one side",
-        "ratio.clamp(1 - clip[0], 1 + clip[1]) * a)\n",
-        "ratio.clamp(0, 1 + clip[1]) * a)\n",
+        "ratio.clamp(1 - clip[0], 1 + clip[1])\n",
+        "ratio.clamp(0, 1 + clip[1])\n",
         f"{RECIPES} -k grpo",
+    ),
+    Mutant(
+        "grpo: clipped after the exponential",
+        "log_ratio.masked_fill(clipped, 0).exp()",
+        "log_ratio.exp()",
+        f"{RECIPES} -k far_apart",
     ),
     Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),
     Mutant(
@@ -27,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "scaled: the factor trains",
-        "-logprob.detach().exp()",
-        "-logprob.exp()",
+        "factor = logprob.detach().exp()",
+        "factor = logprob.exp()",
         f"{RECIPES} -k scaled",
     ),
     Mutant(
@@ -42,6 +48,24 @@ MUTANTS = [
         "forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1))",
         "forward_terms(log_p, log_q)",
         f"{RECIPES} -k distillation",
+    ),
+    Mutant(
+        "distillation: a raised tail has no gradient",
+        "value.log() + (tail - tail.detach()) / value",
+        "value.log()",
+        f"{RECIPES} -k sure_student",
+    ),
+    Mutant(
+        "distillation: a tail of noise",
+        "torch.maximum(tail, noise)",
+        "tail",
+        f"{RECIPES} -k noise",
+    ),
+    Mutant(
+        "log-probabilities: the likeliest class less itself",
+        "gap = gap.scatter(1, best, 0)",
+        "gap = gap + 0",
+        f"{RECIPES} -k noise",
     ),
     Mutant(
         "monitors: ignored labels are correct",
@@ -60,6 +84,12 @@ MUTANTS = [
         "z_label /= t_row",
         "z_label /= 1.0",
         "test_temperature.py -k gradients",
+    ),
+    Mutant(
+        "monitors: a share is a whole sum",
+        "MonitoredLossSum if out.is_whole else",
+        "MonitoredLossSum if True else",
+        MONITORS,
     ),
     Mutant("monitors: z-loss unweighted", "z = z * problem.token_weight", "z = z * 1", MONITORS),
     Mutant("monitors: lost in a sum", "x + theirs[name] for name", "x for name", MONITORS),
