@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.attacks import both
 from support.heads import H, V, ce, plain_model, tokens
+from support.versions import COMPILED_LOGITS
 from torch import nn
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
@@ -166,6 +167,7 @@ def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(llama,
 
 
 @pytest.mark.slow
+@COMPILED_LOGITS
 def test_a_memory_budget_is_that_of_a_compiled_model(llama, asked):
     model, x = replace_loss_head(llama(), memory_budget=2**27), tokens(2, 9)
     torch._dynamo.reset()
