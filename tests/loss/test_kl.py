@@ -104,6 +104,15 @@ def test_a_rounded_log_sum_exp_does_not_scale_the_mean(backend):
     check_pair(ours(backend), Pair(**sizes, options={"divergence": "reverse"}))
 
 
+def test_the_gradient_of_a_bias_is_summed_before_it_is_rounded():
+    """Of two classes, whose tokens nearly cancel; with AMX their products are of bfloat16."""
+    pair = Pair(
+        N=10, H=9, teacher_H=19, V=2, dtype=torch.bfloat16, ignored=0.4, spread=0.1, bias=True,
+        token_weight=True, options={"teacher_logit_scale": 3.0, "divergence": "reverse"}, seed=199,
+    )  # fmt: skip
+    check_pair(partial(summed_by_token, backend="torch"), pair)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("beta", [1e-8, 1e-4, 0.5])
 def test_a_mixture_with_hardly_any_of_one_distribution(backend, beta):

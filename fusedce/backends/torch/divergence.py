@@ -79,7 +79,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             if grads.weight is not None:
                 products(g, scaled, grads.weight[begin:end], add=at > 0)
             if grads.bias is not None:
-                grads.bias[begin:end] += torch.mv(g.to(acc), of_rows[:, 0])
+                grads.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
         loss = compared.losses()
         losses[chunk] = (loss if w is None else loss * w).to(acc)
         if grads.hidden is not None and dh is not None:
