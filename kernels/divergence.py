@@ -25,6 +25,7 @@ from .tile import LOG2E, finish_logits, logits_slope
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
 JSD: tl.constexpr = tl.constexpr(2)
+EDGE: tl.constexpr = tl.constexpr(3)  # JSD with a share below 0.1 or above 0.9
 # A logit of -inf counts as minus this, and a divergence from `INFINITE` on is infinite.
 NEVER: tl.constexpr = tl.constexpr(1e30)
 INFINITE: tl.constexpr = tl.constexpr(1e15)
@@ -122,19 +123,20 @@ def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
     gap = tl.where(teacher, big * e, -big * e)
     # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
     lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
-    if KIND == JSD:
+    if KIND >= JSD:
         w = tl.where(teacher, rest, share)  # of the smaller probability
         log, remainder = log_and_remainder(w * e)
         # (w (k + size e) + remainder) is w |d| (1 + e) + (1 + x) log
         term = -big * (remainder + w * lesser)
-        # The mixture over big: near 0 only the sum of two positive numbers is exact.
-        ratio = tl.exp2(-size * LOG2E)
-        q = tl.where(teacher, big * ratio, big)
-        far = w * e < -0.5
-        mixture = tl.where(far, tl.where(teacher, share, rest) + w * ratio, 1.0)
-        log_of_far = tl.log(mixture)
-        term = tl.where(far, -big * (mixture * log_of_far + w * size * ratio), term)
-        x = -tl.maximum(d, 0.0) - tl.where(far, log_of_far, log)
+        x = -tl.maximum(d, 0.0) - log
+        if KIND == EDGE:  # the mixture over big: near 0 only a sum of positive numbers is exact
+            ratio = tl.exp2(-size * LOG2E)
+            q = tl.where(teacher, big * ratio, big)
+            far = w * e < -0.5
+            mixture = tl.where(far, tl.where(teacher, share, rest) + w * ratio, 1.0)
+            log_of_far = tl.log(mixture)
+            term = tl.where(far, -big * (mixture * log_of_far + w * size * ratio), term)
+            x = tl.where(far, -tl.maximum(d, 0.0) - log_of_far, x)
     elif KIND == FORWARD:
         term = tl.where(teacher, big * k, -big * lesser)
         x = tl.zeros_like(d)
@@ -280,7 +282,7 @@ def divergence_rows_kernel(
                 g = gap
             else:
                 g = q * (x - mean)
-            if KIND == JSD:
+            if KIND >= JSD:
                 g *= rest
             if HAS_CE:
                 at = start + offs_v == label

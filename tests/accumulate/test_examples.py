@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support import ranks
 from support.engines import accelerator
 from support.versions import FSDP2_MEAN, marked
