@@ -23,6 +23,13 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir())
 COMPILED = Path(__file__).parent / "compiled"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--jitter", type=int, default=0, metavar="SEED",
+        help="sum products in an order drawn from SEED, as another CPU would (0: as they are)",
+    )  # fmt: skip
+
+
 def pytest_configure(config):
     """Interpret the Triton kernels where there is no GPU, before triton is imported.
 
@@ -33,6 +40,10 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "0"
     elif not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+    if seed := config.getoption("--jitter"):
+        from support import jitter
+
+        jitter.install(seed)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -73,6 +84,18 @@ def pytest_runtest_setup(item):
     """Before any fixture: what a test draws depends neither on the day nor on other tests."""
     torch.manual_seed(0)
     random.seed(0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    seed = config.getoption("--jitter")
+    failed = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
+    if not seed or not failed:
+        return
+    terminalreporter.section(f"products were summed in the order of --jitter {seed}")
+    for report in failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        where = f"{crash.path}:{crash.lineno}" if crash else report.nodeid
+        terminalreporter.line(f"{where}: repeat with pytest --jitter {seed} '{report.nodeid}'")
 
 
 def pytest_sessionfinish():

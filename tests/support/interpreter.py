@@ -7,6 +7,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from support import jitter
+
 
 @contextlib.contextmanager
 def as_on_hardware():
@@ -75,6 +77,9 @@ def product(a, b, d):
     einsum without ``optimize`` asks no BLAS: its loops are those of every CPU, and rows of one
     layout are added in one order.
     """
+    if jitter.SEED:
+        order = jitter.permutation(a.shape[1]).numpy()
+        a, b = a[:, order], b[order]
     a, b = (np.ascontiguousarray(x, dtype=d.dtype) for x in (a, b))
     return np.einsum("mk,kn->mn", a, b) + d
 
