@@ -25,7 +25,7 @@ from .tile import LOG2E, finish_logits, logits_slope
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
 JSD: tl.constexpr = tl.constexpr(2)
-EDGE: tl.constexpr = tl.constexpr(3)  # JSD with a share below 0.1 or above 0.9
+EDGE: tl.constexpr = tl.constexpr(3)  # JSD with hardly any of one distribution
 # A logit of -inf counts as minus this, and a divergence from `INFINITE` on is infinite.
 NEVER: tl.constexpr = tl.constexpr(1e30)
 INFINITE: tl.constexpr = tl.constexpr(1e15)

@@ -285,10 +285,10 @@ def _softmax_rows(
 
 
 def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
-    """Each kind plain, and all options of the last one; the biases come in float32."""
+    """Each kind plain, and all options of both kinds of JSD; the biases come in float32."""
     wide = frozenset(("student", "teacher", "bias", "teacher_bias"))
-    for kind, name in enumerate(("forward", "reverse", "jsd")):
-        for option in (False, True) if name == "jsd" else (False,):
+    for kind, name in enumerate(("forward", "reverse", "jsd", "jsd edge")):
+        for option in (False, True) if name.startswith("jsd") else (False,):
             constants: dict[str, Any] = {
                 "KIND": kind,
                 "HAS_CE": option,

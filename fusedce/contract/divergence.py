@@ -85,6 +85,10 @@ class Divergence(NamedTuple):
         """The teacher's H; ``None`` without a teacher."""
         return None if self.weight is None else self.weight.shape[1]
 
+    def is_uneven(self) -> bool:
+        """Whether "jsd" mixes in so little of one distribution that 1 - beta or beta is small."""
+        return self.kind == JSD and not 0.1 <= self.beta <= 0.9
+
     def given(self) -> Tensor:
         """``(N, V)`` probabilities."""
         assert self.probabilities is not None

@@ -272,7 +272,7 @@ class _ToTeacher:
         of_small = ratio.mul_(weight)  # in scratch
         log = less.log1p()  # of the mixture over `big`
         part = torch.addcmul(log, minus, of_small, value=-1).addcmul_(less, log)
-        if not 0.1 <= beta <= 0.9:  # near 0 only the sum of two positive numbers is exact
+        if self.divergence.is_uneven():  # near 0 only the sum of two positive numbers is exact
             far = less < -0.5
             mixture = of_small + torch.where(teacher, of_p, of_q)
             log = log.where(~far, mixture.log())

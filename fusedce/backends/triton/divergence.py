@@ -28,9 +28,9 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import JSD, KINDS, TARGETS, Divergence
+from fusedce.contract.divergence import KINDS, TARGETS, Divergence
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
+from fusedce.kernels.divergence import EDGE, divergence_rows_kernel, target_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
@@ -143,7 +143,6 @@ class _Chunk:
             return
         self.of_teacher = self._buffer(C)
         head = divergence.teacher().projection
-        edge = divergence.kind == JSD and not 0.1 <= divergence.beta <= 0.9  # the kernel's EDGE
         self.common |= {
             "teacher_bias": None if head.bias is None else head.bias.contiguous(),
             "teacher_scale": None if head.scale == 1 else head.scale,
@@ -152,7 +151,7 @@ class _Chunk:
             "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
             "to_plain": divergence.temperature,
-            "KIND": len(KINDS) if edge else KINDS.index(divergence.kind),
+            "KIND": EDGE.value if divergence.is_uneven() else KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
         }
 
