@@ -4,16 +4,19 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick compiled fuzz test-oldest test-newest lint docs clean
+.PHONY: help demo test test-all quick compiled fuzz test-oldest test-newest lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
-	@echo "make test   run the test suite"
-	@echo "make quick  the same without the slow tests (under two minutes)"
+	@echo "make test   tests that find nearly every defect, in five minutes on two cores (once set up)"
+	@echo "make test-all  every test: half an hour"
+	@echo "make quick  make test without the compiled kernels"
 	@echo "make compiled  all tests of what Triton compiles for sm_80 and sm_90, without a GPU"
+	@echo "            JITTER=7 sums products as another CPU would, ORDER=7 shuffles the tests,"
+	@echo "            TESTS=tests/loss chooses among them: for each of the four"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
 	@echo "make test-oldest, make test-newest"
-	@echo "            the suite with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
+	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the site to out/site, warnings as errors (its own set-up: .venv-docs)"
 	@echo "make clean  remove the environments, out/ and caches"
@@ -23,21 +26,28 @@ demo: $(STAMP)
 	@echo "== demo: one model trained three ways, plots and numbers to out/"
 	@$(BIN)/fusedce demo
 
-test: $(STAMP)
-	@echo "== test: the whole suite, two processes of one thread"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
-	@$(MAKE) --no-print-directory compiled CHOSEN="not exhaustive"
+test: CHOSEN = -m "not slow"
+test test-all: $(STAMP)
+	@begin=$$(date +%s); export FAILED_TESTS=$$(mktemp); status=0; \
+	for part in quick compiled; do \
+		$(MAKE) --no-print-directory $$part CHOSEN='$(CHOSEN)' || status=1; \
+	done; \
+	if [ $$status = 0 ]; then end="passed"; else end="FAILED: $$(paste -sd ' ' $$FAILED_TESTS)"; fi; \
+	rm $$FAILED_TESTS; echo "== $@: $$end ($$(($$(date +%s) - begin)) s)"; exit $$status
+
+# Two processes of one thread each. pytest prints the slowest tests, here and in CI.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=20 $(if $(JITTER),--jitter $(JITTER)) \
+	$(if $(ORDER),--shuffle $(ORDER))
+
+quick: CHOSEN ?= -m "not slow"
+quick: $(STAMP)
+	@echo "== kernels interpreted"
+	@$(PYTEST) $(CHOSEN) --ignore=tests/compiled $(TESTS)
 
 # In processes of their own: elsewhere in the suite the kernels are interpreted.
-CHOSEN ?= compiled
 compiled: $(STAMP)
-	@echo "== compiled: what Triton makes for sm_80 and sm_90, interpreted"
-	@begin=$$(date +%s); OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/compiled -m "$(CHOSEN)"; \
-		status=$$?; echo "== compiled: $$(($$(date +%s) - begin)) s"; exit $$status
-
-quick: $(STAMP)
-	@echo "== quick: all but the slow tests, two processes of one thread"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	@echo "== what Triton makes for sm_80 and sm_90, interpreted"
+	@$(PYTEST) $(CHOSEN) tests/compiled
 
 SECONDS ?= 300
 fuzz: $(STAMP)

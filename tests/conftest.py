@@ -28,6 +28,10 @@ def pytest_addoption(parser):
         "--jitter", type=int, default=0, metavar="SEED",
         help="sum products in an order drawn from SEED, as another CPU would (0: as they are)",
     )  # fmt: skip
+    parser.addoption(
+        "--shuffle", type=int, default=0, metavar="SEED",
+        help="run the tests in an order drawn from SEED (0: as they stand)",
+    )  # fmt: skip
 
 
 def pytest_configure(config):
@@ -87,8 +91,12 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    seed = config.getoption("--jitter")
+    """Name the tests that failed, for `make test`'s last line, and the order that repeats them."""
     failed = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
+    if path := os.environ.get("FAILED_TESTS"):
+        with open(path, "a") as f:
+            f.writelines(f"{report.nodeid}\n" for report in failed)
+    seed = config.getoption("--jitter")
     if not seed or not failed:
         return
     terminalreporter.section(f"products were summed in the order of --jitter {seed}")
@@ -105,8 +113,8 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--hypothesis-profile") == "fuzz":
-        random.Random(config.getoption("--hypothesis-seed") or 0).shuffle(items)
+    if seed := config.getoption("--shuffle"):
+        random.Random(seed).shuffle(items)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA, ROCm or XPU device here")

@@ -23,7 +23,8 @@ GRACE = 60  # seconds that an interrupted round has to end
 
 
 def command_of(seed: int, arguments: list[str]) -> list[str]:
-    options = ("--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", "-m", "hypothesis")
+    drawn = (f"--hypothesis-seed={seed}", f"--shuffle={seed}")
+    options = ("--hypothesis-profile=fuzz", *drawn, "-m", "hypothesis")
     return [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *arguments]
 
 

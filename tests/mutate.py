@@ -4,6 +4,7 @@
     python tests/mutate.py ticket              # those whose name contains a word
     python tests/mutate.py --only kernels      # an area: a file of tests/mutants/
     python tests/mutate.py --jobs 1
+    python tests/mutate.py --quick             # by the tests of `make test` alone
 
 Each mutant is a copy of the package with one piece of text replaced. Its tests must fail by
 failing tests that pass without it: a mutant that survives, that cannot even be collected, or whose
@@ -35,14 +36,15 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["numpy", "pytest", "hypothesis", "torch", "transformers"])
 
 
-def kill(mutant: Mutant) -> str:
+def kill(mutant: Mutant, *, quick: bool = False) -> str:
     """A line about the mutant; its first word is "killed" if the tests noticed."""
     try:
         file, test = mutants.place(mutant, mutants.sources()), mutants.suite(mutant)
     except ValueError as error:
         return f"STALE    {error}"
     text = mutants.sources()[file].replace(mutant.old, mutant.new)
-    status, output = run_tests(file, text, [str(test), *mutant.tests.split()[1:]])
+    arguments = [str(test), *mutant.tests.split()[1:], *(["-m", "not slow"] if quick else [])]
+    status, output = run_tests(file, text, arguments)
     failed = [x for x in output.splitlines() if x.startswith("FAILED")]
     if status != 1 or not failed:
         return f"SURVIVED {mutant.name}: {mutant.tests}\n{output[-2000:]}"
@@ -103,11 +105,11 @@ def _pytest(folder: str, arguments: list[str]) -> None:
     os._exit(status)  # skips torch's clean-up at the end of a forked process
 
 
-def run(chosen: Iterable[Mutant], jobs: int) -> Counter[str]:
+def run(chosen: Iterable[Mutant], jobs: int, quick: bool) -> Counter[str]:
     """How many have which verdict (`kill`'s first word); prints a line about each as it comes."""
     verdicts: Counter[str] = Counter()
     with ThreadPoolExecutor(jobs) as pool:
-        for line in pool.map(kill, chosen):
+        for line in pool.map(functools.partial(kill, quick=quick), chosen):
             print(line, flush=True)
             verdicts[line.split(maxsplit=1)[0]] += 1
     return verdicts
@@ -120,6 +122,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=areas, metavar="AREA",
                         help=f"only this area, may be given again: {', '.join(areas)}")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="by the tests of `make test` alone")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     total: Counter[str] = Counter()
@@ -130,7 +133,7 @@ def main() -> int:
         ]
         if not chosen:
             continue
-        verdicts = run(chosen, given.jobs)
+        verdicts = run(chosen, given.jobs, given.quick)
         print(f"-- {area}: {verdicts['killed']} of {len(chosen)} killed", flush=True)
         total += verdicts
     print(

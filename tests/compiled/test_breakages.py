@@ -13,7 +13,7 @@ SOME_SURVIVE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_one_breakage_of_each_kind_is_noticed(on, arch):
     broken = Broken(on(arch))
     kinds = {}

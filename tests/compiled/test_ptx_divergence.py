@@ -60,7 +60,7 @@ def in_blocks(gpu, classes):
     gpu.row = gpu.row._replace(divergence_block_v=classes)
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
 def test_values_are_those_of_the_reference(on, arch, dtype, kind):
@@ -75,8 +75,8 @@ def test_values_are_those_of_the_reference(on, arch, dtype, kind):
     "dtype",
     [
         BF16,
-        pytest.param(FP16, marks=pytest.mark.exhaustive),
-        pytest.param(FP32, marks=pytest.mark.exhaustive),
+        pytest.param(FP16, marks=pytest.mark.slow),
+        pytest.param(FP32, marks=pytest.mark.slow),
     ],
     ids=["bf16", "fp16", "fp32"],
 )
@@ -90,7 +90,7 @@ def test_every_option_at_once(on, arch, dtype):
     assert gpu.ran("divergence_rows_kernel") == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("V", [1, 2, 127, 1024, 2051])
 @pytest.mark.parametrize("kind", KINDS)

@@ -111,7 +111,7 @@ def test_rows_at_odd_addresses(on, arch, name):
     torch.testing.assert_close(lse.double(), exact_lse(hidden, weight), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @ARCHS
 @DTYPES
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def every_choice():
                 yield pytest.param(name, size, blocks, id=f"{name}-{size}-{tuple(blocks)}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "size", "blocks"), list(every_choice()))
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 def test_every_choice_of_blocks(on, arch, size, blocks, options):
@@ -346,7 +346,7 @@ CHANGES = [row_of_nan, row_of_inf, a_class_of_inf, first_tile_masked, everything
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_what_is_not_finite_is_as_in_torch(on, arch, change):
     gpu = on(arch)
     in_blocks(gpu, MAX_SPLITS=1)

@@ -133,7 +133,7 @@ def test_backward_by_tiles_of_the_vocabulary(on, small_tiles, arch, dtype, fn):
     assert gpu.ran("token_grad_kernel") == 3 * 3  # of 40 tokens, more than 32 have a label
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [OPTIONS, {"label_smoothing": 0.1, "z_loss": 0.1}], ids="+".join
 )
@@ -160,7 +160,7 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
         torch.testing.assert_close(gradients(), first, rtol=0, atol=0)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @ARCHS
 @DTYPES
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
@@ -175,7 +175,7 @@ def test_sizes(on, arch, dtype, logits, H, V, options, mean):
             0.7 if options else 1.0, 7, mean)  # fmt: skip
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @ARCHS
 @pytest.mark.parametrize("option", [False, True])
 def test_blocks_of_statistics_with_several_tiles(on, arch, option):

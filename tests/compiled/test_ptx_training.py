@@ -75,7 +75,7 @@ def test_a_small_hidden_size_takes_one_gemm_by_default(on):
     assert gpu.ran("exp_gemm_kernel") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @ARCHS
 @DTYPES
 @pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
@@ -94,7 +94,7 @@ def test_options(on, arch, dtype, gemm, logits, options):
                       options=options, token_weight=weighted, class_weight=weighted))  # fmt: skip
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @ARCHS
 @DTYPES
 @pytest.mark.parametrize(("N", "H", "V"), [(1, 8, 2), (9, 64, 1), (20, 65, 333), (20, 1, 127),
@@ -199,7 +199,7 @@ def test_a_bad_label_poisons_its_row_alone(on):
     assert found.d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 def test_every_choice_of_blocks_of_one_gemm(on, arch, options):

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from support.params import QUICK_ON_TORCH
 
 import fusedce
 from fusedce.backends import gradients as buffers
@@ -97,8 +98,7 @@ def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_h
     assert max(gradients(backend, mean_reduction, chunk_tokens, given)) <= 1.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize(
     ("size", "right", "softcap"),
     [(3, 0.5, None), (8, 0, None), (8, 0.6, None), (8, 1, None), (40, 0.6, None), (8, 0.6, 20.0)],
@@ -151,8 +151,7 @@ def accelerated():
     return fusedce.LossAccumulator.from_accelerator(accelerator)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize("accumulator", [plain, accelerated])
 def test_a_declared_window_rounds_a_large_head_once(backend, accumulator, monkeypatch):
     monkeypatch.setattr(buffers, "SMALL_HEAD", 0)

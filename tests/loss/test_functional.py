@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.params import QUICK_ON_TORCH
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
@@ -59,8 +60,7 @@ def test_grad_and_value(loss, name, backend):
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize(("loss", "name"), CASES)
 def test_vmap_over_samples(loss, name, backend):
     """Values; gradients of each sample, of the shared head and of a head a sample."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.params import QUICK_ON_TORCH
 
 import fusedce
 from fusedce import LossSum, fused_ce, reference_ce
@@ -204,10 +205,9 @@ def test_compile_gives_the_same_gradients(backend):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 def test_accuracy_is_that_of_one_rounding(logits, chunk_tokens, backend):
     """Loss to 1e-6 of fp64, gradients to about one rounding, at p -> 0.999 too."""
     from fusedce.testing import Case

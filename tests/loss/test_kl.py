@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import memory
 from support.coverage import counted
+from support.params import slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedce
@@ -20,11 +21,7 @@ KINDS = ("forward", "reverse", "jsd")
 BACKENDS = ("torch", "triton")
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-# The interpreter takes a second for each kind: `make quick` takes one of them.
+# The interpreter takes a second for each kind: `make test` takes one of them.
 KINDS_AND_BACKENDS = [
     *((kind, "torch") for kind in KINDS), slow("forward", "triton"), slow("reverse", "triton"),
     ("jsd", "triton"),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coverage import counted
 from support.oracle import finished_logits, token_stats
+from support.params import QUICK_ON_TORCH
 
 from fusedce import TokenStats, fused_argmax, fused_logprobs
 from fusedce.testing import Case, cases
@@ -70,7 +71,6 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None):
 OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
 
 
-@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     case=cases(options=OPTIONS),
@@ -95,8 +95,7 @@ def test_any_case_triton_agrees_with_eager(case, temperature, chunk_tokens):
     compare(case, "triton", temperature, chunk_tokens)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
 def test_a_vocabulary_of_1031_agrees_with_eager(backend, dtype, logits):
@@ -232,7 +231,6 @@ def test_compile_gives_the_same_gradients():
     )
 
 
-@pytest.mark.slow
 def test_the_entropy_of_several_tiles_of_the_vocabulary():
     """Each tile sums with its own maximum, and the sums are moved to the largest."""
     torch.manual_seed(0)

@@ -80,7 +80,6 @@ def test_any_budget_gives_what_the_reference_gives(case, more, loss):
         check(partial(loss, backend="torch", memory_budget=int(least * 2**more)), case)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     case=cases(options=EVERY),

@@ -20,6 +20,7 @@ def within(found, name, dtype, backend):
             assert error <= most, (backend, dtype, name, way, numerics.NAMES[at], error, most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", numerics.DTYPES, ids=str)
 @pytest.mark.parametrize("name", numerics.INPUTS)
 def test_torch(name, dtype):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coverage import counted
+from support.params import QUICK_ON_TORCH
 
 from fusedce import fused_argmax, fused_ce, fused_cross_entropy, reference_ce
 from fusedce.testing import OPTIONS, Case, cases, check
@@ -57,9 +58,8 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", list(combinations(EVERY, 2)), ids="+".join)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 def test_every_pair_matches_the_reference(backend, pair):
     """Cases have peaked and flat logits, gradients or none, and one chunk or several."""
     case = Case(
@@ -101,8 +101,7 @@ def test_fp16_factors_may_leave_its_range(backend):
     assert error.max() < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1},
                                      {"label_smoothing": 0.1, "softcap": 3.0}])  # fmt: skip

@@ -26,7 +26,6 @@ def bf16_products(request, monkeypatch):
     monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
 
 
-@pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("tile", [64, 2**20])
@@ -36,7 +35,6 @@ def test_torch_backend_matches_the_reference(tile, monkeypatch):
     assert_matches_reference(partial(counted(fusedce.fused_ce), backend="torch"), max_examples=150)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))

@@ -249,6 +249,7 @@ def test_the_mean_logit_on_request(backend, name):
     torch.testing.assert_close(tuple(plain), stats[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_budget_without_room_for_wide_sums(backend):
     """The bias's gradient is summed in float32 there, too."""

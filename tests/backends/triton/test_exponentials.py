@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.params import slow
 
 from fusedce.backends import plan
 from fusedce.backends import triton as backend
@@ -21,15 +22,14 @@ def gradients(monkeypatch, problem, argmax, *, by_gemm):
     return backend.loss_and_grads(problem, wanted, argmax)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "logits", "options"),
     [
-        (torch.float32, "flat", {"softcap": 5.0, "logit_scale": 0.7}),
+        slow(torch.float32, "flat", {"softcap": 5.0, "logit_scale": 0.7}),
         (torch.bfloat16, "peaked", {}),
-        (torch.bfloat16, "huge", {"z_loss": 0.1}),
-        (torch.float16, "flat", {"logit_scale": 3.0}),
-        (torch.bfloat16, "flat", {"label_smoothing": 0.2}),
+        slow(torch.bfloat16, "huge", {"z_loss": 0.1}),
+        slow(torch.float16, "flat", {"logit_scale": 3.0}),
+        slow(torch.bfloat16, "flat", {"label_smoothing": 0.2}),
     ],
 )
 def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.params import slow
 
 import fusedce
 from fusedce.backends import gradients as buffers
@@ -26,10 +27,6 @@ def inputs(dtype, size, right, n=100):
     return hidden, weight, torch.where(torch.rand(n, generator=rng) < right, best, labels)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 DTYPES = [slow(torch.float32), torch.bfloat16, slow(torch.float16)]
 
 
@@ -51,21 +48,20 @@ def error(x, exact):
     return float((x.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_tokens", [None, 40])
+@pytest.mark.parametrize("chunk_tokens", [None, slow(40)])
 @pytest.mark.parametrize(
     ("size", "right", "options"),
     [
-        (1, 0.0, {}),
+        slow(1, 0.0, {}),
         (3, 0.5, {}),
-        (8, 0.0, {}),
-        (8, 1.0, {}),
-        (8, 0.6, {"z_loss": 0.01}),
-        (8, 0.6, {"softcap": 5.0}),
-        (8, 0.6, {"softcap": 30.0, "logit_scale": 2.0}),
+        slow(8, 0.0, {}),
+        slow(8, 1.0, {}),
+        slow(8, 0.6, {"z_loss": 0.01}),
+        slow(8, 0.6, {"softcap": 5.0}),
+        slow(8, 0.6, {"softcap": 30.0, "logit_scale": 2.0}),
         (8, 0.6, {"label_smoothing": 0.1, "logit_scale": 2.0}),
-        (8, 0.6, {"label_smoothing": 0.8, "class_weight": torch.linspace(0.5, 1.5, V)}),
-        (40, 0.6, {}),
+        slow(8, 0.6, {"label_smoothing": 0.8, "class_weight": torch.linspace(0.5, 1.5, V)}),
+        slow(40, 0.6, {}),
     ],
 )
 def test_bf16_gradients_are_as_exact_as_the_exact_ones_rounded(
@@ -177,10 +173,9 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
     assert found.d_weight.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk_tokens", [None, 40])
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_tokens", [slow(None), 40])
+@pytest.mark.parametrize("ignored", [slow(0.0), 0.3, slow(1.0)])
 def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_tokens, ignored):
     """There the valid rows cannot be counted: all take part, and the result must not show it."""
     hidden, weight, labels, bias = Case(
