@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+import fusedce.head.loss  # noqa: F401  # takes over F.cross_entropy of lazy logits
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.probe import can_probe, mode_of, restoring
-from fusedce.head.recipe import check_linear, check_module, linear_of
-from fusedce.head.replaced_forward import Attached, attached_to
-from fusedce.head.report import HeadReport, added_up, note_items
+from fusedce.head.hidden import Head, head_of
+from fusedce.head.observe import note_items
+from fusedce.head.report import HeadCounts, HeadReport, added_up
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -101,22 +101,14 @@ def attach(
     _check_model(model)
     named = head is None
     head = _find_head(model) if head is None else head
-    check_module(head)
-    replaced = attached_to(head)
-    if replaced is not None:
-        _check_holds(model, head)
-        if memory_budget is not None:
-            replaced.memory_budget = memory_budget
-            if named:
-                _watch(model, memory_budget)
-        return
-    _restore(head)  # it may have been replaced before an adapter was put around it
-    with restoring(head):
-        check_linear(head)
-        attached = _probed(head)
-    _check_holds(model, head)
-    attached.memory_budget = memory_budget
-    attached.install()
+    _check_head(model, head)
+    replaced = head_of(head)
+    if replaced is None:
+        _restore(head)  # it may have been replaced before an adapter was put around it
+        report = HeadCounts(time.strftime("%Y-%m-%d %H:%M:%S"))
+        head.register_forward_pre_hook(Head(report, memory_budget))
+    elif memory_budget is not None:
+        replaced.memory_budget = memory_budget
     if _ITEMS not in model.__dict__:
         hook = model.register_forward_pre_hook(note_items, with_kwargs=True)
         model.__dict__[_ITEMS] = hook
@@ -158,7 +150,7 @@ def head_report(model: nn.Module) -> HeadReport:
         >>> print(head_report(model))
     """
     _check_model(model)
-    heads = {m: attached for m in model.modules() if (attached := attached_to(m)) is not None}
+    heads = {m: attached for m in model.modules() if (attached := head_of(m)) is not None}
     if not heads:
         return HeadReport(False, None, 0, 0, (), ())
     current = _named_head(model)
@@ -174,7 +166,20 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _check_holds(model: nn.Module, head: nn.Module) -> None:
+def _check_head(model: nn.Module, head: Any) -> None:
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"head must be a torch.nn.Module, got {type(head).__name__}"
+            + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
+        )
+    # To read a parametrized weight is to compute it.
+    rows = getattr(head, "out_features", None)
+    shape = (rows, 0) if rows else getattr(getattr(head, "weight", None), "shape", ())
+    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or len(shape) != 2:
+        raise TypeError(
+            f"head must be a linear layer with a weight (V, H), got {type(head).__name__}"
+            + (f" with weight {tuple(shape)}" if shape else "")
+        )
     if all(m is not head for m in model.modules()):
         raise ValueError(
             f"head must be a module of model, got a {type(head).__name__} that "
@@ -184,9 +189,8 @@ def _check_holds(model: nn.Module, head: nn.Module) -> None:
 
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
-        attached = attached_to(module)
-        if attached is not None:
-            attached.remove()
+        for key in [k for k, h in module._forward_pre_hooks.items() if isinstance(h, Head)]:
+            del module._forward_pre_hooks[key]
 
 
 # ---- which module is the head ---------------------------------------------------------------
@@ -238,16 +242,6 @@ def _runs_trl_head() -> bool:
     return frame is not None and "fused_lm_head" in frame.f_code.co_varnames
 
 
-def _probed(module: nn.Module) -> Attached:
-    """The state of a head that was probed in training and evaluation, in its weight's dtype."""
-    attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
-    weight = linear_of(module).weight.detach()
-    for training in (True, False) if can_probe(weight) else ():
-        mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
-        attached.probe(module, mode, weight)
-    return attached
-
-
 # ---- heads that come later ------------------------------------------------------------------
 
 
@@ -267,7 +261,7 @@ class _Watch:
         head = _named_head(model)
         if not isinstance(head, nn.Module):
             return
-        attached = attached_to(head)
+        attached = head_of(head)
         if attached is not None:
             if _is_trl_head(model) and _TRL not in attached.report.notes and _runs_trl_head():
                 attached.report.note(_TRL)

@@ -13,7 +13,7 @@ from support.heads import MODES, V, ce, plain_model, tokens
 from torch.autograd import forward_ad
 
 from fusedce import replace_loss_head
-from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy import LazyLogits
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 

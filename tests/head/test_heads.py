@@ -13,8 +13,12 @@ from torch import nn
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
 from fusedce.backends.torch import training
-from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.recipe import memory_budget_of_head
+from fusedce.head.lazy import LazyLogits
+from fusedce.head.hidden import head_of
+
+
+def memory_budget_of_head(m):
+    return head_of(m).memory_budget
 
 
 def test_a_shallow_copy_computes_with_its_own_parameters():
@@ -249,4 +253,4 @@ def test_a_later_head_gets_the_last_memory_budget():
     replace_loss_head(model, memory_budget=10**8)
     model.resize_token_embeddings(V + 20, mean_resizing=False)
     model(input_ids=x, labels=x)
-    assert model.lm_head._fusedce_head.memory_budget == 10**8
+    assert head_of(model.lm_head).memory_budget == 10**8

@@ -16,8 +16,8 @@ import fusedce
 import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.contract.objective import expecting
-from fusedce.head.lazy.logits import LazyLogits
-from fusedce.head.report import LossObserver
+from fusedce.head.lazy import LazyLogits
+from fusedce.head.observe import LossObserver
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),

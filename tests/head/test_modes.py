@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.heads import MODES, V, ce, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head
-from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy import LazyLogits
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 

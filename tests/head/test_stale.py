@@ -10,8 +10,8 @@ from support.versions import COMPILED_LOGITS
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
-from fusedce.head.lazy.grad import LogitsGrad
-from fusedce.head.lazy.logits import LazyLogits
+LogitsGrad = None
+from fusedce.head.lazy import LazyLogits
 
 
 def stepped(make, fused_loss=False, model=None, run=None):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import replace_loss_head
-from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy import LazyLogits
 
 
 def ce(z, y):

@@ -1,0 +1,455 @@
+"""Lazy logits: a tensor ``(..., V)`` without storage, computed when code reads its values.
+
+Torch's autograd runs above it, unchanged: views, casts, writes, hooks and functions of users are
+differentiated by torch's own nodes. An operator that arrives *below* autograd is noted as an
+:class:`Expr` if it is a view or a row of :data:`fusedce.head.rules.RULES`; any other operator gets
+real logits, computed once. A write makes the logits real for good.
+
+The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: it goes straight to the
+head's inputs, unless somebody watches the gradient of the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.head.product import Product, no_autocast
+from fusedce.head.rules import RULES, Shape
+
+T: Any = torch.Tensor
+aten = torch.ops.aten
+NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
+
+# ---- values ---------------------------------------------------------------------------------
+
+
+class Expr:
+    """How values are computed: a product, or an operator of other expressions. It never changes.
+
+    Attributes:
+        product: the head's product; ``None`` for an operator.
+        func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
+        before, after: shapes of the first of them and of the result.
+        memory: where the values are kept while lazy logits live that are these, or views of them.
+    """
+
+    memory: weakref.ref[Memory] | None = None
+
+    def __init__(
+        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any,
+        before: Shape, after: Shape,
+    ) -> None:  # fmt: skip
+        self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
+        self.before, self.after = before, after
+
+    def values(self, operation: str) -> Tensor:
+        """The values, without a graph; ``operation`` needs them."""
+        memory = None if self.memory is None else self.memory()
+        if memory is not None and not memory.written:
+            return memory.values(operation)
+        return self.compute(lambda x: x.values(operation), operation)
+
+    def compute(self, of: Callable[[Expr], Tensor], operation: str) -> Tensor:
+        """Apply the operator to the values ``of`` its expressions."""
+        if self.product is not None:
+            return self.product.logits(operation)
+        args = (of(a) if isinstance(a, Expr) else a for a in self.args)
+        out: Tensor = self.func(*args, **self.kwargs)
+        return out
+
+    def products(self) -> list[Product]:
+        """The products in this expression."""
+        if self.product is not None:
+            return [self.product]
+        return [p for a in self.args if isinstance(a, Expr) for p in a.products()]
+
+
+class Memory:
+    """What lazy logits and all their views share: their values, once computed."""
+
+    def __init__(self, root: Expr) -> None:
+        self.root, self.written = root, False
+        self._values: Tensor | None = None
+        root.memory = weakref.ref(self)
+
+    def values(self, operation: str) -> Tensor:
+        """The values of the root."""
+        if self._values is None:
+            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
+                of = lambda x: x.values(operation)  # noqa: E731
+                self._values = self.root.compute(of, operation)
+        return self._values
+
+
+# ---- operators ------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """Facts about an operator, read from its schema once."""
+
+    writes: tuple[int | str, ...]  # positions and names of arguments that it writes, or may
+    is_view: bool
+    is_composite: bool
+    reshapes: bool  # it changes the shape or the memory of its argument in place
+
+
+_TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that is written
+
+
+@functools.cache
+def _facts(func: Any) -> Facts:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
+    written = [
+        (i, a.name) for i, a in enumerate(arguments)
+        if not pure or (a.alias_info is not None and a.alias_info.is_write)
+    ]  # fmt: skip
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return Facts(
+        tuple(x for pair in written for x in pair),
+        not written and any(r.alias_info is not None for r in returns),
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite),
+        torch.Tag.inplace_view in func.tags or func.overloadpacket is aten.set_,
+    )
+
+
+class LazyLogits(torch.Tensor):
+    """Lazy logits: see the module.
+
+    Attributes:
+        expr: how they are computed.
+        memory: values shared with their views.
+        meta: a tensor without data of their shape, strides and dtype.
+    """
+
+    expr: Expr
+    memory: Memory
+    meta: Tensor
+    above: ClassVar[dict[Any, Any]] = {}  # functions that are taken over above autograd
+
+    @staticmethod
+    def __new__(cls, expr: Expr, memory: Memory, meta: Tensor, device: torch.device) -> LazyLogits:
+        new: LazyLogits = T._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        new.expr, new.memory, new.meta = expr, memory, meta
+        return new
+
+    def materialize(self, operation: str) -> Tensor:
+        """The real logits, without a graph, in the memory that all views of these share."""
+        def of(expr: Expr) -> Tensor:
+            if expr is self.memory.root:
+                return self.memory.values(operation)
+            return expr.compute(of, operation)
+
+        with torch.no_grad(), NO_TORCH_FUNCTION():
+            return of(self.expr)
+
+    def expose(self, operation: str) -> Tensor:
+        """Real logits for code that may write into their memory: they are real from now on."""
+        values = self.materialize(operation)
+        self.memory.written = True
+        return values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        facts, kwargs = _facts(func), kwargs or {}
+        if facts.is_composite:  # in inference mode they arrive whole
+            return func.decompose(*args, **kwargs)
+        if facts.writes:
+            return _write(func, facts, args, kwargs)
+        x = args[0]
+        if not isinstance(x, LazyLogits) and func in (aten.mul.Tensor, aten.add.Tensor):
+            x, args = args[1], (args[1], args[0], *args[2:])
+        if isinstance(x, LazyLogits) and (func in RULES or facts.is_view):
+            result = _note(x, func, facts, args, kwargs)
+            if result is not None:
+                return result
+        return func(*real(args, str(func)), **real(kwargs, str(func)))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = cls.above.get(func)
+        with NO_TORCH_FUNCTION():
+            if handler is not None:
+                return handler(func, *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return self.materialize("format").__format__(spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            return T.__deepcopy__(self, memo)  # torch refuses that
+        if id(self) not in memo:
+            values = self._copied("deepcopy")
+            memo[id(self)] = values.__deepcopy__(memo)  # views of one memory stay views
+            memo.setdefault(id(memo), []).append(values)
+            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied("pickle").__reduce_ex__(protocol)
+
+    def _copied(self, operation: str) -> Tensor:
+        return self.materialize(operation).detach().requires_grad_(self.requires_grad)
+
+    def __tensor_flatten__(self) -> Any:
+        """Make ``torch.compile`` skip the frame: it runs uncompiled, and its loss is fused."""
+        _keep_compiler_out()
+        return skip_frame("lazy logits: pass logits + 0 to have the frame compiled")
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Tensor:
+        raise AssertionError("nothing was flattened")
+
+
+def skip_frame(reason: str) -> Any:
+    """Make ``torch.compile`` run the frame that it begins to trace as it is."""
+    from torch._dynamo.exc import SkipFrame  # slow to import, and loaded by every caller
+
+    raise SkipFrame(f"{reason}: this frame runs uncompiled")
+
+
+@functools.cache
+def _keep_compiler_out() -> None:
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        method = torch.compiler.disable(LazyLogits.__dict__[name].__func__)
+        setattr(LazyLogits, name, classmethod(method))
+
+
+def replaced(x: Any, by: Callable[[LazyLogits], Any]) -> Any:
+    """``x`` with all lazy logits in it replaced."""
+    if isinstance(x, LazyLogits):
+        return by(x)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        return type(x)(replaced(y, by) for y in x)
+    return {k: replaced(v, by) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def real(x: Any, operation: str) -> Any:
+    """``x`` with all lazy logits in it replaced by real ones."""
+    return replaced(x, lambda lazy: lazy.materialize(operation))
+
+
+def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The result as lazy logits; ``None`` if it needs values."""
+    if x.memory.written and not facts.is_view:
+        return None
+    others = [a for a in args[1:] if isinstance(a, Tensor)]
+    if func is aten.add.Tensor and not others:  # logits + 0 are real ones
+        return None
+    if func is aten.index.Tensor:
+        others = [i for i in args[1] if i is not None]
+    if func is not aten.index.Tensor and any(not _is_operand(t, x, func) for t in others):
+        return None
+    device = kwargs.get("device")
+    if device is not None and torch.device(device) not in (x.device, torch.device(x.device.type)):
+        return None
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    meta = _meta_after(func, x, args[1:], kwargs)
+    if isinstance(meta, (list, tuple)):
+        return _parts(x, func, args[1:], kwargs, meta)
+    if meta is None or not meta.dim() or not meta.is_floating_point():
+        return None
+    kept = tuple(_kept(a) for a in args)
+    new = Expr(None, func, kept, kwargs, tuple(x.shape), tuple(meta.shape))
+    memory = x.memory if facts.is_view else Memory(new)
+    return LazyLogits(new, memory, meta, x.device)
+
+
+def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
+    """Whether a rule may take this tensor beside the logits: a number, a bias, or LoRA's part."""
+    if func is not aten.add.Tensor:
+        return not isinstance(t, LazyLogits) and not t.dim()
+    if isinstance(t, LazyLogits):
+        return not t.memory.written
+    return t.dim() > 0 and t.numel() == x.shape[-1] and t.device == x.device
+
+
+def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if func is aten.index.Tensor:  # the number of a mask's rows is found by indexing one class
+        used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in args[0])
+        if used >= x.dim():
+            return None
+        one = next(i for i in args[0] if i is not None).new_empty((1,))
+        shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
+        return x.meta.new_empty((*shape, x.shape[-1]))
+    args = tuple(a.meta if isinstance(a, LazyLogits) else
+                 a.to("meta") if isinstance(a, Tensor) else a for a in args)  # fmt: skip
+    return func(x.meta, *args, **kwargs)
+
+
+def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:
+    """The parts of a split, each a slice or a row."""
+    dim, begin, parts = kwargs.get("dim", args[-1] if args and len(args) > 1 else 0), 0, []
+    if func is aten.unbind.int:
+        dim = args[0] if args else 0
+    for meta in metas:
+        if func is aten.unbind.int:
+            op, at = aten.select.int, (dim, begin)
+            begin += 1
+        else:
+            op, at = aten.slice.Tensor, (dim, begin, begin + meta.shape[dim])
+            begin += meta.shape[dim]
+        expr = Expr(None, op, (x.expr, *at), {}, tuple(x.shape), tuple(meta.shape))
+        parts.append(LazyLogits(expr, x.memory, meta, x.device))
+    return parts
+
+
+def _kept(argument: Any) -> Any:
+    """An argument, copied so that later writes into it do not count."""
+    if isinstance(argument, LazyLogits):
+        return argument.expr
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_kept(a) for a in argument)
+    if isinstance(argument, Tensor):
+        return argument.detach().clone().requires_grad_(argument.requires_grad)
+    return argument
+
+
+def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an operator that writes into arguments, or may, to real values."""
+    name = str(func)
+    if facts.reshapes and isinstance(args[0], LazyLogits):
+        if func is aten.detach_.default:
+            return args[0]
+        raise RuntimeError(
+            f"{func.overloadpacket} would change the shape or the memory of the logits of a head "
+            f"that fusedce has replaced in place, but these are lazy logits and have none: use "
+            f"logits + 0, which is a tensor like any other"
+        )
+    written = [args[i] for i in facts.writes if isinstance(i, int) and i < len(args)]
+    written += [kwargs[n] for n in facts.writes if n in kwargs]
+    replaced(written, lambda x: x.expose(name))
+    given: dict[int, LazyLogits] = {}
+
+    def made(x: LazyLogits) -> Tensor:
+        values = x.materialize(name)
+        given[id(values)] = x
+        return values
+
+    args, kwargs = replaced(args, made), replaced(kwargs, made)
+    out = func(*args, **kwargs)
+    return torch.utils._pytree.tree_map(lambda t: given.get(id(t), t), out)
+
+
+# ---- the node of autograd -------------------------------------------------------------------
+
+
+def check_not_batched(grad: Tensor) -> None:
+    """Raise ``RuntimeError`` for a batch of gradients, which ``vmap`` passes to a backward."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
+            "vectorize=True): call fusedce.restore_loss_head(model) for this, since the backward "
+            "passes of fusedce's lazy logits cannot be vectorised"
+        )
+
+
+class MakeLogits(torch.autograd.Function):
+    """Lazy logits ``(..., V)`` of a product, as a function of its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> LazyLogits:
+        """Compute nothing."""
+        ctx.set_materialize_grads(False)
+        ctx.product, ctx.given = product, (hidden, weight, bias)
+        shape = (*hidden.shape[:-1], product.V)
+        expr = Expr(product, None, (), {}, shape, shape)
+        meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
+        return LazyLogits(expr, Memory(expr), meta, product.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradients of the operands; a fused loss sends none this way."""
+        product, needed, again = ctx.product, ctx.needs_input_grad, torch.is_grad_enabled()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            given, ctx.given = ctx.given, None  # a kept loss keeps none of them
+        else:
+            given = ctx.given
+        if grad is None:
+            return None, None, None, None
+        check_not_batched(grad)
+        hidden, weight, *_ = given if again else product.values(by_all_ranks=True)
+        with no_autocast(product.device):
+            grad = real(grad, "backward").to(hidden.dtype)
+            rows = grad.flatten(0, -2)
+            return (
+                None,
+                grad @ weight if needed[1] else None,
+                rows.T @ hidden.flatten(0, -2) if needed[2] else None,
+                rows.sum(0) if needed[3] else None,
+            )
+
+
+# ---- above autograd -------------------------------------------------------------------------
+
+# Hooks that ask when a gradient comes and not what it is. They are called without one.
+_CALLED_WITHOUT = ("torch.distributed.", "torch.nn.parallel.", "lightning", "deepspeed.", "accelerate.")
+
+
+def watch(x: Any) -> None:
+    """Note that code asks for the gradient of these logits: the loss will compute it."""
+    replaced(x, lambda lazy: [setattr(p, "watched", True) for p in lazy.expr.products()])
+
+
+def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    watch((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _hook(func: Any, x: LazyLogits, hook: Any) -> Any:
+    where = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    if not where.startswith(_CALLED_WITHOUT):
+        watch(x)
+    x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
+    return func(x, hook)
+
+
+def _grad_fn(func: Any, x: LazyLogits) -> Any:
+    asks: Any = sys._getframe(2).f_globals.get("__name__", "")  # DDP asks whether there is one
+    return func(x) if asks.startswith(_CALLED_WITHOUT) else _watched(func, x)
+
+
+def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__
+
+    def values(x: LazyLogits) -> Tensor:
+        found = x.expose(name)
+        wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
+        return found.detach().requires_grad_() if wants else found  # torch raises its usual error
+
+    return func(*replaced(args, values), **replaced(kwargs, values))
+
+
+def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
+    raise RuntimeError("lazy logits of a head that fusedce has replaced have no data to set: "
+                       "use logits + 0, which is a tensor like any other")  # fmt: skip
+
+
+_MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
+           T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
+LazyLogits.above |= {
+    **dict.fromkeys(_MEMORY, _exposed),
+    **dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched),
+    T.grad_fn.__get__: _grad_fn,
+    T.register_hook: _hook,
+    T.data.__set__: _set_data,
+}
+for _func in _MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
+    setattr(LazyLogits, _func.__name__,
+            functools.wraps(_func)(lambda self, *a, _f=_func, **k: _exposed(_f, self, *a, **k)))  # fmt: skip
