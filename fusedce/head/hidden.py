@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype
-from fusedce.head.lazy import NO_TORCH_FUNCTION, MakeLogits, skip_frame
-from fusedce.head.product import Product
+from fusedce.head.lazy import skip_frame
+from fusedce.head.loss import MakeLogits
+from fusedce.head.product import NO_TORCH_FUNCTION, Product
 from fusedce.head.report import HeadCounts
+from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -39,7 +41,7 @@ class Head:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
-        if reason is None:
+        if isinstance(x, Tensor) and reason is None:
             return (_lent(x, self, module),)
         self.report.note(f"the original head runs: {reason}")
         return None
@@ -87,7 +89,6 @@ class Hidden(Tensor):
                 return out.as_subclass(Tensor) if type(out) is Hidden else out
             return _lent(out, given.head, given.module)
 
-
     def __tensor_flatten__(self) -> Any:
         """Make ``torch.compile`` skip the frame of the head."""
         return skip_frame("the loss head of fusedce")
@@ -112,7 +113,7 @@ def _rows(module: Any) -> int:
 def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     """``F.linear`` as lazy logits; ``None`` if it is not the head's product of plain tensors."""
     operands = [weight] if bias is None else [weight, bias]
-    if any(type(t) not in _PLAIN or t.device != x.device for t in operands):
+    if any(t.device != x.device or not _is_operand(t) for t in operands):
         return None
     if weight.dim() != 2 or weight.shape != (_rows(x.module), x.shape[-1]):
         return None
@@ -129,6 +130,33 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     product = Product(x.head, x.module, hidden, weight, bias)
     logits = MakeLogits.apply(product, hidden, weight, bias)
     return logits if logits.shape == shape else logits.view(shape)
+
+
+def _is_operand(x: Any) -> bool:
+    return type(x) in _PLAIN or is_vocabulary_shard(x)
+
+
+class ShardedForward:
+    """``forward`` of a head whose rows the tensor parallelism of transformers shards over ranks.
+
+    That has put a function around ``forward`` which turns inputs into ``DTensor`` and gathers the
+    logits; lazy logits need neither.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Lazy logits of the rows of all ranks, or what the original gives."""
+        if type(x) is Hidden:
+            weight: Any = self.module.weight
+            with NO_TORCH_FUNCTION():
+                if is_vocabulary_shard(weight):
+                    logits = _product(x, weight, self.module.bias)
+                    if logits is not None:
+                        return logits
+                x = x.as_subclass(Tensor)
+        return self.original(x, *args, **kwargs)
 
 
 @functools.cache

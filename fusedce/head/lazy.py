@@ -13,81 +13,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.head.product import Product, no_autocast
-from fusedce.head.rules import RULES, Shape
+from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
+from fusedce.head.rules import RULES
 
 T: Any = torch.Tensor
 aten = torch.ops.aten
-NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
-
-# ---- values ---------------------------------------------------------------------------------
-
-
-class Expr:
-    """How values are computed: a product, or an operator of other expressions. It never changes.
-
-    Attributes:
-        product: the head's product; ``None`` for an operator.
-        func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
-        before, after: shapes of the first of them and of the result.
-        memory: where the values are kept while lazy logits live that are these, or views of them.
-    """
-
-    memory: weakref.ref[Memory] | None = None
-
-    def __init__(
-        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any,
-        before: Shape, after: Shape,
-    ) -> None:  # fmt: skip
-        self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
-        self.before, self.after = before, after
-
-    def values(self, operation: str) -> Tensor:
-        """The values, without a graph; ``operation`` needs them."""
-        memory = None if self.memory is None else self.memory()
-        if memory is not None and not memory.written:
-            return memory.values(operation)
-        return self.compute(lambda x: x.values(operation), operation)
-
-    def compute(self, of: Callable[[Expr], Tensor], operation: str) -> Tensor:
-        """Apply the operator to the values ``of`` its expressions."""
-        if self.product is not None:
-            return self.product.logits(operation)
-        args = (of(a) if isinstance(a, Expr) else a for a in self.args)
-        out: Tensor = self.func(*args, **self.kwargs)
-        return out
-
-    def products(self) -> list[Product]:
-        """The products in this expression."""
-        if self.product is not None:
-            return [self.product]
-        return [p for a in self.args if isinstance(a, Expr) for p in a.products()]
-
-
-class Memory:
-    """What lazy logits and all their views share: their values, once computed."""
-
-    def __init__(self, root: Expr) -> None:
-        self.root, self.written = root, False
-        self._values: Tensor | None = None
-        root.memory = weakref.ref(self)
-
-    def values(self, operation: str) -> Tensor:
-        """The values of the root."""
-        if self._values is None:
-            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                of = lambda x: x.values(operation)  # noqa: E731
-                self._values = self.root.compute(of, operation)
-        return self._values
-
 
 # ---- operators ------------------------------------------------------------------------------
 
@@ -105,7 +41,7 @@ _TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that i
 
 
 @functools.cache
-def _facts(func: Any) -> Facts:
+def facts_of(func: Any) -> Facts:
     arguments, returns = func._schema.arguments, func._schema.returns
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [
@@ -145,6 +81,7 @@ class LazyLogits(torch.Tensor):
 
     def materialize(self, operation: str) -> Tensor:
         """The real logits, without a graph, in the memory that all views of these share."""
+
         def of(expr: Expr) -> Tensor:
             if expr is self.memory.root:
                 return self.memory.values(operation)
@@ -161,7 +98,7 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        facts, kwargs = _facts(func), kwargs or {}
+        facts, kwargs = facts_of(func), kwargs or {}
         if facts.is_composite:  # in inference mode they arrive whole
             return func.decompose(*args, **kwargs)
         if facts.writes:
@@ -293,18 +230,15 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
 
 def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:
     """The parts of a split, each a slice or a row."""
-    dim, begin, parts = kwargs.get("dim", args[-1] if args and len(args) > 1 else 0), 0, []
-    if func is aten.unbind.int:
-        dim = args[0] if args else 0
+    rows = func is aten.unbind.int
+    dim = kwargs.get("dim", args[-1] if len(args) > (not rows) else 0)
+    begin, parts = 0, []
     for meta in metas:
-        if func is aten.unbind.int:
-            op, at = aten.select.int, (dim, begin)
-            begin += 1
-        else:
-            op, at = aten.slice.Tensor, (dim, begin, begin + meta.shape[dim])
-            begin += meta.shape[dim]
-        expr = Expr(None, op, (x.expr, *at), {}, tuple(x.shape), tuple(meta.shape))
+        end = begin + (1 if rows else meta.shape[dim])
+        op, at = (aten.select.int, (begin,)) if rows else (aten.slice.Tensor, (begin, end))
+        expr = Expr(None, op, (x.expr, dim, *at), {}, tuple(x.shape), tuple(meta.shape))
         parts.append(LazyLogits(expr, x.memory, meta, x.device))
+        begin = end
     return parts
 
 
@@ -345,84 +279,26 @@ def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any
     return torch.utils._pytree.tree_map(lambda t: given.get(id(t), t), out)
 
 
-# ---- the node of autograd -------------------------------------------------------------------
-
-
-def check_not_batched(grad: Tensor) -> None:
-    """Raise ``RuntimeError`` for a batch of gradients, which ``vmap`` passes to a backward."""
-    if torch._C._functorch.is_legacy_batchedtensor(grad):
-        raise RuntimeError(
-            "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
-            "vectorize=True): call fusedce.restore_loss_head(model) for this, since the backward "
-            "passes of fusedce's lazy logits cannot be vectorised"
-        )
-
-
-class MakeLogits(torch.autograd.Function):
-    """Lazy logits ``(..., V)`` of a product, as a function of its operands."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, product: Product, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> LazyLogits:
-        """Compute nothing."""
-        ctx.set_materialize_grads(False)
-        ctx.product, ctx.given = product, (hidden, weight, bias)
-        shape = (*hidden.shape[:-1], product.V)
-        expr = Expr(product, None, (), {}, shape, shape)
-        meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return LazyLogits(expr, Memory(expr), meta, product.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradients of the operands; a fused loss sends none this way."""
-        product, needed, again = ctx.product, ctx.needs_input_grad, torch.is_grad_enabled()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            given, ctx.given = ctx.given, None  # a kept loss keeps none of them
-        else:
-            given = ctx.given
-        if grad is None:
-            return None, None, None, None
-        check_not_batched(grad)
-        hidden, weight, *_ = given if again else product.values(by_all_ranks=True)
-        with no_autocast(product.device):
-            grad = real(grad, "backward").to(hidden.dtype)
-            rows = grad.flatten(0, -2)
-            return (
-                None,
-                grad @ weight if needed[1] else None,
-                rows.T @ hidden.flatten(0, -2) if needed[2] else None,
-                rows.sum(0) if needed[3] else None,
-            )
-
-
 # ---- above autograd -------------------------------------------------------------------------
-
-# Hooks that ask when a gradient comes and not what it is. They are called without one.
-_CALLED_WITHOUT = ("torch.distributed.", "torch.nn.parallel.", "lightning", "deepspeed.", "accelerate.")
-
-
-def watch(x: Any) -> None:
-    """Note that code asks for the gradient of these logits: the loss will compute it."""
-    replaced(x, lambda lazy: [setattr(p, "watched", True) for p in lazy.expr.products()])
 
 
 def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
-    watch((args, kwargs))
+    """Code asks for the gradient of these logits: the loss will compute it."""
+
+    def watch(x: LazyLogits) -> None:
+        for product in x.expr.products():
+            product.watched = True
+
+    replaced((args, kwargs), watch)
     return func(*args, **kwargs)
 
 
-def _hook(func: Any, x: LazyLogits, hook: Any) -> Any:
-    where = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    if not where.startswith(_CALLED_WITHOUT):
-        watch(x)
+def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
+    """Code may put a hook on the gradient: the loss will send a passenger there."""
+    for product in x.expr.products():
+        product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
-    return func(x, hook)
-
-
-def _grad_fn(func: Any, x: LazyLogits) -> Any:
-    asks: Any = sys._getframe(2).f_globals.get("__name__", "")  # DDP asks whether there is one
-    return func(x) if asks.startswith(_CALLED_WITHOUT) else _watched(func, x)
+    return func(x, *args)
 
 
 def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -441,15 +317,20 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
                        "use logits + 0, which is a tensor like any other")  # fmt: skip
 
 
-_MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
+MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
-LazyLogits.above |= {
-    **dict.fromkeys(_MEMORY, _exposed),
+_ABOVE: dict[Any, Any] = {
+    **dict.fromkeys(MEMORY, _exposed),
     **dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched),
-    T.grad_fn.__get__: _grad_fn,
-    T.register_hook: _hook,
+    **dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked),
     T.data.__set__: _set_data,
 }
-for _func in _MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
-    setattr(LazyLogits, _func.__name__,
-            functools.wraps(_func)(lambda self, *a, _f=_func, **k: _exposed(_f, self, *a, **k)))  # fmt: skip
+LazyLogits.above |= _ABOVE
+
+
+def _method(func: Any) -> Any:
+    return functools.wraps(func)(lambda self, *args, **kw: _exposed(func, self, *args, **kw))
+
+
+for _func in MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
+    setattr(LazyLogits, _func.__name__, _method(_func))

@@ -1,11 +1,17 @@
-"""``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs.
+"""``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs, and its gradient.
 
-Its gradient goes straight to the head's inputs (:class:`Route`). Where code watches the gradient
-of the logits, it goes through them instead, as that of torch's own loss does.
+A loss is fused if two witnesses agree on how the logits came about: the noted expression
+(:func:`_rows`), and the chain of autograd's nodes (:class:`_Chain`). Any other loss is torch's
+own, of real logits.
+
+The gradient goes one of three ways (:class:`Route`): straight to the head's inputs; along the
+logits as a :class:`Passenger`, where hooks want to know when it comes; or along the logits as it
+is, where code asks for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,60 +20,250 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of
 from fusedce.contract.objective import expected, expecting
-from fusedce.head.lazy import Expr, LazyLogits, MakeLogits, check_not_batched
+from fusedce.contract.problem import Problem
+from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
 from fusedce.head.observe import LossObserver, Result, expected_factor
-from fusedce.head.product import Product, no_autocast
-from fusedce.head.rules import NODES, RULES, Rows, as_options
+from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
+from fusedce.head.rules import NODES, RULES, SAME, SAME_NODES, Rows, as_options
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
+from fusedce.loss.sharded import sharded_cross_entropy
+from fusedce.loss.sharded_problem import is_vocabulary_shard
 
-Given = dict[Product, tuple[Tensor, ...]]  # the operands of each product, with or without a graph
+T: Any = torch.Tensor
+aten = torch.ops.aten
 
-
-def _rows(expr: Expr, given: Given) -> Rows | None:
-    """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
-    if expr.product is not None:
-        hidden, weight, *bias = given[expr.product]
-        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
-                    slice(0, weight.shape[0]))  # fmt: skip
-    rule = RULES.get(expr.func)
-    args = [_rows(a, given) if isinstance(a, Expr) else a for a in expr.args]
-    if rule is None or any(a is None and isinstance(e, Expr) for a, e in zip(args, expr.args, strict=True)):
-        return None
-    return rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
+# ---- the gradient ---------------------------------------------------------------------------
 
 
-def _sources(node: Any) -> list[Any] | None:
-    """The nodes that made the logits; ``None`` if others than the derivatives of rules stand before.
+def _check_not_batched(grad: Tensor) -> None:
+    """Raise ``RuntimeError`` for a batch of gradients, which ``vmap`` passes to a backward."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
+            "vectorize=True): call fusedce.restore_loss_head(model) for this, since the backward "
+            "passes of fusedce's lazy logits cannot be vectorised"
+        )
 
-    A leaf, a user's function, a write or a hooked module is such a node.
+
+class MakeLogits(torch.autograd.Function):
+    """Lazy logits ``(..., V)`` of a product, as a function of its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> LazyLogits:
+        """Compute nothing."""
+        ctx.set_materialize_grads(False)
+        ctx.product, ctx.given = product, (hidden, weight, bias)
+        shape = (*hidden.shape[:-1], product.V)
+        expr = Expr(product, None, (), {}, shape, shape)
+        meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
+        return LazyLogits(expr, Memory(expr), meta, product.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradients of the operands; a fused loss that nobody watches sends none this way.
+
+        Collectives: with real gradients of a sharded vocabulary, two all-gathers a parameter.
+        """
+        product, needed, given = ctx.product, ctx.needs_input_grad[1:], ctx.given
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.given = None  # a kept loss keeps none of them
+        if grad is None:
+            return None, None, None, None
+        _check_not_batched(grad)
+        if isinstance(grad, Passenger) and grad.read is None:
+            return None, *_added(load[product] for load in grad.loads)
+        given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
+        hidden, weight = given[0], whole(given[1])
+        with no_autocast(product.device):
+            grad = _values(real(grad, "backward")).to(hidden.dtype)
+            rows = grad.flatten(0, -2)
+            d_hidden = grad @ weight if needed[0] else None
+            d_weight = rows.T @ hidden.flatten(0, -2) if needed[1] else None
+            d_bias = rows.sum(0) if needed[2] else None
+        if product.is_sharded():
+            d_weight = None if d_weight is None else _own_rows(d_weight, given[1])
+            d_bias = None if d_bias is None else _own_rows(d_bias, given[2])
+        return None, d_hidden, d_weight, d_bias
+
+
+def _added(loads: Any) -> list[Tensor | None]:
+    """Gradients of the operands, added up over losses."""
+    return [
+        None if all(g is None for g in grads) else sum(g for g in grads if g is not None)
+        for grads in zip(*loads, strict=True)
+    ]
+
+
+def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole parameter's gradient that is this rank's, as a ``DTensor``."""
+    with torch.enable_grad():
+        leaf = like.detach().requires_grad_()
+        (found,) = torch.autograd.grad(whole(leaf), leaf, grad)
+    return found
+
+
+class _State(threading.local):
+    reading = False  # code, and not a node of autograd, calls an operator of a passenger
+
+
+_state = _State()
+_CARRIES = frozenset((
+    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
+    aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh_backward.default,
+    aten.slice_backward.default, aten.select_backward.default, aten._unsafe_view.default,
+))  # fmt: skip
+_JOINS = frozenset((aten.add.Tensor, aten.cat.default, aten.stack.default))
+
+
+class Passenger(Tensor):
+    """The gradient of logits on its way to the head, without values until code reads them.
+
+    Hooks of DDP and FSDP ask when a gradient comes, and hand it on. At the head, a passenger that
+    nobody has read gives the gradients of the operands that it carries. Once read it is the real
+    gradient, and the head computes with that one, as it does for any hook's result.
+
+    Attributes:
+        loads: for each loss, the gradients of each product's operands.
+        make: computes the real gradient.
+        read: the values, once code has read them; it may have written into them.
     """
-    if isinstance(node, MakeLogits._backward_cls):
-        return [node]
-    if node is None or node.name() not in NODES:
-        return None
-    below = [_sources(n) for n, _ in node.next_functions if n is not None]
-    found = [n for part in below for n in part or ()]
-    return None if any(part is None for part in below) else found
+
+    loads: list[dict[Product, tuple[Tensor | None, ...]]]
+    make: Callable[[], Tensor]
+    meta: Tensor
+    read: Tensor | None
+
+    @staticmethod
+    def __new__(cls, loads: Any, make: Any, meta: Tensor, device: torch.device) -> Passenger:
+        new: Passenger = T._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        new.loads, new.make, new.meta, new.read = loads, make, meta, None
+        return new
+
+    def values(self) -> Tensor:
+        """The real gradient."""
+        if self.read is None:
+            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
+                self.read = self.make()
+        return self.read
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MEMORY:
+            return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
+        before, _state.reading = _state.reading, True
+        try:
+            with NO_TORCH_FUNCTION():
+                return func(*args, **(kwargs or {}))
+        finally:
+            _state.reading = before
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in found if isinstance(x, Passenger)]
+        others = [x for x in found if not isinstance(x, Passenger) and x.dim()]
+        carries = func in _CARRIES or facts_of(func).is_view or func is aten.sum.dim_IntList
+        if func is not aten.tanh_backward.default and (others or not carries):
+            carries = func in _JOINS and not others
+        if _state.reading or not carries or any(x.read is not None for x in given):
+            _state.reading, before = False, _state.reading
+            try:
+                return func(*tree_map(_values, real(args, "backward")), **tree_map(_values, kwargs))
+            finally:
+                _state.reading = before
+        meta = func(*tree_map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"})
+
+        def make() -> Tensor:
+            out: Tensor = func(*tree_map(_values, real(args, "backward")), **kwargs)
+            return out
+
+        return Passenger([y for x in given for y in x.loads], make, meta, given[0].device)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.values().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
 
 
-def _given(x: LazyLogits) -> Given | None:
-    """The operands of the products behind ``x``, with their graph; ``None`` without a straight way."""
-    products = x.expr.products()
-    if x.memory.written or any(p.watched for p in products):
-        return None
-    nodes = _sources(x.grad_fn)
-    if nodes is None or len(set(products)) < len(products):
-        return None  # a part of the same logits may be detached
-    given = {p: tuple(p.values(by_all_ranks=True)) for p in products}  # of a frozen, detached part
-    for node in nodes:
-        if node.given is None or node.product not in given:  # backward has run already
-            return None
-        given[node.product] = _standing_in(node.product, node.given, given[node.product])
-    return given
+def _values(x: Any) -> Any:
+    return x.values() if isinstance(x, Passenger) else x
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, (Passenger, LazyLogits)):
+        return x.meta
+    return x.to("meta") if isinstance(x, Tensor) else x
+
+
+class Route(torch.autograd.Function):
+    """The loss, as a function of the logits and of the fused loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: LazyLogits, fused: Tensor, always: Tensor, native: Any, given: Given
+    ) -> Tensor:
+        """Return the fused loss; ``native`` computes torch's own from real logits."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        ctx.expr, ctx.native, ctx.fused, ctx.given = logits.expr, native, fused, given
+        return fused.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradient of the fused loss; or of the logits, where code asks for it."""
+        if grad is None:
+            return None, None, None, None, None
+        _check_not_batched(grad)
+        products = ctx.expr.products()
+        if torch.is_grad_enabled():
+            (z,) = ctx.saved_tensors
+            return _native_gradient(z + 0, ctx.native, grad, True), None, None, None, None
+        # With `backward(inputs=...)`, logits may be among the inputs.
+        some = not torch._C._will_engine_execute_node(ctx.next_functions[2][0])
+        watched = any(p.watched for p in products)
+        if not (some or watched or any(p.hooked for p in products)):
+            return None, grad, None, None, None
+        expr, native = ctx.expr, ctx.native
+
+        def make() -> Tensor:
+            z = expr.values("the gradient of logits").detach().requires_grad_()
+            return _native_gradient(z, native, grad)
+
+        if watched:
+            return make(), None, None, None, None
+        loads = _loads(ctx.fused, ctx.given, grad)
+        meta = torch.empty(expr.after, dtype=ctx.saved_tensors[0].dtype, device="meta")
+        return Passenger([loads], make, meta, grad.device), None, None, None, None
+
+
+def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
+    with torch.enable_grad():
+        loss = native(z)
+        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
+    return found
+
+
+def _loads(fused: Tensor, given: Given, grad: Tensor) -> dict[Product, tuple[Tensor | None, ...]]:
+    """The gradients of all operands, in the order of ``MakeLogits``."""
+    wanted = [x for operands in given.values() for x in operands if x.requires_grad]
+    found = iter(torch.autograd.grad(fused, wanted, grad, retain_graph=True))
+    loads = {p: [next(found) if x.requires_grad else None for x in xs] for p, xs in given.items()}
+    return {p: (*xs, None)[:3] for p, xs in loads.items()}
 
 
 class StandIn(torch.autograd.Function):
@@ -84,6 +280,88 @@ class StandIn(torch.autograd.Function):
         return grad, None
 
 
+# ---- the two witnesses ----------------------------------------------------------------------
+
+Given = dict[Product, tuple[Tensor, ...]]  # the operands of each product, with or without a graph
+
+
+def _rows(expr: Expr, given: Given) -> Rows | None:
+    """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
+    if expr.product is not None:
+        hidden, weight, *bias = given[expr.product]
+        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
+                    slice(0, weight.shape[0]))  # fmt: skip
+    rule = RULES.get(expr.func)
+    args = []
+    for arg in expr.args if rule is not None else ():
+        args.append(_rows(arg, given) if isinstance(arg, Expr) else arg)
+        if args[-1] is None and isinstance(arg, Expr):
+            return None
+    return (
+        None if rule is None else rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
+    )
+
+
+class _Chain:
+    """The nodes of autograd between logits and their products.
+
+    Attributes:
+        made: the nodes that made the logits of each product.
+        derivatives: the number of nodes that differentiate an operator which changes something.
+        functions: the number of users' functions written in Python.
+        is_known: whether no other nodes stand there: a leaf, a write, or a function of C++.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.made: list[Any] = []
+        self.derivatives = self.functions = 0
+        self.is_known = self._walk(node)
+
+    def _walk(self, node: Any) -> bool:
+        if isinstance(node, MakeLogits._backward_cls):
+            self.made.append(node)
+            return True
+        if isinstance(node, BackwardCFunction):
+            self.functions += 1
+        elif node is None or node.name() not in NODES:
+            return False
+        else:
+            self.derivatives += node.name() not in SAME_NODES
+        below = [n for n, _ in node.next_functions if n is not None]
+        return bool(below) and all(self._walk(n) for n in below)
+
+
+def _operators(expr: Expr) -> int:
+    """The number of operators that change something; a view may be what a function returned."""
+    if expr.product is not None:
+        return 0
+    same = expr.func in SAME or (expr.func is aten.view.default and expr.before == expr.after)
+    return (not same) + sum(_operators(a) for a in expr.args if isinstance(a, Expr))
+
+
+def _given(x: LazyLogits) -> Given | None:
+    """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
+    products = x.expr.products()
+    if x.memory.written or any(p.watched for p in products):
+        return None
+    chain = _Chain(x.grad_fn)
+    if not chain.is_known or max(len(products), len(chain.made)) > len(set(products)):
+        return None  # a part of the same logits may be detached
+    if chain.functions:
+        # What a user's function computes has no node of its own: it must hand on what it is given.
+        # Its backward gets a passenger, and reads it unless it hands that on, too.
+        if chain.derivatives != _operators(x.expr):
+            return None
+        for product in products:
+            product.hooked = True
+    given = {p: tuple(p.values(by_all_ranks=True)) for p in products}  # of a frozen, detached part
+    for node in chain.made:
+        if node.given is None or node.product not in given:  # backward has run already
+            return None
+        given[node.product] = _standing_in(node.product, node.given, given[node.product])
+    return given
+
+
 def _standing_in(product: Product, given: tuple[Any, ...], values: Any) -> tuple[Tensor, ...]:
     given = tuple(x for x in given if x is not None)
     if not product.is_gone():
@@ -92,38 +370,7 @@ def _standing_in(product: Product, given: tuple[Any, ...], values: Any) -> tuple
     return (given[0], *(StandIn.apply(x, v) if x.requires_grad else v for x, v in pairs))
 
 
-class Route(torch.autograd.Function):
-    """The loss, as a function of the logits and of the fused loss: its gradient goes to one of them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, fused: Tensor, always: Tensor, native: Any) -> Tensor:
-        """Return the fused loss."""
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
-        ctx.expr, ctx.native = logits.expr, native
-        return fused.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradient of the fused loss; or of the logits, where they are watched."""
-        if grad is None:
-            return None, None, None, None
-        check_not_batched(grad)
-        again = torch.is_grad_enabled()
-        # With `backward(inputs=...)`, logits may be among the inputs.
-        all_of_it = torch._C._will_engine_execute_node(ctx.next_functions[2][0])
-        if all_of_it and not again and not any(p.watched for p in ctx.expr.products()):
-            return None, grad, None, None
-        if again:
-            (z,) = ctx.saved_tensors
-        else:
-            with torch.no_grad():
-                z = ctx.expr.values("the gradient of logits").detach().requires_grad_()
-        with torch.enable_grad():
-            z = z + 0 if again else z
-            loss = ctx.native(z)
-            (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
-        return found, None, None, None
+# ---- the loss -------------------------------------------------------------------------------
 
 
 def _fused(
@@ -136,8 +383,8 @@ def _fused(
     label_smoothing: float,
 ) -> Tensor:
     head, observer = x.expr.products()[0].head, LossObserver.of_this_thread()
-    w, bias = p.weight, p.bias
-    if p.classes != slice(0, w.shape[0]):
+    w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
+    if p.classes != slice(0, w.shape[0]) and not sharded:
         w, bias = w[p.classes], None if bias is None else bias[p.classes]
     options: dict[str, Any] = {
         "bias": bias, "ignore_index": ignore_index, "softcap": p.cap, "logit_scale": p.scale,
@@ -146,14 +393,21 @@ def _fused(
     }  # fmt: skip
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
+        if sharded:
+            return sharded_cross_entropy(p.hidden, w, target, vocab_size=p.classes.stop, **options)
         return fused_cross_entropy(p.hidden, w, target, **options)
     denominator = None if observer is None else observer.denominator
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
+    monitor = observer.monitor if observer else ()
     with nullcontext() if expects or factor is expected() else expecting(factor):
-        out = fused_ce(p.hidden, w, target, monitor=observer.monitor if observer else (), **options)
+        if sharded:
+            problem = Problem(p.hidden, w, target, **options)
+            out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
+        else:
+            out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
     if observer is not None:
         observer.observe(out, reduction)
     loss_sum, n_valid = out
@@ -200,15 +454,17 @@ def _cross_entropy(
         p = None if p is None else as_options(p)
         if p is None or p.class_dim != min(1, x.dim() - 1) or target.shape != p.hidden.shape[:-1]:
             return native(x)
-        head = x.expr.products()[0].head
+        if is_vocabulary_shard(p.weight) and p.classes.start != 0:
+            return native(x)
         loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
-    head.report.fused()
+    x.expr.products()[0].head.report.fused()
     if autocast_dtype(x.device) is None:
         loss = loss.to(x.dtype)
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
-        loss = Route.apply(x, loss, torch.empty(0, requires_grad=True), _again(func, x, target, options))
+        again = _again(func, x, target, options)
+        loss = Route.apply(x, loss, torch.empty(0, requires_grad=True), again, given)
     if (observer := LossObserver.of_this_thread()) is not None:
         observer.results.append(Result.of(loss))
     return loss

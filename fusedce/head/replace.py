@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-import fusedce.head.loss  # noqa: F401  # takes over F.cross_entropy of lazy logits
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.hidden import Head, head_of
+from fusedce.contract.groups import is_dtensor
+from fusedce.head.hidden import Head, ShardedForward, head_of
 from fusedce.head.observe import note_items
 from fusedce.head.report import HeadCounts, HeadReport, added_up
 
@@ -107,6 +107,8 @@ def attach(
         _restore(head)  # it may have been replaced before an adapter was put around it
         report = HeadCounts(time.strftime("%Y-%m-%d %H:%M:%S"))
         head.register_forward_pre_hook(Head(report, memory_budget))
+        if "forward" in head.__dict__ and is_dtensor(getattr(head, "weight", None)):
+            head.forward = ShardedForward(head)
     elif memory_budget is not None:
         replaced.memory_budget = memory_budget
     if _ITEMS not in model.__dict__:
@@ -191,6 +193,9 @@ def _restore(model: nn.Module) -> None:
     for module in model.modules():
         for key in [k for k, h in module._forward_pre_hooks.items() if isinstance(h, Head)]:
             del module._forward_pre_hooks[key]
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ShardedForward):
+            module.forward = forward.original
 
 
 # ---- which module is the head ---------------------------------------------------------------

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from fusedce.head.product import Shape
+from fusedce.loss.sharded_problem import is_vocabulary_shard
+
 aten = torch.ops.aten
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -139,7 +141,7 @@ def _tanh(p: Rows, before: Shape, after: Shape) -> Rows | None:
 
 
 def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
-    if alpha != 1 or before != after or not p.is_product():
+    if alpha != 1 or before != after or not p.is_product() or is_vocabulary_shard(p.weight):
         return None
     if isinstance(other, Rows):  # LoRA: [h, s A h] @ [W, B].T
         if not other._replace(scale=1.0).is_product() or other.hidden.dim() != p.hidden.dim():
@@ -158,9 +160,9 @@ def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1)
     return p._replace(bias=added if p.bias is None else p.bias + added)
 
 
+SAME = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default,
-                     aten.lift_fresh.default), _same),
+    **dict.fromkeys(SAME, _same),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
                      aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
                      aten.unsqueeze.default), _reshape),
@@ -178,13 +180,14 @@ RULES: dict[Any, Rule] = {
 }  # fmt: skip
 
 # Nodes by which autograd differentiates these operators. A chain with any other node, such as a
-# user's function whose backward is no derivative, is left to autograd.
-NODES = frozenset(
+# write or a function of C++, is left to autograd.
+SAME_NODES = frozenset(f"{name}Backward0" for name in ("Alias", "Clone", "LiftFresh"))
+NODES = SAME_NODES | {
     f"{name}Backward{i}" for i in range(5) for name in
-    ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
-     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add",
-     "Split", "SplitWithSizes", "Unbind", "LiftFresh")
-) | {"_DDPSinkBackward"}  # fmt: skip
+    ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div", "ToCopy",
+     "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add", "Split",
+     "SplitWithSizes", "Unbind")
+}  # fmt: skip
 
 
 def as_options(p: Rows) -> Rows | None:
