@@ -11,10 +11,11 @@ is, where code asks for it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +97,8 @@ class MakeLogits(torch.autograd.Function):
 
 def _added(loads: Any) -> list[Tensor | None]:
     """Gradients of the operands, added up over losses."""
-    return [
-        None if all(g is None for g in grads) else sum(g for g in grads if g is not None)
-        for grads in zip(*loads, strict=True)
-    ]
+    together = [[g for g in grads if g is not None] for grads in zip(*loads, strict=True)]
+    return [functools.reduce(torch.add, grads) if grads else None for grads in together]
 
 
 def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
@@ -211,44 +210,59 @@ def _meta(x: Any) -> Any:
 
 
 class Route(torch.autograd.Function):
-    """The loss, as a function of the logits and of the fused loss."""
+    """The loss, as a function of the logits and of the products' operands."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, fused: Tensor, always: Tensor, native: Any, given: Given
-    ) -> Tensor:
-        """Return the fused loss; ``native`` computes torch's own from real logits."""
+        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any, given: Given,
+        *operands: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the fused loss.
+
+        Args:
+            logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
+            always: a leaf that wants one, too.
+            fused: the fused loss of the leaves in ``given``; in a tuple, since it is no input.
+            native: computes torch's own loss from real logits.
+        """
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
-        ctx.expr, ctx.native, ctx.fused, ctx.given = logits.expr, native, fused, given
-        return fused.detach()
+        ctx.expr, ctx.native, ctx.given = logits.expr, native, given
+        (ctx.fused,) = fused
+        return ctx.fused.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradient of the fused loss; or of the logits, where code asks for it."""
+        """The gradients of the operands; or of the logits, where code may ask for it."""
+        nothing = (None,) * len(ctx.needs_input_grad)
         if grad is None:
-            return None, None, None, None, None
+            return nothing
         _check_not_batched(grad)
-        products = ctx.expr.products()
         if torch.is_grad_enabled():
             (z,) = ctx.saved_tensors
-            return _native_gradient(z + 0, ctx.native, grad, True), None, None, None, None
-        # With `backward(inputs=...)`, logits may be among the inputs.
-        some = not torch._C._will_engine_execute_node(ctx.next_functions[2][0])
-        watched = any(p.watched for p in products)
-        if not (some or watched or any(p.hooked for p in products)):
-            return None, grad, None, None, None
+            return _native_gradient(z + 0, ctx.native, grad, again=True), *nothing[1:]
         expr, native = ctx.expr, ctx.native
 
         def make() -> Tensor:
             z = expr.values("the gradient of logits").detach().requires_grad_()
             return _native_gradient(z, native, grad)
 
-        if watched:
-            return make(), None, None, None, None
-        loads = _loads(ctx.fused, ctx.given, grad)
+        products = expr.products()
+        if any(p.watched for p in products):
+            return make(), *nothing[1:]
+        leaves = [x for one in ctx.given.values() for x in one.leaves if x.requires_grad]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = torch.autograd.grad(ctx.fused, leaves, grad, retain_graph=keep)
+        # With `backward(inputs=...)`, logits may be among the inputs.
+        all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        if all_run and not any(p.hooked for p in products):
+            return *nothing[:5], *found
+        left, loads = iter(found), {}
+        for product, one in ctx.given.items():
+            grads = [next(left) if x.requires_grad else None for x in one.leaves]
+            loads[product] = (*grads, None)[:3]
         meta = torch.empty(expr.after, dtype=ctx.saved_tensors[0].dtype, device="meta")
-        return Passenger([loads], make, meta, grad.device), None, None, None, None
+        return Passenger([loads], make, meta, grad.device), *nothing[1:]
 
 
 def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
@@ -258,37 +272,23 @@ def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) 
     return found
 
 
-def _loads(fused: Tensor, given: Given, grad: Tensor) -> dict[Product, tuple[Tensor | None, ...]]:
-    """The gradients of all operands, in the order of ``MakeLogits``."""
-    wanted = [x for operands in given.values() for x in operands if x.requires_grad]
-    found = iter(torch.autograd.grad(fused, wanted, grad, retain_graph=True))
-    loads = {p: [next(found) if x.requires_grad else None for x in xs] for p, xs in given.items()}
-    return {p: (*xs, None)[:3] for p, xs in loads.items()}
-
-
-class StandIn(torch.autograd.Function):
-    """A gathered parameter in the place of the one that is sharded now, which gets the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
-        """Return the value."""
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Hand the gradient on."""
-        return grad, None
-
-
 # ---- the two witnesses ----------------------------------------------------------------------
 
-Given = dict[Product, tuple[Tensor, ...]]  # the operands of each product, with or without a graph
+
+class Operands(NamedTuple):
+    """Hidden state, weight, and perhaps bias of a product."""
+
+    leaves: tuple[Tensor, ...]  # their values when the head ran, from which the loss is computed
+    live: tuple[Tensor, ...]  # what gets the gradients of those leaves that want one
+
+
+Given = dict[Product, Operands]
 
 
 def _rows(expr: Expr, given: Given) -> Rows | None:
     """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
     if expr.product is not None:
-        hidden, weight, *bias = given[expr.product]
+        hidden, weight, *bias = given[expr.product].leaves
         return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
                     slice(0, weight.shape[0]))  # fmt: skip
     rule = RULES.get(expr.func)
@@ -354,20 +354,21 @@ def _given(x: LazyLogits) -> Given | None:
             return None
         for product in products:
             product.hooked = True
-    given = {p: tuple(p.values(by_all_ranks=True)) for p in products}  # of a frozen, detached part
+    given = {p: _operands(p) for p in products}  # of a frozen part, they want no gradient
     for node in chain.made:
         if node.given is None or node.product not in given:  # backward has run already
             return None
-        given[node.product] = _standing_in(node.product, node.given, given[node.product])
+        given[node.product] = _operands(node.product, node.given)
     return given
 
 
-def _standing_in(product: Product, given: tuple[Any, ...], values: Any) -> tuple[Tensor, ...]:
-    given = tuple(x for x in given if x is not None)
-    if not product.is_gone():
-        return given
-    pairs = zip(given[1:], values[1:], strict=True)
-    return (given[0], *(StandIn.apply(x, v) if x.requires_grad else v for x, v in pairs))
+def _operands(product: Product, live: tuple[Tensor | None, ...] | None = None) -> Operands:
+    values = product.values(by_all_ranks=True)
+    if live is None:
+        return Operands(tuple(values), ())
+    pairs = [(v, x) for v, x in zip(values, live[: len(values)], strict=True) if x is not None]
+    leaves = tuple(v.detach().requires_grad_() if x.requires_grad else v for v, x in pairs)
+    return Operands(leaves, tuple(x for _, x in pairs if x.requires_grad))
 
 
 # ---- the loss -------------------------------------------------------------------------------
@@ -448,7 +449,7 @@ def _cross_entropy(
     if wanted:
         given = _given(x)
     else:
-        given = {p: tuple(p.values(by_all_ranks=True)) for p in x.expr.products()}
+        given = {p: _operands(p) for p in x.expr.products()}
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
         p = None if given is None else _rows(x.expr, given)
         p = None if p is None else as_options(p)
@@ -460,11 +461,12 @@ def _cross_entropy(
     x.expr.products()[0].head.report.fused()
     if autocast_dtype(x.device) is None:
         loss = loss.to(x.dtype)
-    if wanted:
+    if wanted and given is not None:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = _again(func, x, target, options)
-        loss = Route.apply(x, loss, torch.empty(0, requires_grad=True), again, given)
+        live = [t for one in given.values() for t in one.live]
+        loss = Route.apply(x, torch.empty(0, requires_grad=True), (loss,), again, given, *live)
     if (observer := LossObserver.of_this_thread()) is not None:
         observer.results.append(Result.of(loss))
     return loss
