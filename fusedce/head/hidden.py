@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype
-from fusedce.head.lazy import skip_frame
+from fusedce.head.lazy import Uncompiled
 from fusedce.head.loss import MakeLogits
 from fusedce.head.product import NO_TORCH_FUNCTION, Product
 from fusedce.head.report import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
+_UNCOMPILED = (
+    "the head that fusedce has replaced runs uncompiled: leave out fullgraph=True, or compile the "
+    "model's body alone (model.model)"
+)
 
 
 class Head:
@@ -36,7 +40,7 @@ class Head:
     def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
         self.report, self.memory_budget = report, memory_budget
 
-    @torch.compiler.disable(reason="the loss head of fusedce runs uncompiled")
+    @torch.compiler.disable(reason=_UNCOMPILED)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
         x = args[0] if len(args) == 1 else None
@@ -67,7 +71,7 @@ def head_of(module: nn.Module) -> Head | None:
     return next((h for h in module._forward_pre_hooks.values() if isinstance(h, Head)), None)
 
 
-class Hidden(Tensor):
+class Hidden(Uncompiled):
     """The input of a head, or what the head makes of it before the product."""
 
     head: Head
@@ -88,14 +92,6 @@ class Hidden(Tensor):
             if out.dim() != given.dim() or out.shape[-1] == _rows(given.module):
                 return out.as_subclass(Tensor) if type(out) is Hidden else out
             return _lent(out, given.head, given.module)
-
-    def __tensor_flatten__(self) -> Any:
-        """Make ``torch.compile`` skip the frame of the head."""
-        return skip_frame("the loss head of fusedce")
-
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> Tensor:
-        raise AssertionError("nothing was flattened")
 
 
 def _lent(x: Tensor, head: Head, module: nn.Module) -> Hidden:

@@ -57,7 +57,22 @@ def facts_of(func: Any) -> Facts:
     )
 
 
-class LazyLogits(torch.Tensor):
+class Uncompiled(torch.Tensor):
+    """A tensor subclass at which ``torch.compile`` runs the frame that it begins to trace as it is."""
+
+    def __tensor_flatten__(self) -> Any:
+        """Called by the compiler alone."""
+        from torch._dynamo.exc import SkipFrame  # slow to import, and loaded by every caller
+
+        _keep_compiler_out()
+        raise SkipFrame("lazy logits run uncompiled: pass logits + 0 to have the frame compiled")
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Tensor:
+        raise AssertionError("nothing was flattened")
+
+
+class LazyLogits(Uncompiled):
     """Lazy logits: see the module.
 
     Attributes:
@@ -141,22 +156,6 @@ class LazyLogits(torch.Tensor):
 
     def _copied(self, operation: str) -> Tensor:
         return self.materialize(operation).detach().requires_grad_(self.requires_grad)
-
-    def __tensor_flatten__(self) -> Any:
-        """Make ``torch.compile`` skip the frame: it runs uncompiled, and its loss is fused."""
-        _keep_compiler_out()
-        return skip_frame("lazy logits: pass logits + 0 to have the frame compiled")
-
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> Tensor:
-        raise AssertionError("nothing was flattened")
-
-
-def skip_frame(reason: str) -> Any:
-    """Make ``torch.compile`` run the frame that it begins to trace as it is."""
-    from torch._dynamo.exc import SkipFrame  # slow to import, and loaded by every caller
-
-    raise SkipFrame(f"{reason}: this frame runs uncompiled")
 
 
 @functools.cache

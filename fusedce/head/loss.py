@@ -214,8 +214,8 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any, given: Given,
-        *operands: Tensor,
+        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any,
+        given: Given, *operands: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return the fused loss.
 
@@ -375,14 +375,9 @@ def _operands(product: Product, live: tuple[Tensor | None, ...] | None = None) -
 
 
 def _fused(
-    x: LazyLogits,
-    p: Rows,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: Any,
-    label_smoothing: float,
-) -> Tensor:
+    x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
+    reduction: Any, label_smoothing: float,
+) -> Tensor:  # fmt: skip
     head, observer = x.expr.products()[0].head, LossObserver.of_this_thread()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
@@ -418,38 +413,24 @@ def _fused(
 
 
 def _cross_entropy(
-    func: Callable[..., Any],
-    x: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+    func: Callable[..., Any], x: Any, target: Any, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """``F.cross_entropy`` of lazy logits, or torch's own of real ones."""
     options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     native = lambda z: func(z, target, *options)  # noqa: E731
     plain = type(x) is LazyLogits and type(target) is Tensor and x.dim() > 0
     wanted = plain and torch.is_grad_enabled() and x.requires_grad
-    if (
-        not plain
-        or x.memory.written
-        or target.dtype not in (torch.int64, torch.int32)
-        or target.device != x.device
-        or size_average is not None
-        or reduce is not None
-        or reduction not in ("mean", "sum", "none")
-        or not 0 <= label_smoothing <= 1
-        or (weight is not None and weight.dtype == torch.float64)
-        or torch._C._functorch.maybe_current_level() is not None
-        or forward_ad._current_level >= 0
-    ):
+    if not (
+        plain and not x.memory.written
+        and target.dtype in (torch.int64, torch.int32) and target.device == x.device
+        and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+        and 0 <= label_smoothing <= 1 and (weight is None or weight.dtype != torch.float64)
+        and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
+    ):  # fmt: skip
         return native(x)
-    if wanted:
-        given = _given(x)
-    else:
-        given = {p: _operands(p) for p in x.expr.products()}
+    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products()}
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
         p = None if given is None else _rows(x.expr, given)
         p = None if p is None else as_options(p)

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+_LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
+_SMOOTHED = (
+    "label_smoothing_factor of Trainer computes the smoothed loss from log-probabilities, which "
+    "need real logits: F.cross_entropy(..., label_smoothing=) in a compute_loss_func is fused"
+)
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
@@ -68,8 +74,8 @@ def added_up(reports: Sequence[HeadReport]) -> HeadReport:
 class HeadCounts:
     """Counts of losses and logits while a head was replaced, with places and notes."""
 
-    def __init__(self, since: str) -> None:
-        self.since, self.losses = since, 0
+    def __init__(self, since: str | None = None) -> None:
+        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
 
@@ -87,6 +93,8 @@ class HeadCounts:
         if place is None:
             place = Place(operation, line, tuple(shape), size, 0)
             _explain(f"logits {tuple(shape)}, {size / 2**20:.1f} MiB, for {operation} at {line}")
+        if _LABEL_SMOOTHER in line:
+            self.note(_SMOOTHED)
         self.places[operation, line] = place._replace(times=place.times + 1)
 
     def note(self, text: str) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
-from fusedce.head.product import Product as HeadCall
+from fusedce.head.product import Product
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -118,7 +118,7 @@ def worker(rank, path, results):
         raise AssertionError("real logits were computed")
 
     try:
-        with mock.patch.object(HeadCall, "logits", logits):
+        with mock.patch.object(Product, "logits", logits):
             for name, case in CASES.items():
                 try:
                     results[name, rank] = case(rank)

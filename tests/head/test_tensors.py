@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
+from support.heads import H, V, loss_and_grads, plain_model, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -245,12 +245,12 @@ def test_looking_in_inference_mode_spoils_nothing():
         lambda p: setattr(p, "data", p.data.double()),
     ],
 )
-def test_other_data_is_a_change(change):
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    z = model(x)
+def test_other_data_of_a_parameter_leave_the_logits_what_they_were(change):
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    z, expected = model(x), plain_model()(x)
     change(model[1].weight)
-    with pytest.raises(RuntimeError, match="has changed"):
-        z.argmax(-1)
+    torch.testing.assert_close(ce(z, y), ce(expected, y))
+    torch.testing.assert_close(z + 0, expected)
 
 
 def test_hooks_see_the_gradient_of_the_logits():
@@ -282,30 +282,6 @@ def test_export_sees_the_original():
     native = model(x)
     exported = torch.export.export(replace_loss_head(model), (x,)).module()
     torch.testing.assert_close(exported(x), native)
-
-
-def test_logits_of_a_compiled_model():
-    """They leave the graph as something that is no tensor but answers like one."""
-    model, x, y = plain_model(True), tokens(3, 7), tokens(3, 7, seed=1)
-    real = model(x).detach()
-    run = compiled(replace_loss_head(model), fullgraph=True)
-    z = run(x)
-    assert (z.shape, z.dtype, z.ndim, z.size(-1), len(z)) == (real.shape, real.dtype, 3, V, 3)
-    torch.testing.assert_close(z.argmax(-1), real.argmax(-1))
-    torch.testing.assert_close(torch.softmax(z.float(), -1), real.softmax(-1))
-    torch.testing.assert_close((z[:, -1] + 1).detach(), real[:, -1] + 1)
-    torch.testing.assert_close((1 - z).detach(), 1 - real)
-    assert torch.equal(z > 0, real > 0)
-    assert isinstance(z.detach(), torch.Tensor)
-    z[..., :3] = 0.0
-    assert (z[..., :3] == 0).all()
-    z -= 1
-    assert (z[..., :3] == -1).all()
-    z = run(x)
-    loss = F.cross_entropy(z.view(-1, V), y.view(-1))  # outside of the graph
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), F.cross_entropy(real.view(-1, V), y.view(-1)))
-    assert model[1].weight.grad.norm() > 0
 
 
 @pytest.mark.parametrize("sizes", [(-1, V + 1), (2, 3), (-1, -1, V), (-2, V)])
