@@ -58,7 +58,7 @@ def facts_of(func: Any) -> Facts:
 
 
 class Uncompiled(torch.Tensor):
-    """A tensor subclass at which ``torch.compile`` runs the frame that it begins to trace as it is."""
+    """A tensor subclass that has ``torch.compile`` run the frame that it begins to trace as is."""
 
     def __tensor_flatten__(self) -> Any:
         """Called by the compiler alone."""

@@ -172,7 +172,7 @@ class Passenger(Tensor):
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = [x for x in found if isinstance(x, Passenger)]
         others = [x for x in found if not isinstance(x, Passenger) and x.dim()]
-        carries = func in _CARRIES or facts_of(func).is_view or func is aten.sum.dim_IntList
+        carries = func in _CARRIES or facts_of(func).is_view
         if func is not aten.tanh_backward.default and (others or not carries):
             carries = func in _JOINS and not others
         if _state.reading or not carries or any(x.read is not None for x in given):
@@ -209,6 +209,9 @@ def _meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, Tensor) else x
 
 
+_ALWAYS = torch.empty(0, device="cpu", requires_grad=True)
+
+
 class Route(torch.autograd.Function):
     """The loss, as a function of the logits and of the products' operands."""
 
@@ -227,7 +230,7 @@ class Route(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
-        ctx.expr, ctx.native, ctx.given = logits.expr, native, given
+        ctx.expr, ctx.native, ctx.given, ctx.dtype = logits.expr, native, given, logits.dtype
         (ctx.fused,) = fused
         return ctx.fused.detach()
 
@@ -238,6 +241,11 @@ class Route(torch.autograd.Function):
         if grad is None:
             return nothing
         _check_not_batched(grad)
+        if ctx.given is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a fused loss a second time: specify "
+                "retain_graph=True in the first call of backward"
+            )
         if torch.is_grad_enabled():
             (z,) = ctx.saved_tensors
             return _native_gradient(z + 0, ctx.native, grad, again=True), *nothing[1:]
@@ -250,18 +258,21 @@ class Route(torch.autograd.Function):
         products = expr.products()
         if any(p.watched for p in products):
             return make(), *nothing[1:]
-        leaves = [x for one in ctx.given.values() for x in one.leaves if x.requires_grad]
+        given, fused = ctx.given, ctx.fused
+        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(ctx.fused, leaves, grad, retain_graph=keep)
+        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep)
+        if not keep:  # a kept loss keeps none of them
+            ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
         all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         if all_run and not any(p.hooked for p in products):
             return *nothing[:5], *found
         left, loads = iter(found), {}
-        for product, one in ctx.given.items():
+        for product, one in given.items():
             grads = [next(left) if x.requires_grad else None for x in one.leaves]
             loads[product] = (*grads, None)[:3]
-        meta = torch.empty(expr.after, dtype=ctx.saved_tensors[0].dtype, device="meta")
+        meta = torch.empty(expr.after, dtype=ctx.dtype, device="meta")
         return Passenger([loads], make, meta, grad.device), *nothing[1:]
 
 
@@ -354,21 +365,18 @@ def _given(x: LazyLogits) -> Given | None:
             return None
         for product in products:
             product.hooked = True
-    given = {p: _operands(p) for p in products}  # of a frozen part, they want no gradient
-    for node in chain.made:
-        if node.given is None or node.product not in given:  # backward has run already
-            return None
-        given[node.product] = _operands(node.product, node.given)
-    return given
+    live = {node.product: node.given for node in chain.made}
+    if None in live.values() or not live.keys() <= set(products):  # backward has run already
+        return None
+    return {p: _operands(p, live.get(p, ())) for p in products}
 
 
-def _operands(product: Product, live: tuple[Tensor | None, ...] | None = None) -> Operands:
+def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
+    """The values, of which those in ``live`` get a gradient if they want one."""
     values = product.values(by_all_ranks=True)
-    if live is None:
-        return Operands(tuple(values), ())
-    pairs = [(v, x) for v, x in zip(values, live[: len(values)], strict=True) if x is not None]
-    leaves = tuple(v.detach().requires_grad_() if x.requires_grad else v for v, x in pairs)
-    return Operands(leaves, tuple(x for _, x in pairs if x.requires_grad))
+    wanting = [bool(live) and live[i].requires_grad for i in range(len(values))]
+    leaves = (v.detach().requires_grad_() if w else v for v, w in zip(values, wanting, strict=True))
+    return Operands(tuple(leaves), tuple(x for x, w in zip(live, wanting, strict=False) if w))
 
 
 # ---- the loss -------------------------------------------------------------------------------
@@ -412,6 +420,11 @@ def _fused(
     return loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)
 
 
+def _takes_classes(p: Rows) -> bool:
+    """Whether the fused loss takes this part of the vocabulary: of a sharded one, its begin."""
+    return p.classes.start == 0 or not is_vocabulary_shard(p.weight)
+
+
 def _cross_entropy(
     func: Callable[..., Any], x: Any, target: Any, weight: Tensor | None = None,
     size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
@@ -434,20 +447,22 @@ def _cross_entropy(
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
         p = None if given is None else _rows(x.expr, given)
         p = None if p is None else as_options(p)
-        if p is None or p.class_dim != min(1, x.dim() - 1) or target.shape != p.hidden.shape[:-1]:
-            return native(x)
-        if is_vocabulary_shard(p.weight) and p.classes.start != 0:
-            return native(x)
-        loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+        fits = p is not None and p.class_dim == min(1, x.dim() - 1)
+        if fits and p is not None and target.shape == p.hidden.shape[:-1] and _takes_classes(p):
+            loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+        else:
+            given = None
+    if given is None:
+        return native(x)
     x.expr.products()[0].head.report.fused()
     if autocast_dtype(x.device) is None:
         loss = loss.to(x.dtype)
-    if wanted and given is not None:
+    if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = _again(func, x, target, options)
         live = [t for one in given.values() for t in one.live]
-        loss = Route.apply(x, torch.empty(0, requires_grad=True), (loss,), again, given, *live)
+        loss = Route.apply(x, _ALWAYS, (loss,), again, given, *live)
     if (observer := LossObserver.of_this_thread()) is not None:
         observer.results.append(Result.of(loss))
     return loss
