@@ -304,3 +304,21 @@ def test_arguments_of_the_loss_written_after_backward(weighted):
         written.zero_()
         grads.append(z.grad + 0)
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_operand_written_after_its_use(mode):
+    """A factor, a bias and a mask stand in buffers that others fill later."""
+
+    def loss(z, y):
+        t, bias, rows = torch.tensor(0.5), torch.linspace(0, 1, V), y > 10
+        chosen = ((z + bias) * t)[rows]
+        labels = y[rows]
+        t.add_(1), bias.mul_(2), rows.logical_not_()
+        return ce(chosen, labels)
+
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    native = loss_and_grads(plain_model(), x, y, loss, mode)
+    torch.testing.assert_close(
+        loss_and_grads(replace_loss_head(plain_model()), x, y, loss, mode), native
+    )
