@@ -82,7 +82,7 @@ class Hidden(Uncompiled):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = next((a for a in args if type(a) is Hidden), None)
         with NO_TORCH_FUNCTION():
-            if func is F.linear and given is args[0]:
+            if func is F.linear and given is not None and given is args[0]:
                 logits = _product(*args, **(kwargs or {}))
                 if logits is not None:
                     return logits

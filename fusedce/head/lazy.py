@@ -24,6 +24,10 @@ from fusedce.head.rules import RULES
 
 T: Any = torch.Tensor
 aten = torch.ops.aten
+_NO_MEMORY = (
+    "{} would change in place the shape or the memory of the logits of a head that fusedce has "
+    "replaced, but these are lazy logits and have none: use logits + 0, a tensor like any other"
+)
 
 # ---- operators ------------------------------------------------------------------------------
 
@@ -258,11 +262,7 @@ def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any
     if facts.reshapes and isinstance(args[0], LazyLogits):
         if func is aten.detach_.default:
             return args[0]
-        raise RuntimeError(
-            f"{func.overloadpacket} would change the shape or the memory of the logits of a head "
-            f"that fusedce has replaced in place, but these are lazy logits and have none: use "
-            f"logits + 0, which is a tensor like any other"
-        )
+        raise RuntimeError(_NO_MEMORY.format(func.overloadpacket))
     written = [args[i] for i in facts.writes if isinstance(i, int) and i < len(args)]
     written += [kwargs[n] for n in facts.writes if n in kwargs]
     replaced(written, lambda x: x.expose(name))
@@ -312,8 +312,7 @@ def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
-    raise RuntimeError("lazy logits of a head that fusedce has replaced have no data to set: "
-                       "use logits + 0, which is a tensor like any other")  # fmt: skip
+    raise RuntimeError(_NO_MEMORY.format("logits.data = ..."))
 
 
 MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,

@@ -38,28 +38,21 @@ def replace_loss_head(
 ) -> ModelT:
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
-    The head's own code runs, with its casts, dropout, noise, scales and adapters; only its product
-    is not computed. It returns lazy logits: real ones are computed, once, only for code that looks
-    at them (generation, metrics). Parameters, state dict and module types stay as they are. Between
-    head and loss, the model may multiply and divide by a number, apply a ``tanh`` soft-cap, add a
-    bias that is not trained, change the dtype, reshape, slice, split and transpose.
-    ``F.cross_entropy`` may have any option but class probabilities as targets. Where a model does
-    something else, the loss is computed from real logits, as before; :func:`fusedce.head_report`
-    says where and why. Losses, gradients, hooks, writes and checkpoints are those of the untouched
-    model. ``torch.compile`` compiles the model up to the head; head and loss run uncompiled, so
-    that ``fullgraph=True`` is an error.
+    The head's own code runs, with its casts, dropout, scales and adapters; only its product is not
+    computed. It returns lazy logits: real ones are computed, once, only for code that looks at them
+    (generation, metrics). Losses, gradients, hooks, writes and checkpoints are those of the
+    untouched model; what is fused, and what costs as much as before, is on the page of the replaced
+    head, and :func:`head_report` says it of a run. Parameters, state dict and module types stay.
 
     Use the logits of a training step before ``optimizer.step()``: once a parameter of the head may
     have changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be
-    seen). With every label ignored a mean is 0, where torch gives NaN. Second derivatives
-    (``create_graph=True``) are computed from real logits; many gradients at once
-    (``is_grads_batched=True``) are a ``RuntimeError``. Under FSDP2, a look at logits whose weight
-    has been sharded again is a ``RuntimeError``, too: it never waits for other ranks, and the loss
-    alone gathers the weight. Where tensor parallelism shards the head's weight over its rows
-    (``tp_plan="auto"`` of transformers), the loss is that of :func:`fusedce.sharded.sharded_ce`,
-    with its collectives; a look at logits gathers the weight, so that all ranks of the mesh must
-    look. A head that ``resize_token_embeddings``, an adapter of PEFT or its removal has put in
-    place is replaced at the next forward.
+    seen). With every label ignored a mean is 0, where torch gives NaN. Many gradients at once
+    (``is_grads_batched=True``), ``torch.compile(fullgraph=True)``, and a look at logits whose
+    weight FSDP2 has sharded again are errors. Where tensor parallelism shards the head's weight
+    over its rows (``tp_plan="auto"`` of transformers), the loss has the collectives of
+    :func:`fusedce.sharded.sharded_ce`, and all ranks of the mesh must look at logits together. A
+    head that ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is
+    replaced at the next forward.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
@@ -108,8 +101,7 @@ def attach(
     elif memory_budget is not None:
         replaced.memory_budget = memory_budget
     if _ITEMS not in model.__dict__:
-        hook = model.register_forward_pre_hook(note_items, with_kwargs=True)
-        model.__dict__[_ITEMS] = hook
+        model.__dict__[_ITEMS] = model.register_forward_pre_hook(note_items, with_kwargs=True)
     if named:
         _watch(model, memory_budget)
 

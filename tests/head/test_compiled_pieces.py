@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
 from support.heads import V, ce, compiled, plain_model, tokens
@@ -96,3 +97,31 @@ def test_a_compiled_function_of_what_the_loss_is_differentiated_by():
         return loss, run(g)
 
     both(program)
+
+
+# ---- compiled models ------------------------------------------------------------------------
+
+
+def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_lengths(no_logits):
+    pytest.importorskip("transformers")
+    from support.tiny_trainer import llama
+
+    model = replace_loss_head(llama())
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=counter)
+    for n in range(2, 9):
+        ids = tokens(2, n)
+        expected = llama()(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(run(input_ids=ids, labels=ids).loss, expected)
+    assert counter.frame_count <= 3
+    assert counter.op_count >= 100 * counter.frame_count  # the body is one graph
+    assert head_report(model).losses_fused == 7
+
+
+def test_one_graph_is_refused_with_what_to_do():
+    model = replace_loss_head(plain_model())
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="leave out fullgraph=True, or compile the model's body"):
+        run(tokens(3, 7))
