@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from fusedce.contract.problem import Problem
 from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
 from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
-from fusedce.head.rules import NODES, RULES, SAME, SAME_NODES, Rows, as_options
+from fusedce.head.rules import NODES, RULES, Rows, as_options
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
 from fusedce.loss.sharded import sharded_cross_entropy
@@ -261,7 +262,7 @@ class Route(torch.autograd.Function):
         given, fused = ctx.given, ctx.fused
         leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep)
+        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep, allow_unused=True)
         if not keep:  # a kept loss keeps none of them
             ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
@@ -318,14 +319,14 @@ class _Chain:
 
     Attributes:
         made: the nodes that made the logits of each product.
-        derivatives: the number of nodes that differentiate an operator which changes something.
-        functions: the number of users' functions written in Python.
+        kinds: what the others differentiate; ``functions``: the number of users' functions.
         is_known: whether no other nodes stand there: a leaf, a write, or a function of C++.
     """
 
     def __init__(self, node: Any) -> None:
         self.made: list[Any] = []
-        self.derivatives = self.functions = 0
+        self.kinds: Counter[str] = Counter()
+        self.functions = 0
         self.is_known = self._walk(node)
 
     def _walk(self, node: Any) -> bool:
@@ -337,17 +338,28 @@ class _Chain:
         elif node is None or node.name() not in NODES:
             return False
         else:
-            self.derivatives += node.name() not in SAME_NODES
+            self.kinds[_kind(node.name().partition("Backward")[0])] += 1
         below = [n for n, _ in node.next_functions if n is not None]
         return bool(below) and all(self._walk(n) for n in below)
 
 
-def _operators(expr: Expr) -> int:
-    """The number of operators that change something; a view may be what a function returned."""
+# A function that reads its gradient in another shape cannot hand it on.
+_SHAPES = ("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze")
+_COPIES = ("alias", "clone", "detach", "liftfresh")
+_PARTS = {"split": "slice", "splitwithsizes": "slice", "unbind": "select"}
+
+
+def _kind(name: str) -> str:
+    """One name for an operator and the node that differentiates it."""
+    name = name.replace("_", "").lower()
+    return "" if name in _SHAPES or name in _COPIES else _PARTS.get(name, name)
+
+
+def _kinds(expr: Expr) -> Counter[str]:
     if expr.product is not None:
-        return 0
-    same = expr.func in SAME or (expr.func is aten.view.default and expr.before == expr.after)
-    return (not same) + sum(_operators(a) for a in expr.args if isinstance(a, Expr))
+        return Counter()
+    below = (_kinds(a) for a in expr.args if isinstance(a, Expr))
+    return sum(below, Counter([_kind(expr.func.overloadpacket.__name__)]))
 
 
 def _given(x: LazyLogits) -> Given | None:
@@ -361,7 +373,7 @@ def _given(x: LazyLogits) -> Given | None:
     if chain.functions:
         # What a user's function computes has no node of its own: it must hand on what it is given.
         # Its backward gets a passenger, and reads it unless it hands that on, too.
-        if chain.derivatives != _operators(x.expr):
+        if {**chain.kinds, "": 0} != {**_kinds(x.expr), "": 0}:
             return None
         for product in products:
             product.hooked = True

@@ -160,9 +160,9 @@ def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1)
     return p._replace(bias=added if p.bias is None else p.bias + added)
 
 
-SAME = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default,
+                     aten.lift_fresh.default), _same),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
                      aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
                      aten.unsqueeze.default), _reshape),
@@ -181,13 +181,12 @@ RULES: dict[Any, Rule] = {
 
 # Nodes by which autograd differentiates these operators. A chain with any other node, such as a
 # write or a function of C++, is left to autograd.
-SAME_NODES = frozenset(f"{name}Backward0" for name in ("Alias", "Clone", "LiftFresh"))
-NODES = SAME_NODES | {
+NODES = frozenset(
     f"{name}Backward{i}" for i in range(5) for name in
-    ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div", "ToCopy",
-     "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add", "Split",
-     "SplitWithSizes", "Unbind")
-}  # fmt: skip
+    ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
+     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add",
+     "Split", "SplitWithSizes", "Unbind", "LiftFresh")
+)  # fmt: skip
 
 
 def as_options(p: Rows) -> Rows | None:
