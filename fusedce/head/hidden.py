@@ -123,7 +123,7 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     shape = (*hidden.shape[:-1], weight.shape[0])
     if bias is not None and hidden.dim() > 2 and _biased_products_are_views():
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    product = Product(x.head, x.module, hidden, weight, bias)
+    product = Product(x.head.report, x.head.memory_budget, x.module, hidden, weight, bias)
     logits = MakeLogits.apply(product, hidden, weight, bias)
     return logits if logits.shape == shape else logits.view(shape)
 

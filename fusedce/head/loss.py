@@ -398,14 +398,14 @@ def _fused(
     x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
     reduction: Any, label_smoothing: float,
 ) -> Tensor:  # fmt: skip
-    head, observer = x.expr.products()[0].head, LossObserver.of_this_thread()
+    product, observer = x.expr.products()[0], LossObserver.of_this_thread()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
         w, bias = w[p.classes], None if bias is None else bias[p.classes]
     options: dict[str, Any] = {
         "bias": bias, "ignore_index": ignore_index, "softcap": p.cap, "logit_scale": p.scale,
         "label_smoothing": float(label_smoothing),
-        "memory_budget": memory_budget_of(head.memory_budget),
+        "memory_budget": memory_budget_of(product.memory_budget),
     }  # fmt: skip
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
@@ -466,7 +466,7 @@ def _cross_entropy(
             given = None
     if given is None:
         return native(x)
-    x.expr.products()[0].head.report.fused()
+    x.expr.products()[0].report.fused()
     if autocast_dtype(x.device) is None:
         loss = loss.to(x.dtype)
     if wanted:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.groups import is_dtensor, local_of
+from fusedce.head.report import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
-
-if TYPE_CHECKING:
-    from fusedce.head.hidden import Head
 
 NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
 Shape = tuple[int, ...]
@@ -67,9 +65,11 @@ class Product:
     watched = hooked = stale = False
 
     def __init__(
-        self, head: Head, module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        self.head, self.module, self.V, self.device = head, module, weight.shape[0], hidden.device
+        self, report: HeadCounts, memory_budget: int | None, module: nn.Module,
+        hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.report, self.memory_budget, self.module = report, memory_budget, module
+        self.V, self.device = weight.shape[0], hidden.device
         given = [hidden, weight] if bias is None else [hidden, weight, bias]
         # An alias sees writes and freed memory; an inference tensor counts no writes.
         self.given = [
@@ -122,7 +122,7 @@ class Product:
         values = [whole(x) for x in self.values(by_all_ranks=False)]
         with no_autocast(self.device):
             z = F.linear(*values)
-        self.head.report.made(operation, tuple(z.shape), z.nbytes)
+        self.report.made(operation, tuple(z.shape), z.nbytes)
         return z
 
     def may_change_in(self, optimizer: Optimizer) -> bool:

@@ -96,7 +96,7 @@ def attach(
         _restore(head)  # it may have been replaced before an adapter was put around it
         report = HeadCounts()
         head.register_forward_pre_hook(Head(report, memory_budget))
-        if "forward" in head.__dict__ and is_dtensor(getattr(head, "weight", None)):
+        if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)
     elif memory_budget is not None:
         replaced.memory_budget = memory_budget
@@ -215,7 +215,11 @@ def _find_head(model: nn.Module) -> nn.Module:
         )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     rows = {m.num_embeddings for m in tables}
-    tied = [n for n, m in linears.items() if any(m.weight is t.weight for t in tables)]
+    tied = [
+        n
+        for n, m in linears.items()
+        if any(m._parameters.get("weight") is t.weight for t in tables)
+    ]
     likely = [n for n, m in linears.items() if m.out_features in rows]
     for names in (list(linears), tied, likely):
         if len(names) == 1:

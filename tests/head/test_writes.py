@@ -306,9 +306,9 @@ def test_arguments_of_the_loss_written_after_backward(weighted):
     torch.testing.assert_close(grads[1], grads[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_an_operand_written_after_its_use(mode):
-    """A factor, a bias and a mask stand in buffers that others fill later."""
+    """Factor, bias and mask stand in buffers that others fill later: torch refuses gradients."""
 
     def loss(z, y):
         t, bias, rows = torch.tensor(0.5), torch.linspace(0, 1, V), y > 10
