@@ -90,7 +90,7 @@ class MakeLogits(torch.autograd.Function):
             d_hidden = grad @ weight if needed[0] else None
             d_weight = rows.T @ hidden.flatten(0, -2) if needed[1] else None
             d_bias = rows.sum(0) if needed[2] else None
-        if product.is_sharded():
+        if is_vocabulary_shard(given[1]):
             d_weight = None if d_weight is None else _own_rows(d_weight, given[1])
             d_bias = None if d_bias is None else _own_rows(d_bias, given[2])
         return None, d_hidden, d_weight, d_bias
@@ -309,9 +309,9 @@ def _rows(expr: Expr, given: Given) -> Rows | None:
         args.append(_rows(arg, given) if isinstance(arg, Expr) else arg)
         if args[-1] is None and isinstance(arg, Expr):
             return None
-    return (
-        None if rule is None else rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
-    )
+    if rule is None:
+        return None
+    return rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
 
 
 class _Chain:
@@ -432,11 +432,6 @@ def _fused(
     return loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)
 
 
-def _takes_classes(p: Rows) -> bool:
-    """Whether the fused loss takes this part of the vocabulary: of a sharded one, its begin."""
-    return p.classes.start == 0 or not is_vocabulary_shard(p.weight)
-
-
 def _cross_entropy(
     func: Callable[..., Any], x: Any, target: Any, weight: Tensor | None = None,
     size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
@@ -459,8 +454,11 @@ def _cross_entropy(
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
         p = None if given is None else _rows(x.expr, given)
         p = None if p is None else as_options(p)
-        fits = p is not None and p.class_dim == min(1, x.dim() - 1)
-        if fits and p is not None and target.shape == p.hidden.shape[:-1] and _takes_classes(p):
+        if (
+            p is not None and p.class_dim == min(1, x.dim() - 1)
+            and target.shape == p.hidden.shape[:-1]
+            and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
+        ):  # fmt: skip
             loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
         else:
             given = None

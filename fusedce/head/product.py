@@ -32,11 +32,10 @@ _CHANGED = (
     "not yet, but numpy(), + 0 or argmax do"
 )
 _SHARDED = (
-    "the logits of the head that fusedce has replaced are asked for only now, when FSDP2 has "
-    "sharded its weight again: all ranks would have to gather it, and one that looks alone would "
-    "wait for the others. Look before backward; where the head is a unit of its own, keep its "
-    "weight with model.lm_head.set_reshard_after_forward(False); or call unshard() of the module "
-    "that fully_shard was given, on all ranks, before one of them looks"
+    "FSDP2 has sharded the weight of the replaced head again since it ran: to make its logits, one "
+    "rank that looks alone would wait for the others. Look before backward; or keep the weight by "
+    "model.lm_head.set_reshard_after_forward(False); or first call unshard() on all ranks, of the "
+    "module that fully_shard was given"
 )
 _FREED = (
     "the weight of the output head {} has been freed since the head ran: FSDP1 "
@@ -89,10 +88,6 @@ class Product:
     def is_gone(self) -> bool:
         """Whether the memory of an operand was freed: it is sharded now."""
         return any(local_of(x).untyped_storage().size() == 0 for x in self.given if x.numel())
-
-    def is_sharded(self) -> bool:
-        """Whether each rank of a mesh holds some rows of the weight (tensor parallelism)."""
-        return is_vocabulary_shard(self.given[1])
 
     def values(self, *, by_all_ranks: bool) -> list[Tensor]:
         """Hidden state, weight and bias as they were, without a graph.
