@@ -100,14 +100,14 @@ class LazyLogits(Uncompiled):
 
     def materialize(self, operation: str) -> Tensor:
         """The real logits, without a graph, in the memory that all views of these share."""
-
-        def of(expr: Expr) -> Tensor:
-            if expr is self.memory.root:
-                return self.memory.values(operation)
-            return expr.compute(of, operation)
-
         with torch.no_grad(), NO_TORCH_FUNCTION():
-            return of(self.expr)
+            return self._values_of(self.expr, operation)
+
+    def _values_of(self, expr: Expr, operation: str) -> Tensor:
+        if expr is self.memory.root:
+            return self.memory.values(operation)
+        # A function that names itself would be a cycle, which keeps real logits alive.
+        return expr.compute(functools.partial(self._values_of, operation=operation), operation)
 
     def expose(self, operation: str) -> Tensor:
         """Real logits for code that may write into their memory: they are real from now on."""
