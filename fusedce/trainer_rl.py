@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from fusedce.head.report import HeadCounts
 from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
 
@@ -114,15 +115,18 @@ class _Fused:
 def _fuse(model: nn.Module, trl_utils: Any) -> None:
     """Make the forward that TRL has patched call :class:`_Fused`."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    forward = base.forward
+    forward, counts = base.forward, HeadCounts()
+    counts.note("FusedPolicyMixin computes the log-probabilities of this model without logits")
 
     @functools.wraps(forward)
     def call(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
+        counts.fused()
         with _replaced(trl_utils, _LOGPROB_FUNCTION, _Fused):
             return forward(*args, fused_lm_head=True, **kwargs)
 
+    call.fusedce_counts = counts  # type: ignore[attr-defined]  # for head_report
     base.forward = call
 
 

@@ -73,14 +73,12 @@ def each_mode(request):
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fail the test if real logits of a replaced head are computed."""
-    from fusedce.head.call import HeadCall
-    from fusedce.head.lazy.traced import TracedLogits
+    from fusedce.head.product import Product
 
     def logits(self, *_):
         raise AssertionError("real logits were computed")
 
-    monkeypatch.setattr(HeadCall, "logits", logits)
-    monkeypatch.setattr(TracedLogits, "_materialize", logits)
+    monkeypatch.setattr(Product, "logits", logits)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -58,11 +58,11 @@ FIRST = {
     "accumulate/test_engines.py",
     "accumulate": "accumulate/test_accumulator.py accumulate/test_guard_rails.py "
     "accumulate/test_state.py accumulate/test_agreement.py",
-    "head/lazy/traced": "head/test_compiled_pieces.py head/test_losses.py",
-    "head/lazy/loss": "head/test_losses.py head/test_report.py",
+    "head/loss": "head/test_losses.py head/test_hooks.py head/test_functions.py",
     "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
     "head/report": "head/test_report.py",
-    "head": "head/test_heads.py head/test_probe.py head/test_stale.py head/test_peft.py",
+    "head": "head/test_heads.py head/test_heads_of_their_own.py head/test_stale.py "
+    "head/test_peft.py",
 }
 # And then all of these, without those that are slow and with them.
 FOLDERS = {

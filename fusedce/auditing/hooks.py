@@ -26,7 +26,7 @@ from fusedce.accumulate.window_grads import OnCorrection, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
-from fusedce.head.report import LossObserver, Result
+from fusedce.head.observe import LossObserver, Result
 
 logger = logging.getLogger(__name__)
 

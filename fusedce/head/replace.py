@@ -1,15 +1,14 @@
 """Replace the loss head of any causal language model by one call.
 
 The output head (``model.get_output_embeddings()``) returns lazy logits, see
-:mod:`fusedce.head.lazy.logits`. The model's own loss code, shift and denominators run unchanged
-on them; ``F.cross_entropy`` at their end is the fused loss. The only patch is the head's
+:mod:`fusedce.head.lazy`. The model's own loss code, shift and denominators run unchanged on them;
+``F.cross_entropy`` at their end is the fused loss. The only patch is a hook before the head's
 ``forward``.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch
 from torch import nn
 
 from fusedce.contract.checks import check_memory_budget
-from fusedce.head.probe import can_probe, mode_of, restoring
-from fusedce.head.recipe import check_linear, check_module, linear_of
-from fusedce.head.replaced_forward import Attached, attached_to
-from fusedce.head.report import HeadReport, added_up, note_items
+from fusedce.contract.groups import is_dtensor
+from fusedce.head.hidden import Head, ShardedForward, head_of
+from fusedce.head.observe import note_items
+from fusedce.head.report import HeadCounts, HeadReport, added_up
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -39,37 +38,28 @@ def replace_loss_head(
 ) -> ModelT:
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
-    The head returns lazy logits: real ones are computed, once, only for code that looks at them
-    (generation, metrics). Parameters, state dict and module types stay as they are. Between head
-    and loss, the model may multiply and divide by a number, apply a ``tanh`` soft-cap, add a bias,
-    change the dtype, reshape, slice, split and transpose. ``F.cross_entropy``
-    may have any option but class probabilities as targets. Where a model does something else, the
-    loss is computed from real logits, as before; :func:`fusedce.head_report` says where and why.
-    Losses, gradients, hooks, writes and checkpoints are those of the untouched model.
-    ``torch.compile`` traces all of it in one graph, but for loss modules
-    (``nn.CrossEntropyLoss()``), which break it.
+    The head's own code runs, with its casts, dropout, scales and adapters; only its product is not
+    computed. It returns lazy logits: real ones are computed, once, only for code that looks at them
+    (generation, metrics). Losses, gradients, hooks, writes and checkpoints are those of the
+    untouched model; what is fused, and what costs as much as before, is on the page of the replaced
+    head, and :func:`head_report` says it of a run. Parameters, state dict and module types stay.
 
     Use the logits of a training step before ``optimizer.step()``: once a parameter of the head may
     have changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be
-    seen). With every label ignored a mean is 0, where torch gives NaN. The fused loss has no
-    second derivative: ``create_graph=True`` is a ``RuntimeError`` (that of ``logits + 0`` has one),
-    and so are many gradients at once (``is_grads_batched=True``). Under FSDP2, a look at logits
-    whose weight has been sharded again is a ``RuntimeError``, too: it never waits for other ranks,
-    and the loss alone gathers the weight. Where tensor parallelism shards the head's weight over
-    its rows (``tp_plan="auto"`` of transformers), the loss is that of
-    :func:`fusedce.sharded.sharded_ce`, with its collectives; a look at logits gathers the weight,
-    so that all ranks of the mesh must look. A head that
-    ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is replaced at
-    the next forward. A compiled model returns logits that are no ``Tensor`` but answer like one;
-    any operation on them gives tensors, and so does their method ``tensor()``, for consumers that
-    ask for a ``Tensor`` (``default_collate``, ``Accelerator.gather``, ``vmap``).
+    seen). With every label ignored a mean is 0, where torch gives NaN. Many gradients at once
+    (``is_grads_batched=True``), ``torch.compile(fullgraph=True)``, and a look at logits whose
+    weight FSDP2 has sharded again are errors. Where tensor parallelism shards the head's weight
+    over its rows (``tp_plan="auto"`` of transformers), the loss has the collectives of
+    :func:`fusedce.sharded.sharded_ce`, and all ranks of the mesh must look at logits together. A
+    head that ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is
+    replaced at the next forward.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
             head.
         head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
-            the only ``nn.Linear`` of the model, or the only one that has a row for each row of an
-            ``nn.Embedding``.
+            the only ``nn.Linear`` of the model, the only one whose weight is that of an
+            ``nn.Embedding``, or the only one that has a row for each row of one.
         memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce`.
 
     Returns:
@@ -79,9 +69,8 @@ def replace_loss_head(
     Raises:
         TypeError: ``model`` is not a module, or the head is not a linear layer; ``memory_budget``
             is not an int.
-        ValueError: no head was found or several; ``head`` is not a module of ``model``; fused and
-            native loss differ on a few random tokens, in training or in evaluation (the message
-            says by how much); ``memory_budget`` is not positive.
+        ValueError: no head was found or several; ``head`` is not a module of ``model``;
+            ``memory_budget`` is not positive.
 
     Examples:
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
@@ -101,25 +90,18 @@ def attach(
     _check_model(model)
     named = head is None
     head = _find_head(model) if head is None else head
-    check_module(head)
-    replaced = attached_to(head)
-    if replaced is not None:
-        _check_holds(model, head)
-        if memory_budget is not None:
-            replaced.memory_budget = memory_budget
-            if named:
-                _watch(model, memory_budget)
-        return
-    _restore(head)  # it may have been replaced before an adapter was put around it
-    with restoring(head):
-        check_linear(head)
-        attached = _probed(head)
-    _check_holds(model, head)
-    attached.memory_budget = memory_budget
-    attached.install()
+    _check_head(model, head)
+    replaced = head_of(head)
+    if replaced is None:
+        _restore(head)  # it may have been replaced before an adapter was put around it
+        report = HeadCounts()
+        head.register_forward_pre_hook(Head(report, memory_budget))
+        if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
+            head.forward = ShardedForward(head)
+    elif memory_budget is not None:
+        replaced.memory_budget = memory_budget
     if _ITEMS not in model.__dict__:
-        hook = model.register_forward_pre_hook(note_items, with_kwargs=True)
-        model.__dict__[_ITEMS] = hook
+        model.__dict__[_ITEMS] = model.register_forward_pre_hook(note_items, with_kwargs=True)
     if named:
         _watch(model, memory_budget)
 
@@ -148,8 +130,9 @@ def head_report(model: nn.Module) -> HeadReport:
     It holds ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
     the operation, the user's line, the shape and the bytes. Its ``str`` is a readable summary.
-    What compiled graphs do is counted without places. With ``FUSEDCE_EXPLAIN=1`` in the
-    environment, each place is printed once, as it happens.
+    A model of :class:`fusedce.trainer_rl.FusedPolicyMixin` has no replaced head; the mixin's fused
+    calls are counted. With ``FUSEDCE_EXPLAIN=1`` in the environment, each place is printed once, as
+    it happens.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -158,7 +141,10 @@ def head_report(model: nn.Module) -> HeadReport:
         >>> print(head_report(model))
     """
     _check_model(model)
-    heads = {m: attached for m in model.modules() if (attached := attached_to(m)) is not None}
+    heads = {m: attached for m in model.modules() if (attached := head_of(m)) is not None}
+    policies = [c for m in model.modules() if (c := _policy_counts(m)) is not None]
+    if policies:
+        return added_up([c.summary(True) for c in policies + [a.report for a in heads.values()]])
     if not heads:
         return HeadReport(False, None, 0, 0, (), ())
     current = _named_head(model)
@@ -174,7 +160,20 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _check_holds(model: nn.Module, head: nn.Module) -> None:
+def _check_head(model: nn.Module, head: Any) -> None:
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"head must be a torch.nn.Module, got {type(head).__name__}"
+            + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
+        )
+    # To read a parametrized weight is to compute it.
+    rows = getattr(head, "out_features", None)
+    shape = (rows, 0) if rows else getattr(getattr(head, "weight", None), "shape", ())
+    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or len(shape) != 2:
+        raise TypeError(
+            f"head must be a linear layer with a weight (V, H), got {type(head).__name__}"
+            + (f" with weight {tuple(shape)}" if shape else "")
+        )
     if all(m is not head for m in model.modules()):
         raise ValueError(
             f"head must be a module of model, got a {type(head).__name__} that "
@@ -184,9 +183,11 @@ def _check_holds(model: nn.Module, head: nn.Module) -> None:
 
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
-        attached = attached_to(module)
-        if attached is not None:
-            attached.remove()
+        for key in [k for k, h in module._forward_pre_hooks.items() if isinstance(h, Head)]:
+            del module._forward_pre_hooks[key]
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ShardedForward):
+            module.forward = forward.original
 
 
 # ---- which module is the head ---------------------------------------------------------------
@@ -212,10 +213,17 @@ def _find_head(model: nn.Module) -> nn.Module:
             f"model must have a linear output head: {type(model).__name__} has no "
             f"get_output_embeddings() and no nn.Linear"
         )
-    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    rows = {m.num_embeddings for m in tables}
+    tied = [
+        n
+        for n, m in linears.items()
+        if any(m._parameters.get("weight") is t.weight for t in tables)
+    ]
     likely = [n for n, m in linears.items() if m.out_features in rows]
-    if len(linears) == 1 or len(likely) == 1:
-        return linears[(likely or list(linears))[0]]
+    for names in (list(linears), tied, likely):
+        if len(names) == 1:
+            return linears[names[0]]
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
         f"{', '.join(likely or linears)} could be its output head. "
@@ -223,9 +231,16 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
+def _policy_counts(model: nn.Module) -> HeadCounts | None:
+    """What :class:`fusedce.trainer_rl.FusedPolicyMixin` has counted of this model."""
+    return getattr(model.__dict__.get("forward"), "fusedce_counts", None)
+
+
 def _is_trl_head(model: nn.Module) -> bool:
-    """Whether a model's forward is the one that TRL's trainers install."""
+    """Whether a model's forward is the one that TRL's trainers install, without the mixin."""
     forward = model.__dict__.get("forward")
+    if _policy_counts(model) is not None:
+        return False
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
@@ -236,16 +251,6 @@ def _runs_trl_head() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is not None and "fused_lm_head" in frame.f_code.co_varnames
-
-
-def _probed(module: nn.Module) -> Attached:
-    """The state of a head that was probed in training and evaluation, in its weight's dtype."""
-    attached = Attached(module, time.strftime("%Y-%m-%d %H:%M:%S"))
-    weight = linear_of(module).weight.detach()
-    for training in (True, False) if can_probe(weight) else ():
-        mode = mode_of(module, weight, weight)._replace(training=training, autocast=None)
-        attached.probe(module, mode, weight)
-    return attached
 
 
 # ---- heads that come later ------------------------------------------------------------------
@@ -267,7 +272,7 @@ class _Watch:
         head = _named_head(model)
         if not isinstance(head, nn.Module):
             return
-        attached = attached_to(head)
+        attached = head_of(head)
         if attached is not None:
             if _is_trl_head(model) and _TRL not in attached.report.notes and _runs_trl_head():
                 attached.report.note(_TRL)

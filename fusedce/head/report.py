@@ -1,28 +1,24 @@
 """Records of a replaced head: losses fused, logits computed, and the code that needed them.
 
-With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that needs logits is printed once. Code
-that counts tokens itself observes the losses with a :class:`LossObserver`, and :func:`note_items`
-tells the losses of a model by which number it will divide them.
+With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that needs logits is printed once.
 """
 
 from __future__ import annotations
 
-import contextvars
 import os
 import sys
-import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedce.contract.monitors import MonitoredLossSum
-from fusedce.contract.results import LossSum
-from fusedce.head.optimizer_clock import CLOCK
-
+_LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
+_SMOOTHED = (
+    "label_smoothing_factor of Trainer computes the smoothed loss from log-probabilities, which "
+    "need real logits: F.cross_entropy(..., label_smoothing=) in a compute_loss_func is fused"
+)
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
@@ -75,47 +71,16 @@ def added_up(reports: Sequence[HeadReport]) -> HeadReport:
     )
 
 
-class GraphEvent:
-    """An event that compiled code records at each run, linked to the event before it.
-
-    The length of the chain is a count. ``torch.compile`` would guard on an integer, and compile the
-    code again for each value.
-    """
-
-    def __init__(self, before: GraphEvent | None) -> None:
-        self.before = before
-
-
-def _length(chain: GraphEvent | None) -> int:
-    n = 0
-    while chain is not None:
-        n, chain = n + 1, chain.before
-    return n
-
-
 class HeadCounts:
     """Counts of losses and logits while a head was replaced, with places and notes."""
 
-    def __init__(self, since: str) -> None:
-        self.since = since
-        self.losses = self.made_by_graphs = 0
+    def __init__(self, since: str | None = None) -> None:
+        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
-        self.losses_in_graphs = self.made_in_graphs = GraphEvent(None)
-        CLOCK.reports.add(self)
-
-    def __getstate__(self) -> dict[str, object]:
-        self.collect()
-        return self.__dict__
 
     def __deepcopy__(self, memo: object) -> HeadCounts:
         return HeadCounts(self.since)
-
-    def collect(self) -> None:
-        """Add up the events of compiled graphs."""
-        self.losses += _length(self.losses_in_graphs) - 1
-        self.made_by_graphs += _length(self.made_in_graphs) - 1
-        self.losses_in_graphs = self.made_in_graphs = GraphEvent(None)
 
     def fused(self) -> None:
         """Count a fused loss."""
@@ -128,6 +93,8 @@ class HeadCounts:
         if place is None:
             place = Place(operation, line, tuple(shape), size, 0)
             _explain(f"logits {tuple(shape)}, {size / 2**20:.1f} MiB, for {operation} at {line}")
+        if _LABEL_SMOOTHER in line:
+            self.note(_SMOOTHED)
         self.places[operation, line] = place._replace(times=place.times + 1)
 
     def note(self, text: str) -> None:
@@ -138,13 +105,9 @@ class HeadCounts:
 
     def summary(self, active: bool) -> HeadReport:
         """The report for the user; ``active`` says whether the head is in use now."""
-        self.collect()
         places = tuple(self.places.values())
-        made = sum(p.times for p in places) + self.made_by_graphs
-        notes = list(self.notes)
-        if self.made_by_graphs:
-            notes.append(f"{self.made_by_graphs} of the logits were made in compiled graphs")
-        return HeadReport(active, self.since, self.losses, made, places, tuple(notes))
+        made = sum(p.times for p in places)
+        return HeadReport(active, self.since, self.losses, made, places, tuple(self.notes))
 
 
 def _explain(text: str) -> None:
@@ -157,102 +120,3 @@ def _users_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-class Result(NamedTuple):
-    """A loss at the moment it was returned; the model may change the tensor in place later."""
-
-    value: Tensor  # () copy, without a graph
-    edge: GradientEdge | None  # where its gradient arrives; None if it needs none
-
-    @classmethod
-    def of(cls, loss: Tensor) -> Result:
-        """The value and the gradient's place of ``loss ()``."""
-        edge = get_gradient_edge(loss) if loss.requires_grad else None
-        return cls(loss.detach().clone(), edge)
-
-
-class LossObserver:
-    """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
-
-    Losses per token and losses with class weights are not collected, nor are those of other
-    threads.
-
-    Args:
-        denominator: ``()``, in tokens: losses with ``reduction="mean"`` divide by it instead of by
-            their own count.
-        monitor: names of the sums to compute beside each loss.
-
-    Attributes:
-        losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned (:class:`Result`); not in compiled code.
-        monitors: the sums that ``monitor`` names, in the same order
-            (:class:`fusedce.contract.monitors.MonitoredLossSum`).
-
-    Raises:
-        RuntimeError: another observer is entered already.
-    """
-
-    current: LossObserver | None = None
-
-    def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
-        self.denominator, self.monitor = denominator, monitor
-        self.monitors: list[Mapping[str, Tensor]] = []
-        self.losses: list[tuple[Tensor, Tensor, str]] = []
-        self.results: list[Result] = []
-        self._thread = threading.get_ident()
-
-    @classmethod
-    def of_this_thread(cls) -> LossObserver | None:
-        """The observer that is entered, if this thread has made it."""
-        observer = cls.current
-        if observer is None or torch.compiler.is_compiling():  # a trace cannot ask for its thread
-            return observer
-        return observer if observer._thread == threading.get_ident() else None
-
-    def observe(self, out: LossSum, reduction: str) -> None:
-        """Collect one loss."""
-        # The sum may be the loss itself, which the model may change in place.
-        self.losses.append((out.loss_sum.detach().clone(), out.n_valid, reduction))
-        if isinstance(out, MonitoredLossSum):
-            self.monitors.append(out.monitors)
-
-    def __enter__(self) -> LossObserver:
-        if LossObserver.current is not None:
-            raise RuntimeError(
-                "a LossObserver is entered already: observers do not nest, leave its block first"
-            )
-        LossObserver.current = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        LossObserver.current = None
-
-
-# ---- the number by which a model will divide its losses --------------------------------------
-# Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
-# Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
-# stays until the next, so that a loss of other code may meet a stale one. That is harmless:
-# backward multiplies by the real factor over the expected one, and only one rounding is added.
-
-_items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
-    "fusedce_num_items_in_batch", default=None
-)
-
-
-def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hook before a model's forward: keep its ``num_items_in_batch``."""
-    if torch.compiler.is_compiling():
-        return
-    items = kwargs.get("num_items_in_batch")
-    number = isinstance(items, (int, float)) and items > 0
-    tensor = isinstance(items, Tensor) and items.numel() == 1
-    _items.set(items if number or tensor else None)
-
-
-def expected_factor() -> Tensor | float | None:
-    """Expected factor of a sum of losses: 1 / items as a number or ``()``, or ``None``."""
-    items = _items.get()
-    if isinstance(items, Tensor):
-        return items.detach().reshape(()).double().clamp(min=1).reciprocal()
-    return None if items is None else 1 / items

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.contract.checks import check_flag
+from fusedce.head.observe import LossObserver
 from fusedce.head.replace import attach
-from fusedce.head.report import LossObserver
 from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.report import LossObserver
+from fusedce.head.observe import LossObserver
 
 MONITORED = ("correct", "entropy")
 

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
 from support.heads import V, ce, compiled, plain_model, tokens
@@ -98,88 +99,29 @@ def test_a_compiled_function_of_what_the_loss_is_differentiated_by():
     both(program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [1, 2])
-def test_a_compiled_loss_of_a_compiled_models_logits(again):
-    run_loss = torch.compile(compiled_loss, backend="aot_eager")
+# ---- compiled models ------------------------------------------------------------------------
+
+
+def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_lengths(no_logits):
+    pytest.importorskip("transformers")
+    from support.tiny_trainer import llama
+
+    model = replace_loss_head(llama())
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-
-    def program(m, x, y):
-        run = torch.compile(m, backend="aot_eager")
-        loss = sum(run_loss(run(x), y) for _ in range(again))
-        z = run(x)
-        return loss + run_loss(z, y) + ce(z.detach() + z, y)
-
-    both(program)
-
-
-FACTORS = {
-    "product": lambda z, t: z * t,
-    "first": lambda z, t: t * z,
-    "in place": lambda z, t: z.mul_(t),
-    "divisor": lambda z, t: z / t,
-    "twice": lambda z, t: t * (z * 0.5) / (t * t),
-    "before a cap": lambda z, t: 2 * torch.tanh(z * t / 3),
-}
+    run = torch.compile(model, backend=counter)
+    for n in range(2, 9):
+        ids = tokens(2, n)
+        expected = llama()(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(run(input_ids=ids, labels=ids).loss, expected)
+    assert counter.frame_count <= 3
+    assert counter.op_count >= 100 * counter.frame_count  # the body is one graph
+    assert head_report(model).losses_fused == 7
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", FACTORS)
-def test_factors_without_dimensions_stay_lazy_in_compiled_models(name, bias, request):
-    results = []
-    for model in (plain_model(bias=bias), replace_loss_head(plain_model(bias=bias))):
-
-        def program(x, y, t, m=model):
-            return ce(FACTORS[name](m(x), t), y)
-
-        run = program
-        if results:
-            request.getfixturevalue("no_logits")
-            run = compiled(program, fullgraph=True)
-        for number in (0.7, 1.3):  # one graph for both
-            model.zero_grad()
-            trained = torch.tensor(number, dtype=torch.float64).requires_grad_()
-            loss = run(tokens(3, 7), tokens(3, 7, seed=1), trained)
-            loss.backward()
-        results.append((loss, trained.grad, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_what_a_compiled_model_is_given_may_be_written_into_later():
-    results = []
-    for model in (plain_model(), replace_loss_head(plain_model())):
-
-        @torch.no_grad()
-        def program(x, y, t, bias, m=model):
-            t, bias, rows = t * 1, bias * 1, y > 10
-            z = (m(x) * t + bias)[rows]
-            t.add_(1), bias.mul_(2), rows.logical_not_()
-            return ce(z, y[y > 10]), z.amax(-1)
-
-        run = compiled(program) if results else program
-        results.append(
-            run(tokens(3, 7), tokens(3, 7, seed=1), torch.tensor(0.5), torch.linspace(0, 1, V))
-        )
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
-def test_a_model_and_a_loss_that_inductor_compiles(no_logits):
-    """Generated code does what the graph says: forward, backward, a soft-cap and a factor."""
-    results = []
-    for model in (plain_model(bias=True), replace_loss_head(plain_model(bias=True))):
-
-        def program(x, y, t, m=model):
-            return ce(2 * torch.tanh(m(x) * t / 2)[:, 1:], y[:, 1:])
-
-        if results:
-            torch._dynamo.reset()
-        run = torch.compile(program, backend="inductor", fullgraph=True) if results else program
-        t = torch.tensor(0.7, requires_grad=True)
-        loss = run(tokens(3, 7), tokens(3, 7, seed=1), t)
-        loss.backward()
-        results.append((loss, t.grad, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+def test_one_graph_is_refused_with_what_to_do():
+    model = replace_loss_head(plain_model())
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="leave out fullgraph=True, or compile the model's body"):
+        run(tokens(3, 7))

@@ -13,7 +13,6 @@ from support.heads import MODES, V, ce, plain_model, tokens
 from torch.autograd import forward_ad
 
 from fusedce import replace_loss_head
-from fusedce.head.lazy.logits import LazyLogits
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 
@@ -31,17 +30,6 @@ def test_copies_of_outputs(name, mode):
             torch.testing.assert_close(ce(z, y), ce(native, y))
             torch.testing.assert_close(z[..., :3].argmax(-1), native[..., :3].argmax(-1))
         torch.testing.assert_close(COPIES[name](out).last + 0, native[:, -1])
-
-
-@pytest.mark.parametrize("mode", WITHOUT_GRAD)
-def test_a_deep_copy_is_lazy_and_copies_no_parameter(mode, no_logits):
-    model, y = replace_loss_head(plain_model()), tokens(3, 7, seed=1)
-    with MODES[mode]():
-        z = model(tokens(3, 7))
-        twin = copy.deepcopy(SimpleNamespace(logits=z)).logits
-        assert type(twin) is LazyLogits
-        assert twin.memory.call is z.memory.call
-        torch.testing.assert_close(ce(twin, y), ce(z, y))
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -135,17 +123,6 @@ def test_hooks_on_saved_tensors_that_read_memory(name):
 
 
 # ---- what is refused, and what is not -------------------------------------------------------
-
-
-def test_the_advice_on_second_derivatives_helps():
-    def program(m, x, y, advice):
-        h = m[0](x)
-        (g,) = torch.autograd.grad(ce(advice(m[1](h)), y), h, create_graph=True)
-        return g.square().sum()
-
-    both(lambda m, x, y: program(m, x, y, lambda z: z + 0))
-    with pytest.raises(RuntimeError, match=r"from logits \+ 0.*or call .*restore_loss_head"):
-        both(lambda m, x, y: program(m, x, y, lambda z: z))
 
 
 @pytest.mark.parametrize("of", ["logits", "hidden"])

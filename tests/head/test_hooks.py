@@ -196,3 +196,64 @@ def test_a_hook_that_divides_by_zero_gives_what_torch_gives(divisor):
         return ce(z, y)
 
     both(program, equal_nan=True)
+
+
+@pytest.mark.parametrize("change", [lambda g: None, lambda g: g, lambda g: g * 2])
+def test_a_hook_on_several_losses_of_one_tensor(change):
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(change)
+        return ce(z, y) + 2 * ce(z[:, 1:] * 0.5, y[:, 1:]) + ce(z.tanh() * 2, y)
+
+    both(program)
+
+
+def test_a_hook_on_logits_whose_weight_also_made_the_hidden_state(no_logits):
+    """A tied weight gets the gradient of both uses, once each."""
+    grads = []
+    for hooked in (False, True):
+        model = plain_model()
+        model[1].weight = model[0].weight
+        z = replace_loss_head(model)(tokens(3, 7))
+        if hooked:
+            z.register_hook(lambda g: None)
+        ce(z, tokens(3, 7, seed=1)).backward()
+        grads.append(model[0].weight.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_hooks_of_nodes_and_modules_see_the_gradient():
+    def program(m, x, y):
+        seen = []
+        z = m(x)
+        z.grad_fn.register_prehook(lambda grads: seen.append(grads[0] + 0))
+        z.grad_fn.register_hook(lambda inputs, outputs: seen.append(outputs[0] * 2))
+        loss = ce(z, y)
+        loss.backward(retain_graph=True)
+        m.zero_grad()
+        return loss, *seen[:2]
+
+    both(program)
+
+
+def test_a_gradient_kept_by_a_hook_and_read_later():
+    kept = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        z = model(tokens(3, 7))
+        z.register_hook(kept.append)
+        ce(z * 0.5, tokens(3, 7, seed=1)).backward()
+    torch.testing.assert_close(kept[1] + 0, kept[0])
+    torch.testing.assert_close(torch.tensor(kept[1].tolist()), kept[0])
+    assert kept[1].shape == kept[0].shape
+
+
+@pytest.mark.parametrize("inputs", ["logits", "parameters", "both"])
+def test_backward_of_some_inputs(inputs):
+    found = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        z = model(tokens(3, 7))
+        wanted = {"logits": [z], "parameters": list(model.parameters())}
+        wanted["both"] = wanted["logits"] + wanted["parameters"]
+        ce(z * 0.5, tokens(3, 7, seed=1)).backward(inputs=wanted[inputs])
+        found.append([t.grad + 0 for t in wanted[inputs]])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo.testing
-from support.heads import V, ce, compiled, plain_model, tokens
-from support.versions import COMPILED_COUNTS, COMPILED_LOGITS
+from support.heads import V, ce, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 
@@ -44,26 +42,6 @@ def test_a_report_says_why_the_original_head_runs():
     assert "a transform of torch.func runs it" in note or "its input is not" in note
 
 
-@COMPILED_COUNTS
-def test_a_report_counts_what_compiled_graphs_do():
-    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    run = torch.compile(lambda x, y: ce(model(x) * 0.5, y), backend=counter, fullgraph=True)
-    look = torch.compile(lambda x: model(x).argmax(-1), backend=counter, fullgraph=True)
-    for n in range(1, 5):
-        run(x, y).backward()
-        optimizer.step()
-        run(x, y), look(x)
-        assert model[1]._fusedce_head.report.losses == 2 * n - 1  # steps add up
-        report = head_report(model)
-        assert (report.losses_fused, report.logits_made) == (2 * n, n)
-    assert counter.frame_count == 2
-    assert "logits made: 4" in str(report)
-    assert "compiled" in str(report)
-
-
 def test_explain_prints_each_place_once(monkeypatch, capsys):
     monkeypatch.setenv("FUSEDCE_EXPLAIN", "1")
     model, x = replace_loss_head(plain_model()), tokens(3, 7)
@@ -78,50 +56,6 @@ def test_explain_prints_each_place_once(monkeypatch, capsys):
 def test_a_report_of_no_model():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         head_report(3)
-
-
-# ---- what logits look like ------------------------------------------------------------------
-
-
-def test_printing_shows_the_values_once_they_exist():
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    z = model(x)
-    assert repr(z) == "LazyLogits(shape=(3, 7, 50), dtype=torch.float32, not computed)"
-    assert str(z) == f"{z}" == repr(z)
-    z.argmax(-1)
-    assert repr(z.detach()[0, 0, :2]).startswith("LazyLogits([")
-    first = float(z[0, 0, 0].detach())
-    assert f"{first:.4f}" in repr(z)
-    assert head_report(model).logits_made == 1
-
-
-@COMPILED_LOGITS
-def test_the_loss_of_a_compiled_models_logits_is_fused_outside_of_it(no_logits):
-    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    run = compiled(model, fullgraph=True)
-    ce(run(x), y).backward()
-    ce(run(x).tensor(), y).backward()
-    report = head_report(model)
-    assert (report.losses_fused, report.logits_made) == (2, 0)
-
-
-@COMPILED_LOGITS
-def test_consumers_of_a_compiled_models_logits():
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    run = compiled(model, fullgraph=True)
-    real = model(x).detach() + 0
-    batch = torch.utils.data.default_collate([run(x).detach(), run(x).detach()])
-    torch.testing.assert_close(batch + 0, torch.stack([real, real]))
-    batch = torch.utils.data.default_collate([run(x).tensor(), run(x).tensor()])
-    torch.testing.assert_close(batch.detach() + 0, torch.stack([real, real]))
-    with pytest.raises(TypeError, match="TracedLogits"):  # never silently something else
-        torch.utils.data.default_collate([run(x), run(x)])
-    assert "tensor()" in replace_loss_head.__doc__
-    mapped = torch.vmap(lambda z: z.softmax(-1))(run(x).tensor())
-    torch.testing.assert_close(mapped.detach(), real.softmax(-1))
-    accelerate = pytest.importorskip("accelerate")
-    gathered = accelerate.Accelerator(cpu=True).gather(run(x).tensor())
-    torch.testing.assert_close(gathered.detach() + 0, real)
 
 
 class TwoHeads(torch.nn.Module):

@@ -129,12 +129,10 @@ def looks(rank):
     with torch.no_grad():
         torch.testing.assert_close(parts(**batch()).logits + 0, stock()(**batch()).logits)
     late = parts(**batch())
-    late.logits.retain_grad()
     late.loss.backward()
     torch.optim.SGD(parts.parameters(), lr=0.1).step()
     before = float(late.loss)
     assert "has changed" in ranks.error_of(lambda: late.logits + 0)
-    assert "has changed" in ranks.error_of(lambda: late.logits.grad + 0)
     assert float(parts(**batch()).loss) < before
     ids = batch()["input_ids"][:1, :4]
     return parts.generate(ids, max_new_tokens=3, do_sample=False).tolist()

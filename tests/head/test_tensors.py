@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from support.heads import H, V, compiled, loss_and_grads, plain_model, tokens
+from support.heads import H, V, loss_and_grads, plain_model, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import replace_loss_head
-from fusedce.head.lazy.logits import LazyLogits
+from fusedce.head.lazy import LazyLogits
 
 
 def ce(z, y):
@@ -45,18 +45,6 @@ def test_looking_without_a_graph_does_not_lose_it():
         z.argmax(-1)
     z.sum().backward()
     assert model[1].weight.grad is not None
-
-
-def test_gradients_of_logits_are_for_those_who_ask():
-    seen = {}
-    for name, model in (("real", plain_model()), ("lazy", replace_loss_head(plain_model()))):
-        z = model(tokens(3, 7))
-        z.register_hook(lambda grad, name=name: seen.__setitem__(name, grad))
-        z.retain_grad()
-        F.cross_entropy(z.view(-1, V), tokens(3, 7, seed=1).view(-1)).backward()
-        seen[name, "grad"] = z.grad
-    torch.testing.assert_close(seen["lazy"], seen["real"])
-    torch.testing.assert_close(seen["lazy", "grad"], seen["real"])
 
 
 @pytest.mark.usefixtures("each_mode")
@@ -184,22 +172,6 @@ def test_a_value_per_row_is_no_bias():
     torch.testing.assert_close((replace_loss_head(model)(x) + column) + 0, native)
 
 
-@pytest.mark.usefixtures("each_mode")
-def test_a_head_that_makes_float32():
-    class Head(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).float()
-
-    model = nn.Sequential(nn.Embedding(V, H), Head(H, V)).bfloat16()
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-    native = model(x)
-    z = replace_loss_head(model)(x)
-    assert z.dtype == torch.float32
-    torch.testing.assert_close(z + 0, native)
-    assert ce(z, y).dtype == torch.float32
-    torch.testing.assert_close(ce(z, y), ce(native, y), rtol=1e-3, atol=0)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_inside_a_checkpoint():
     model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
@@ -245,12 +217,12 @@ def test_looking_in_inference_mode_spoils_nothing():
         lambda p: setattr(p, "data", p.data.double()),
     ],
 )
-def test_other_data_is_a_change(change):
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    z = model(x)
+def test_other_data_of_a_parameter_leave_the_logits_what_they_were(change):
+    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
+    z, expected = model(x), plain_model()(x)
     change(model[1].weight)
-    with pytest.raises(RuntimeError, match="has changed"):
-        z.argmax(-1)
+    torch.testing.assert_close(ce(z, y), ce(expected, y))
+    torch.testing.assert_close(z + 0, expected)
 
 
 def test_hooks_see_the_gradient_of_the_logits():
@@ -282,30 +254,6 @@ def test_export_sees_the_original():
     native = model(x)
     exported = torch.export.export(replace_loss_head(model), (x,)).module()
     torch.testing.assert_close(exported(x), native)
-
-
-def test_logits_of_a_compiled_model():
-    """They leave the graph as something that is no tensor but answers like one."""
-    model, x, y = plain_model(True), tokens(3, 7), tokens(3, 7, seed=1)
-    real = model(x).detach()
-    run = compiled(replace_loss_head(model), fullgraph=True)
-    z = run(x)
-    assert (z.shape, z.dtype, z.ndim, z.size(-1), len(z)) == (real.shape, real.dtype, 3, V, 3)
-    torch.testing.assert_close(z.argmax(-1), real.argmax(-1))
-    torch.testing.assert_close(torch.softmax(z.float(), -1), real.softmax(-1))
-    torch.testing.assert_close((z[:, -1] + 1).detach(), real[:, -1] + 1)
-    torch.testing.assert_close((1 - z).detach(), 1 - real)
-    assert torch.equal(z > 0, real > 0)
-    assert isinstance(z.detach(), torch.Tensor)
-    z[..., :3] = 0.0
-    assert (z[..., :3] == 0).all()
-    z -= 1
-    assert (z[..., :3] == -1).all()
-    z = run(x)
-    loss = F.cross_entropy(z.view(-1, V), y.view(-1))  # outside of the graph
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), F.cross_entropy(real.view(-1, V), y.view(-1)))
-    assert model[1].weight.grad.norm() > 0
 
 
 @pytest.mark.parametrize("sizes", [(-1, V + 1), (2, 3), (-1, -1, V), (-2, V)])

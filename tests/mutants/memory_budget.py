@@ -40,8 +40,8 @@ MUTANTS = [
     ),
     Mutant(
         "budget: that of a replaced head is forgotten",
-        "    attached.memory_budget = memory_budget\n    attached.install()",
-        "    attached.install()",
+        "        replaced.memory_budget = memory_budget",
+        "        pass",
         "head/test_heads.py -k budget",
     ),
     Mutant(

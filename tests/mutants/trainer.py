@@ -17,8 +17,8 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: own count",
-        "n_valid.clamp(min=1) if self.denominator is None else self.denominator",
-        "n_valid.clamp(min=1)",
+        "loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)",
+        "loss_sum / n_valid.clamp(min=1)",
         "trainer/test_mixin.py",
     ),
     Mutant(

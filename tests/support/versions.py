@@ -10,12 +10,6 @@ TORCH = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
 FSDP2_MEAN = pytest.mark.skipif(
     TORCH < (2, 9), reason="over gloo, FSDP2 of torch 2.8 adds gradients where it should average"
 )
-COMPILED_LOGITS = pytest.mark.skipif(
-    TORCH < (2, 9), reason="a model compiled by torch 2.8 returns real logits"
-)
-COMPILED_COUNTS = pytest.mark.skipif(
-    TORCH < (2, 9), reason="torch 2.8 drops the objects that compiled code makes and stores"
-)
 
 
 def trl_1_16():

@@ -135,9 +135,12 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
     base = getattr(trl, theirs)
 
     class Ours(FusedPolicyMixin, base):
-        pass
+        def train(self, *args, **kwargs):
+            result = super().train(*args, **kwargs)
+            reports.append(head_report(self.model))
+            return result
 
-    calls = []
+    calls, reports = [], []
     original = policy.fused_logprobs
     monkeypatch.setattr(
         policy, "fused_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
@@ -147,6 +150,9 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
     assert not calls
     logs, ours = run(make, Ours, tmp_path, tokenizer, **options)
     assert len(calls) >= 4  # policy and reference, two steps
+    assert reports[0].active
+    assert reports[0].losses_fused >= 2
+    assert "FusedPolicyMixin computes" in str(reports[0])
     assert len(logs) == len(stock_logs) >= 2
     for mine, exact in zip(logs, stock_logs, strict=True):
         assert mine.keys() == exact.keys()

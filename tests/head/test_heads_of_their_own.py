@@ -1,4 +1,4 @@
-"""Heads that do more than hidden @ weight.T + bias are reproduced or refused, in every mode."""
+"""Heads that do more than hidden @ weight.T + bias: their own code runs."""
 
 import copy
 
@@ -96,7 +96,6 @@ def test_the_loss_is_computed_in_the_dtype_in_which_the_head_multiplies(kind, we
     assert results[0][0] == results[1][0]
     for fused, expected in zip(results[1][1], results[0][1], strict=True):
         assert (fused - expected).norm() <= 2**-7 * expected.norm()  # native ones are bf16
-    assert "multiplies torch.bfloat16 hidden states in torch.float32" in str(head_report(replaced))
 
 
 class Noisy(nn.Linear):
@@ -109,24 +108,25 @@ class ScaledInTraining(nn.Linear):
         return super().forward(x) * (0.5 if self.training else 1.0)
 
 
-class ScaledInEvaluation(nn.Linear):
+class Normalised(nn.Linear):
     def forward(self, x):
-        return super().forward(x) * (1.0 if self.training else 0.5)
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1)) * 10
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [(Noisy, "training"), (ScaledInTraining, "training"), (ScaledInEvaluation, "evaluation")],
-)
-@pytest.mark.parametrize("begin", ["train", "eval"])
-def test_what_a_head_does_in_one_mode_alone_is_refused(kind, mode, begin):
-    model = getattr(model_of(kind(H, V)), begin)()
-    before = dict(model[1].__dict__)
-    with pytest.raises(ValueError, match=f"but in {mode} the loss of {kind.__name__} differs"):
-        replace_loss_head(model)
-    assert dict(model[1].__dict__) == before
-    assert type(model[1]) is kind
-    assert model.training == (begin == "train")
+@pytest.mark.parametrize("kind", [Noisy, ScaledInTraining, Normalised])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_head_that_does_more_is_fused_since_its_own_code_runs(kind, mode, request):
+    native = getattr(model_of(kind(H, V, bias=False)), mode)()
+    replaced = replace_loss_head(copy.deepcopy(native))
+    x, y, results = tokens(3, 7), tokens(3, 7, seed=1), []
+    for m in (native, replaced):
+        if m is replaced:
+            request.getfixturevalue("no_logits")
+        torch.manual_seed(2)
+        loss = ce(m(x), y)
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in m.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
 
 
 class SaturatingInHalf(nn.Linear):
@@ -135,14 +135,13 @@ class SaturatingInHalf(nn.Linear):
         return z if z.dtype == torch.float32 else z.clamp(-0.1, 0.1)
 
 
-def test_what_a_head_does_in_another_dtype_gets_the_original():
+def test_what_a_head_does_in_another_dtype():
     native = model_of(SaturatingInHalf(H, V))
     replaced = replace_loss_head(copy.deepcopy(native))
     both(lambda m, x, y: ce(m(x), y), native)
     x, y = tokens(3, 7), tokens(3, 7, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(ce(replaced(x), y), ce(native(x), y))
-    assert any("differs from that" in note for note in head_report(replaced).notes)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -1,0 +1,166 @@
+"""The only patch of a model: a hook that lends its output head an input whose product is lazy.
+
+The head's own code runs, whatever it is: its casts, its dropout, an adapter of PEFT around it. Only
+``F.linear`` with a weight of ``V`` rows is not computed; it gives lazy logits. A head that does not
+call it computes its logits as always.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fusedce.contract.checks import autocast_dtype
+from fusedce.head.lazy import Uncompiled
+from fusedce.head.loss import MakeLogits
+from fusedce.head.product import NO_TORCH_FUNCTION, Product
+from fusedce.head.report import HeadCounts
+from fusedce.loss.sharded_problem import is_vocabulary_shard
+
+_PLAIN = (Tensor, nn.Parameter)
+_UNCOMPILED = (
+    "the head that fusedce has replaced runs uncompiled: leave out fullgraph=True, or compile the "
+    "model's body alone (model.model)"
+)
+
+
+class Head:
+    """The forward pre-hook of a replaced head, and its state: it is copied with the module.
+
+    Attributes:
+        report: counts of losses and logits.
+        memory_budget: bytes that the loss may hold, or ``None``.
+    """
+
+    def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
+        self.report, self.memory_budget = report, memory_budget
+
+    @torch.compiler.disable(reason=_UNCOMPILED)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
+        x = args[0] if len(args) == 1 else None
+        reason = _why_not(x)
+        if isinstance(x, Tensor) and reason is None:
+            return (_lent(x, self, module),)
+        self.report.note(f"the original head runs: {reason}")
+        return None
+
+
+def _why_not(x: Any) -> str | None:
+    """Why the head runs as it is; ``None`` if it need not."""
+    if type(x) not in _PLAIN:
+        return f"its input is not one plain tensor, but {type(x).__name__}"
+    if not x.is_floating_point() or not x.dim():
+        return "its input is not (..., H) and floating"
+    if x.dim() > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
+        return "generation asks for one position of each sequence, of which there is no loss"
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return "it is traced or exported"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a transform of torch.func runs it"
+    return "it is differentiated in forward mode" if forward_ad._current_level >= 0 else None
+
+
+def head_of(module: nn.Module) -> Head | None:
+    """The hook of a replaced head; ``None`` for other modules."""
+    return next((h for h in module._forward_pre_hooks.values() if isinstance(h, Head)), None)
+
+
+class Hidden(Uncompiled):
+    """The input of a head, or what the head makes of it before the product."""
+
+    head: Head
+    module: nn.Module
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = next((a for a in args if type(a) is Hidden), None)
+        with NO_TORCH_FUNCTION():
+            if func is F.linear and given is not None and given is args[0]:
+                logits = _product(*args, **(kwargs or {}))
+                if logits is not None:
+                    return logits
+            out = func(*args, **(kwargs or {}))
+            if given is None or type(out) not in (Tensor, Hidden) or not out.is_floating_point():
+                return out
+            if out.dim() != given.dim() or out.shape[-1] == _rows(given.module):
+                return out.as_subclass(Tensor) if type(out) is Hidden else out
+            return _lent(out, given.head, given.module)
+
+
+def _lent(x: Tensor, head: Head, module: nn.Module) -> Hidden:
+    lent = x if type(x) is Hidden else x.as_subclass(Hidden)
+    lent.head, lent.module = head, module
+    return lent
+
+
+def _rows(module: Any) -> int:
+    """The number of classes of a head, also where its weight is held in parts."""
+    rows = getattr(module, "out_features", None)
+    return int(module.weight.shape[0] if rows is None else rows)
+
+
+def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
+    """``F.linear`` as lazy logits; ``None`` if it is not the head's product of plain tensors."""
+    operands = [weight] if bias is None else [weight, bias]
+    if any(t.device != x.device or not _is_operand(t) for t in operands):
+        return None
+    if weight.dim() != 2 or weight.shape != (_rows(x.module), x.shape[-1]):
+        return None
+    hidden = x.as_subclass(Tensor)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        hidden, *operands = (t.to(dtype) for t in (hidden, *operands))
+    if any(t.dtype != hidden.dtype for t in operands):
+        return None
+    weight, bias = operands if len(operands) == 2 else (operands[0], None)
+    shape = (*hidden.shape[:-1], weight.shape[0])
+    if bias is not None and hidden.dim() > 2 and _biased_products_are_views():
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+    product = Product(x.head.report, x.head.memory_budget, x.module, hidden, weight, bias)
+    logits = MakeLogits.apply(product, hidden, weight, bias)
+    return logits if logits.shape == shape else logits.view(shape)
+
+
+def _is_operand(x: Any) -> bool:
+    return type(x) in _PLAIN or is_vocabulary_shard(x)
+
+
+class ShardedForward:
+    """``forward`` of a head whose rows the tensor parallelism of transformers shards over ranks.
+
+    That has put a function around ``forward`` which turns inputs into ``DTensor`` and gathers the
+    logits; lazy logits need neither.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Lazy logits of the rows of all ranks, or what the original gives."""
+        if type(x) is Hidden:
+            weight: Any = self.module.weight
+            with NO_TORCH_FUNCTION():
+                if is_vocabulary_shard(weight):
+                    logits = _product(x, weight, self.module.bias)
+                    if logits is not None:
+                        return logits
+                x = x.as_subclass(Tensor)
+        return self.original(x, *args, **kwargs)
+
+
+@functools.cache
+def _biased_products_are_views() -> bool:
+    """Whether ``F.linear`` with a bias gives a view of a matrix, as it does before torch 2.15.
+
+    Hooks and writes behave differently for views.
+    """
+    with torch.inference_mode(False):
+        zeros = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
+        return F.linear(zeros, zeros[0], zeros[0, 0])._is_view()

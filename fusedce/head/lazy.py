@@ -1,0 +1,334 @@
+"""Lazy logits: a tensor ``(..., V)`` without storage, computed when code reads its values.
+
+Torch's autograd runs above it, unchanged: views, casts, writes, hooks and functions of users are
+differentiated by torch's own nodes. An operator that arrives *below* autograd is noted as an
+:class:`Expr` if it is a view or a row of :data:`fusedce.head.rules.RULES`; any other operator gets
+real logits, computed once. A write makes the logits real for good.
+
+The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: it goes straight to the
+head's inputs, unless somebody watches the gradient of the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
+from fusedce.head.rules import RULES
+
+T: Any = torch.Tensor
+aten = torch.ops.aten
+_NO_MEMORY = (
+    "{} would change in place the shape or the memory of the logits of a head that fusedce has "
+    "replaced, but these are lazy logits and have none: use logits + 0, a tensor like any other"
+)
+
+# ---- operators ------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """Facts about an operator, read from its schema once."""
+
+    writes: tuple[int | str, ...]  # positions and names of arguments that it writes, or may
+    is_view: bool
+    is_composite: bool
+    reshapes: bool  # it changes the shape or the memory of its argument in place
+
+
+_TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that is written
+
+
+@functools.cache
+def facts_of(func: Any) -> Facts:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
+    written = [
+        (i, a.name) for i, a in enumerate(arguments)
+        if not pure or (a.alias_info is not None and a.alias_info.is_write)
+    ]  # fmt: skip
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return Facts(
+        tuple(x for pair in written for x in pair),
+        not written and any(r.alias_info is not None for r in returns),
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite),
+        torch.Tag.inplace_view in func.tags or func.overloadpacket is aten.set_,
+    )
+
+
+class Uncompiled(torch.Tensor):
+    """A tensor subclass that has ``torch.compile`` run the frame that it begins to trace as is."""
+
+    def __tensor_flatten__(self) -> Any:
+        """Called by the compiler alone."""
+        from torch._dynamo.exc import SkipFrame  # slow to import, and loaded by every caller
+
+        _keep_compiler_out()
+        raise SkipFrame("lazy logits run uncompiled: pass logits + 0 to have the frame compiled")
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Tensor:
+        raise AssertionError("nothing was flattened")
+
+
+class LazyLogits(Uncompiled):
+    """Lazy logits: see the module.
+
+    Attributes:
+        expr: how they are computed.
+        memory: values shared with their views.
+        meta: a tensor without data of their shape, strides and dtype.
+    """
+
+    expr: Expr
+    memory: Memory
+    meta: Tensor
+    above: ClassVar[dict[Any, Any]] = {}  # functions that are taken over above autograd
+
+    @staticmethod
+    def __new__(cls, expr: Expr, memory: Memory, meta: Tensor, device: torch.device) -> LazyLogits:
+        new: LazyLogits = T._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        new.expr, new.memory, new.meta = expr, memory, meta
+        return new
+
+    def materialize(self, operation: str) -> Tensor:
+        """The real logits, without a graph, in the memory that all views of these share."""
+        with torch.no_grad(), NO_TORCH_FUNCTION():
+            return self._values_of(self.expr, operation)
+
+    def _values_of(self, expr: Expr, operation: str) -> Tensor:
+        if expr is self.memory.root:
+            return self.memory.values(operation)
+        # A function that names itself would be a cycle, which keeps real logits alive.
+        return expr.compute(functools.partial(self._values_of, operation=operation), operation)
+
+    def expose(self, operation: str) -> Tensor:
+        """Real logits for code that may write into their memory: they are real from now on."""
+        values = self.materialize(operation)
+        self.memory.written = True
+        return values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        facts, kwargs = facts_of(func), kwargs or {}
+        if facts.is_composite:  # in inference mode they arrive whole
+            return func.decompose(*args, **kwargs)
+        if facts.writes:
+            return _write(func, facts, args, kwargs)
+        x = args[0]
+        if not isinstance(x, LazyLogits) and func in (aten.mul.Tensor, aten.add.Tensor):
+            x, args = args[1], (args[1], args[0], *args[2:])
+        if isinstance(x, LazyLogits) and (func in RULES or facts.is_view):
+            result = _note(x, func, facts, args, kwargs)
+            if result is not None:
+                return result
+        return func(*real(args, str(func)), **real(kwargs, str(func)))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = cls.above.get(func)
+        with NO_TORCH_FUNCTION():
+            if handler is not None:
+                return handler(func, *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return self.materialize("format").__format__(spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            return T.__deepcopy__(self, memo)  # torch refuses that
+        if id(self) not in memo:
+            values = self._copied("deepcopy")
+            memo[id(self)] = values.__deepcopy__(memo)  # views of one memory stay views
+            memo.setdefault(id(memo), []).append(values)
+            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied("pickle").__reduce_ex__(protocol)
+
+    def _copied(self, operation: str) -> Tensor:
+        return self.materialize(operation).detach().requires_grad_(self.requires_grad)
+
+
+@functools.cache
+def _keep_compiler_out() -> None:
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        method = torch.compiler.disable(LazyLogits.__dict__[name].__func__)
+        setattr(LazyLogits, name, classmethod(method))
+
+
+def replaced(x: Any, by: Callable[[LazyLogits], Any]) -> Any:
+    """``x`` with all lazy logits in it replaced."""
+    if isinstance(x, LazyLogits):
+        return by(x)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        return type(x)(replaced(y, by) for y in x)
+    return {k: replaced(v, by) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def real(x: Any, operation: str) -> Any:
+    """``x`` with all lazy logits in it replaced by real ones."""
+    return replaced(x, lambda lazy: lazy.materialize(operation))
+
+
+def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The result as lazy logits; ``None`` if it needs values."""
+    if x.memory.written and not facts.is_view:
+        return None
+    others = [a for a in args[1:] if isinstance(a, Tensor)]
+    if func is aten.add.Tensor and not others:  # logits + 0 are real ones
+        return None
+    if func is aten.index.Tensor:
+        others = [i for i in args[1] if i is not None]
+    if func is not aten.index.Tensor and any(not _is_operand(t, x, func) for t in others):
+        return None
+    device = kwargs.get("device")
+    if device is not None and torch.device(device) not in (x.device, torch.device(x.device.type)):
+        return None
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    meta = _meta_after(func, x, args[1:], kwargs)
+    if isinstance(meta, (list, tuple)):
+        return _parts(x, func, args[1:], kwargs, meta)
+    if meta is None or not meta.dim() or not meta.is_floating_point():
+        return None
+    kept = tuple(_kept(a) for a in args)
+    new = Expr(None, func, kept, kwargs, tuple(x.shape), tuple(meta.shape))
+    memory = x.memory if facts.is_view else Memory(new)
+    return LazyLogits(new, memory, meta, x.device)
+
+
+def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
+    """Whether a rule may take this tensor beside the logits: a number, a bias, or LoRA's part."""
+    if func is not aten.add.Tensor:
+        return not isinstance(t, LazyLogits) and not t.dim()
+    if isinstance(t, LazyLogits):
+        return not t.memory.written
+    return t.dim() > 0 and t.numel() == x.shape[-1] and t.device == x.device
+
+
+def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if func is aten.index.Tensor:  # the number of a mask's rows is found by indexing one class
+        used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in args[0])
+        if used >= x.dim():
+            return None
+        one = next(i for i in args[0] if i is not None).new_empty((1,))
+        shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
+        return x.meta.new_empty((*shape, x.shape[-1]))
+    args = tuple(a.meta if isinstance(a, LazyLogits) else
+                 a.to("meta") if isinstance(a, Tensor) else a for a in args)  # fmt: skip
+    return func(x.meta, *args, **kwargs)
+
+
+def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:
+    """The parts of a split, each a slice or a row."""
+    rows = func is aten.unbind.int
+    dim = kwargs.get("dim", args[-1] if len(args) > (not rows) else 0)
+    begin, parts = 0, []
+    for meta in metas:
+        end = begin + (1 if rows else meta.shape[dim])
+        op, at = (aten.select.int, (begin,)) if rows else (aten.slice.Tensor, (begin, end))
+        expr = Expr(None, op, (x.expr, dim, *at), {}, tuple(x.shape), tuple(meta.shape))
+        parts.append(LazyLogits(expr, x.memory, meta, x.device))
+        begin = end
+    return parts
+
+
+def _kept(argument: Any) -> Any:
+    """An argument, copied so that later writes into it do not count."""
+    if isinstance(argument, LazyLogits):
+        return argument.expr
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_kept(a) for a in argument)
+    if isinstance(argument, Tensor):
+        return argument.detach().clone().requires_grad_(argument.requires_grad)
+    return argument
+
+
+def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an operator that writes into arguments, or may, to real values."""
+    name = str(func)
+    if facts.reshapes and isinstance(args[0], LazyLogits):
+        if func is aten.detach_.default:
+            return args[0]
+        raise RuntimeError(_NO_MEMORY.format(func.overloadpacket))
+    written = [args[i] for i in facts.writes if isinstance(i, int) and i < len(args)]
+    written += [kwargs[n] for n in facts.writes if n in kwargs]
+    replaced(written, lambda x: x.expose(name))
+    given: dict[int, LazyLogits] = {}
+
+    def made(x: LazyLogits) -> Tensor:
+        values = x.materialize(name)
+        given[id(values)] = x
+        return values
+
+    args, kwargs = replaced(args, made), replaced(kwargs, made)
+    out = func(*args, **kwargs)
+    return torch.utils._pytree.tree_map(lambda t: given.get(id(t), t), out)
+
+
+# ---- above autograd -------------------------------------------------------------------------
+
+
+def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Code asks for the gradient of these logits: the loss will compute it."""
+
+    def watch(x: LazyLogits) -> None:
+        for product in x.expr.products():
+            product.watched = True
+
+    replaced((args, kwargs), watch)
+    return func(*args, **kwargs)
+
+
+def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
+    """Code may put a hook on the gradient: the loss will send a passenger there."""
+    for product in x.expr.products():
+        product.hooked = True
+    x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
+    return func(x, *args)
+
+
+def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__
+
+    def values(x: LazyLogits) -> Tensor:
+        found = x.expose(name)
+        wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
+        return found.detach().requires_grad_() if wants else found  # torch raises its usual error
+
+    return func(*replaced(args, values), **replaced(kwargs, values))
+
+
+def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
+    raise RuntimeError(_NO_MEMORY.format("logits.data = ..."))
+
+
+MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
+           T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
+_ABOVE: dict[Any, Any] = {
+    **dict.fromkeys(MEMORY, _exposed),
+    **dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched),
+    **dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked),
+    T.data.__set__: _set_data,
+}
+LazyLogits.above |= _ABOVE
+
+
+def _method(func: Any) -> Any:
+    return functools.wraps(func)(lambda self, *args, **kw: _exposed(func, self, *args, **kw))
+
+
+for _func in MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
+    setattr(LazyLogits, _func.__name__, _method(_func))

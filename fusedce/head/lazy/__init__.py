@@ -1,1 +1,0 @@
-"""Lazy logits: tensors that are computed when code reads their values."""

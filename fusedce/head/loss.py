@@ -1,0 +1,497 @@
+"""``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs, and its gradient.
+
+A loss is fused if two witnesses agree on how the logits came about: the noted expression
+(:func:`_rows`), and the chain of autograd's nodes (:class:`_Chain`). Any other loss is torch's
+own, of real logits.
+
+The gradient goes one of three ways (:class:`Route`): straight to the head's inputs; along the
+logits as a :class:`Passenger`, where hooks want to know when it comes; or along the logits as it
+is, where code asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusedce.contract.checks import autocast_dtype, memory_budget_of
+from fusedce.contract.objective import expected, expecting
+from fusedce.contract.problem import Problem
+from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
+from fusedce.head.observe import LossObserver, Result, expected_factor
+from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
+from fusedce.head.rules import NODES, RULES, Rows, as_options
+from fusedce.loss.cross_entropy import fused_cross_entropy
+from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
+from fusedce.loss.sharded import sharded_cross_entropy
+from fusedce.loss.sharded_problem import is_vocabulary_shard
+
+T: Any = torch.Tensor
+aten = torch.ops.aten
+
+# ---- the gradient ---------------------------------------------------------------------------
+
+
+def _check_not_batched(grad: Tensor) -> None:
+    """Raise ``RuntimeError`` for a batch of gradients, which ``vmap`` passes to a backward."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "a replaced head takes one gradient at a time, not many (is_grads_batched=True, "
+            "vectorize=True): call fusedce.restore_loss_head(model) for this, since the backward "
+            "passes of fusedce's lazy logits cannot be vectorised"
+        )
+
+
+class MakeLogits(torch.autograd.Function):
+    """Lazy logits ``(..., V)`` of a product, as a function of its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> LazyLogits:
+        """Compute nothing."""
+        ctx.set_materialize_grads(False)
+        ctx.product, ctx.given = product, (hidden, weight, bias)
+        shape = (*hidden.shape[:-1], product.V)
+        expr = Expr(product, None, (), {}, shape, shape)
+        meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
+        return LazyLogits(expr, Memory(expr), meta, product.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradients of the operands; a fused loss that nobody watches sends none this way.
+
+        Collectives: with real gradients of a sharded vocabulary, two all-gathers a parameter.
+        """
+        product, needed, given = ctx.product, ctx.needs_input_grad[1:], ctx.given
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.given = None  # a kept loss keeps none of them
+        if grad is None:
+            return None, None, None, None
+        _check_not_batched(grad)
+        if isinstance(grad, Passenger) and grad.read is None:
+            return None, *_added(load[product] for load in grad.loads)
+        given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
+        hidden, weight = given[0], whole(given[1])
+        with no_autocast(product.device):
+            grad = _values(real(grad, "backward")).to(hidden.dtype)
+            rows = grad.flatten(0, -2)
+            d_hidden = grad @ weight if needed[0] else None
+            d_weight = rows.T @ hidden.flatten(0, -2) if needed[1] else None
+            d_bias = rows.sum(0) if needed[2] else None
+        if is_vocabulary_shard(given[1]):
+            d_weight = None if d_weight is None else _own_rows(d_weight, given[1])
+            d_bias = None if d_bias is None else _own_rows(d_bias, given[2])
+        return None, d_hidden, d_weight, d_bias
+
+
+def _added(loads: Any) -> list[Tensor | None]:
+    """Gradients of the operands, added up over losses."""
+    together = [[g for g in grads if g is not None] for grads in zip(*loads, strict=True)]
+    return [functools.reduce(torch.add, grads) if grads else None for grads in together]
+
+
+def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole parameter's gradient that is this rank's, as a ``DTensor``."""
+    with torch.enable_grad():
+        leaf = like.detach().requires_grad_()
+        (found,) = torch.autograd.grad(whole(leaf), leaf, grad)
+    return found
+
+
+class _State(threading.local):
+    reading = False  # code, and not a node of autograd, calls an operator of a passenger
+
+
+_state = _State()
+_CARRIES = frozenset((
+    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
+    aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh_backward.default,
+    aten.slice_backward.default, aten.select_backward.default, aten._unsafe_view.default,
+))  # fmt: skip
+_JOINS = frozenset((aten.add.Tensor, aten.cat.default, aten.stack.default))
+
+
+class Passenger(Tensor):
+    """The gradient of logits on its way to the head, without values until code reads them.
+
+    Hooks of DDP and FSDP ask when a gradient comes, and hand it on. At the head, a passenger that
+    nobody has read gives the gradients of the operands that it carries. Once read it is the real
+    gradient, and the head computes with that one, as it does for any hook's result.
+
+    Attributes:
+        loads: for each loss, the gradients of each product's operands.
+        make: computes the real gradient.
+        read: the values, once code has read them; it may have written into them.
+    """
+
+    loads: list[dict[Product, tuple[Tensor | None, ...]]]
+    make: Callable[[], Tensor]
+    meta: Tensor
+    read: Tensor | None
+
+    @staticmethod
+    def __new__(cls, loads: Any, make: Any, meta: Tensor, device: torch.device) -> Passenger:
+        new: Passenger = T._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        new.loads, new.make, new.meta, new.read = loads, make, meta, None
+        return new
+
+    def values(self) -> Tensor:
+        """The real gradient."""
+        if self.read is None:
+            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
+                self.read = self.make()
+        return self.read
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MEMORY:
+            return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
+        before, _state.reading = _state.reading, True
+        try:
+            with NO_TORCH_FUNCTION():
+                return func(*args, **(kwargs or {}))
+        finally:
+            _state.reading = before
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in found if isinstance(x, Passenger)]
+        others = [x for x in found if not isinstance(x, Passenger) and x.dim()]
+        carries = func in _CARRIES or facts_of(func).is_view
+        if func is not aten.tanh_backward.default and (others or not carries):
+            carries = func in _JOINS and not others
+        if _state.reading or not carries or any(x.read is not None for x in given):
+            _state.reading, before = False, _state.reading
+            try:
+                return func(*tree_map(_values, real(args, "backward")), **tree_map(_values, kwargs))
+            finally:
+                _state.reading = before
+        meta = func(*tree_map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"})
+
+        def make() -> Tensor:
+            out: Tensor = func(*tree_map(_values, real(args, "backward")), **kwargs)
+            return out
+
+        return Passenger([y for x in given for y in x.loads], make, meta, given[0].device)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.values().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+
+def _values(x: Any) -> Any:
+    return x.values() if isinstance(x, Passenger) else x
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, (Passenger, LazyLogits)):
+        return x.meta
+    return x.to("meta") if isinstance(x, Tensor) else x
+
+
+_ALWAYS = torch.empty(0, device="cpu", requires_grad=True)
+
+
+class Route(torch.autograd.Function):
+    """The loss, as a function of the logits and of the products' operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any,
+        given: Given, *operands: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the fused loss.
+
+        Args:
+            logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
+            always: a leaf that wants one, too.
+            fused: the fused loss of the leaves in ``given``; in a tuple, since it is no input.
+            native: computes torch's own loss from real logits.
+        """
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        ctx.expr, ctx.native, ctx.given, ctx.dtype = logits.expr, native, given, logits.dtype
+        (ctx.fused,) = fused
+        return ctx.fused.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradients of the operands; or of the logits, where code may ask for it."""
+        nothing = (None,) * len(ctx.needs_input_grad)
+        if grad is None:
+            return nothing
+        _check_not_batched(grad)
+        if ctx.given is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a fused loss a second time: specify "
+                "retain_graph=True in the first call of backward"
+            )
+        if torch.is_grad_enabled():
+            (z,) = ctx.saved_tensors
+            return _native_gradient(z + 0, ctx.native, grad, again=True), *nothing[1:]
+        expr, native = ctx.expr, ctx.native
+
+        def make() -> Tensor:
+            z = expr.values("the gradient of logits").detach().requires_grad_()
+            return _native_gradient(z, native, grad)
+
+        products = expr.products()
+        if any(p.watched for p in products):
+            return make(), *nothing[1:]
+        given, fused = ctx.given, ctx.fused
+        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep, allow_unused=True)
+        if not keep:  # a kept loss keeps none of them
+            ctx.given = ctx.fused = None
+        # With `backward(inputs=...)`, logits may be among the inputs.
+        all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        if all_run and not any(p.hooked for p in products):
+            return *nothing[:5], *found
+        left, loads = iter(found), {}
+        for product, one in given.items():
+            grads = [next(left) if x.requires_grad else None for x in one.leaves]
+            loads[product] = (*grads, None)[:3]
+        meta = torch.empty(expr.after, dtype=ctx.dtype, device="meta")
+        return Passenger([loads], make, meta, grad.device), *nothing[1:]
+
+
+def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
+    with torch.enable_grad():
+        loss = native(z)
+        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
+    return found
+
+
+# ---- the two witnesses ----------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Hidden state, weight, and perhaps bias of a product."""
+
+    leaves: tuple[Tensor, ...]  # their values when the head ran, from which the loss is computed
+    live: tuple[Tensor, ...]  # what gets the gradients of those leaves that want one
+
+
+Given = dict[Product, Operands]
+
+
+def _rows(expr: Expr, given: Given) -> Rows | None:
+    """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
+    if expr.product is not None:
+        hidden, weight, *bias = given[expr.product].leaves
+        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
+                    slice(0, weight.shape[0]))  # fmt: skip
+    rule = RULES.get(expr.func)
+    args = []
+    for arg in expr.args if rule is not None else ():
+        args.append(_rows(arg, given) if isinstance(arg, Expr) else arg)
+        if args[-1] is None and isinstance(arg, Expr):
+            return None
+    if rule is None:
+        return None
+    return rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
+
+
+class _Chain:
+    """The nodes of autograd between logits and their products.
+
+    Attributes:
+        made: the nodes that made the logits of each product.
+        kinds: what the others differentiate; ``functions``: the number of users' functions.
+        is_known: whether no other nodes stand there: a leaf, a write, or a function of C++.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.made: list[Any] = []
+        self.kinds: Counter[str] = Counter()
+        self.functions = 0
+        self.is_known = self._walk(node)
+
+    def _walk(self, node: Any) -> bool:
+        if isinstance(node, MakeLogits._backward_cls):
+            self.made.append(node)
+            return True
+        if isinstance(node, BackwardCFunction):
+            self.functions += 1
+        elif node is None or node.name() not in NODES:
+            return False
+        else:
+            self.kinds[_kind(node.name().partition("Backward")[0])] += 1
+        below = [n for n, _ in node.next_functions if n is not None]
+        return bool(below) and all(self._walk(n) for n in below)
+
+
+# A function that reads its gradient in another shape cannot hand it on.
+_SHAPES = ("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze")
+_COPIES = ("alias", "clone", "detach", "liftfresh")
+_PARTS = {"split": "slice", "splitwithsizes": "slice", "unbind": "select"}
+
+
+def _kind(name: str) -> str:
+    """One name for an operator and the node that differentiates it."""
+    name = name.replace("_", "").lower()
+    return "" if name in _SHAPES or name in _COPIES else _PARTS.get(name, name)
+
+
+def _kinds(expr: Expr) -> Counter[str]:
+    if expr.product is not None:
+        return Counter()
+    below = (_kinds(a) for a in expr.args if isinstance(a, Expr))
+    return sum(below, Counter([_kind(expr.func.overloadpacket.__name__)]))
+
+
+def _given(x: LazyLogits) -> Given | None:
+    """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
+    products = x.expr.products()
+    if x.memory.written or any(p.watched for p in products):
+        return None
+    chain = _Chain(x.grad_fn)
+    if not chain.is_known or max(len(products), len(chain.made)) > len(set(products)):
+        return None  # a part of the same logits may be detached
+    if chain.functions:
+        # What a user's function computes has no node of its own: it must hand on what it is given.
+        # Its backward gets a passenger, and reads it unless it hands that on, too.
+        if {**chain.kinds, "": 0} != {**_kinds(x.expr), "": 0}:
+            return None
+        for product in products:
+            product.hooked = True
+    live = {node.product: node.given for node in chain.made}
+    if None in live.values() or not live.keys() <= set(products):  # backward has run already
+        return None
+    return {p: _operands(p, live.get(p, ())) for p in products}
+
+
+def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
+    """The values, of which those in ``live`` get a gradient if they want one."""
+    values = product.values(by_all_ranks=True)
+    wanting = [bool(live) and live[i].requires_grad for i in range(len(values))]
+    leaves = (v.detach().requires_grad_() if w else v for v, w in zip(values, wanting, strict=True))
+    return Operands(tuple(leaves), tuple(x for x, w in zip(live, wanting, strict=False) if w))
+
+
+# ---- the loss -------------------------------------------------------------------------------
+
+
+def _fused(
+    x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
+    reduction: Any, label_smoothing: float,
+) -> Tensor:  # fmt: skip
+    product, observer = x.expr.products()[0], LossObserver.of_this_thread()
+    w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
+    if p.classes != slice(0, w.shape[0]) and not sharded:
+        w, bias = w[p.classes], None if bias is None else bias[p.classes]
+    options: dict[str, Any] = {
+        "bias": bias, "ignore_index": ignore_index, "softcap": p.cap, "logit_scale": p.scale,
+        "label_smoothing": float(label_smoothing),
+        "memory_budget": memory_budget_of(product.memory_budget),
+    }  # fmt: skip
+    if weight is not None or reduction == "none":
+        options |= {"class_weight": weight, "reduction": reduction}
+        if sharded:
+            return sharded_cross_entropy(p.hidden, w, target, vocab_size=p.classes.stop, **options)
+        return fused_cross_entropy(p.hidden, w, target, **options)
+    denominator = None if observer is None else observer.denominator
+    factor = expected_factor() if reduction == "sum" else None
+    if reduction == "mean":
+        factor = None if denominator is None else denominator.reciprocal()
+    expects = reduction == "sum" and factor is None  # then an outer expectation holds
+    monitor = observer.monitor if observer else ()
+    with nullcontext() if expects or factor is expected() else expecting(factor):
+        if sharded:
+            problem = Problem(p.hidden, w, target, **options)
+            out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
+        else:
+            out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
+    if observer is not None:
+        observer.observe(out, reduction)
+    loss_sum, n_valid = out
+    if reduction == "sum":
+        return loss_sum
+    return loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)
+
+
+def _cross_entropy(
+    func: Callable[..., Any], x: Any, target: Any, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """``F.cross_entropy`` of lazy logits, or torch's own of real ones."""
+    options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    native = lambda z: func(z, target, *options)  # noqa: E731
+    plain = type(x) is LazyLogits and type(target) is Tensor and x.dim() > 0
+    wanted = plain and torch.is_grad_enabled() and x.requires_grad
+    if not (
+        plain and not x.memory.written
+        and target.dtype in (torch.int64, torch.int32) and target.device == x.device
+        and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+        and 0 <= label_smoothing <= 1 and (weight is None or weight.dtype != torch.float64)
+        and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
+    ):  # fmt: skip
+        return native(x)
+    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products()}
+    with torch.set_grad_enabled(wanted), no_autocast(x.device):
+        p = None if given is None else _rows(x.expr, given)
+        p = None if p is None else as_options(p)
+        if (
+            p is not None and p.class_dim == min(1, x.dim() - 1)
+            and target.shape == p.hidden.shape[:-1]
+            and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
+        ):  # fmt: skip
+            loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+        else:
+            given = None
+    if given is None:
+        return native(x)
+    x.expr.products()[0].report.fused()
+    if autocast_dtype(x.device) is None:
+        loss = loss.to(x.dtype)
+    if wanted:
+        target, weight = target.clone(), None if weight is None else weight.detach().clone()
+        options = (weight, None, ignore_index, None, reduction, label_smoothing)
+        again = _again(func, x, target, options)
+        live = [t for one in given.values() for t in one.live]
+        loss = Route.apply(x, _ALWAYS, (loss,), again, given, *live)
+    if (observer := LossObserver.of_this_thread()) is not None:
+        observer.results.append(Result.of(loss))
+    return loss
+
+
+def _again(func: Any, x: LazyLogits, target: Tensor, options: Any) -> Callable[[Tensor], Tensor]:
+    """Torch's own loss, for the gradient of real logits, in float32 or better."""
+    observer = LossObserver.of_this_thread()
+    denominator = None if observer is None else observer.denominator
+
+    def native(z: Tensor) -> Tensor:
+        z = z if z.dtype == torch.float64 else z.float()
+        if options[4] == "mean" and options[0] is None:  # with every label ignored, torch's is NaN
+            count = target.ne(options[2]).sum().clamp(min=1) if denominator is None else denominator
+            return func(z, target, *options[:4], "sum", *options[5:]) / count
+        out: Tensor = func(z, target, *options)
+        return out
+
+    return native
+
+
+LazyLogits.above[F.cross_entropy] = _cross_entropy

@@ -1,0 +1,244 @@
+"""What lazy logits are computed from: the head's product, and expressions of it.
+
+A head's own code calls ``F.linear(hidden, weight, bias)``. A :class:`Product` keeps the operands,
+so that a loss or a reader can use them later, and knows when they are no longer those of the call.
+An :class:`Expr` is an operator applied to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fusedce.contract.checks import autocast_dtype
+from fusedce.contract.groups import is_dtensor, local_of
+from fusedce.head.report import HeadCounts
+from fusedce.loss.sharded_problem import is_vocabulary_shard
+
+NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
+Shape = tuple[int, ...]
+
+_CHANGED = (
+    "the hidden state or a parameter of the head has changed (by an optimizer step?) since the "
+    "head ran, and its logits are asked for only now: a replaced head computes them when they are "
+    "first used. Use them before the change; detach, clone, views, slices and changes of dtype do "
+    "not yet, but numpy(), + 0 or argmax do"
+)
+_SHARDED = (
+    "FSDP2 has sharded the weight of the replaced head again since it ran: to make its logits, one "
+    "rank that looks alone would wait for the others. Look before backward; or keep the weight by "
+    "model.lm_head.set_reshard_after_forward(False); or first call unshard() on all ranks, of the "
+    "module that fully_shard was given"
+)
+_FREED = (
+    "the weight of the output head {} has been freed since the head ran: FSDP1 "
+    "(FullyShardedDataParallel) shards it as a unit of its own. Leave it in the root's unit, use "
+    "fully_shard (FSDP2), or call fusedce.restore_loss_head(model)"
+)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off: it has cast the operands when the head ran."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+class Product:
+    """``hidden @ weight.T + bias``, with the values of the call, and without a graph.
+
+    Attributes:
+        V: number of classes, also where ranks hold some rows of the weight each.
+        watched: whether code asks for the gradient of the logits, which must then be computed.
+        hooked: whether code may have put a hook on that gradient.
+        stale: whether an optimizer's step has changed the operands, or may have.
+    """
+
+    watched = hooked = stale = False
+
+    def __init__(
+        self, report: HeadCounts, memory_budget: int | None, module: nn.Module,
+        hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.report, self.memory_budget, self.module = report, memory_budget, module
+        self.V, self.device = weight.shape[0], hidden.device
+        given = [hidden, weight] if bias is None else [hidden, weight, bias]
+        # An alias sees writes and freed memory; an inference tensor counts no writes.
+        self.given = [
+            x if is_dtensor(x) and torch.is_inference_mode_enabled()  # detach() raises there
+            else x.clone() if x is hidden and x.is_inference() else x.detach()
+            for x in given
+        ]  # fmt: skip
+        self.before = self._state()
+        self.of_engine = any(_is_part(x) for x in given[1:])
+        self.of_parameters = any(isinstance(x, nn.Parameter) for x in given[1:])
+        _live.add(self)
+
+    def _state(self) -> list[Any]:
+        merged = tuple(getattr(self.module, "merged_adapters", ()))  # PEFT writes into weight.data
+        return [merged, *(0 if x.is_inference() else x._version for x in self.given)]
+
+    def is_gone(self) -> bool:
+        """Whether the memory of an operand was freed: it is sharded now."""
+        return any(local_of(x).untyped_storage().size() == 0 for x in self.given if x.numel())
+
+    def values(self, *, by_all_ranks: bool) -> list[Tensor]:
+        """Hidden state, weight and bias as they were, without a graph.
+
+        Collectives: where ``by_all_ranks`` and FSDP2 has sharded the weight again, an all-gather a
+        parameter; where DeepSpeed has, in any case.
+
+        Raises:
+            RuntimeError: they have changed since, or are sharded.
+        """
+        if self.stale or self._state() != self.before:
+            raise RuntimeError(_CHANGED)
+        if not self.is_gone():
+            return self.given
+        parameters = dict(self.module.named_parameters(recurse=False))
+        names = ("weight", "bias")[: len(self.given) - 1]
+        return [self.given[0], *(
+            _gathered(parameters.get(name), x, self.module, by_all_ranks)
+            for name, x in zip(names, self.given[1:], strict=True)
+        )]  # fmt: skip
+
+    def logits(self, operation: str) -> Tensor:
+        """Real logits ``(..., V)``, without a graph; ``operation`` needs them.
+
+        Collectives: an all-gather a parameter where tensor parallelism shards the vocabulary.
+        """
+        values = [whole(x) for x in self.values(by_all_ranks=False)]
+        with no_autocast(self.device):
+            z = F.linear(*values)
+        self.report.made(operation, tuple(z.shape), z.nbytes)
+        return z
+
+    def may_change_in(self, optimizer: Optimizer) -> bool:
+        """Whether a step of this optimizer changes the operands, or may do so."""
+        memory = {local_of(x).untyped_storage()._cdata for x in self.given}
+        # FSDP2 trains other tensors than it lends. A weight that the head computes has a memory of
+        # its own, which no step changes.
+        ours = {id(p) for p in self.module.parameters()} if self.of_parameters else set()
+        return self.of_engine or any(
+            id(p) in ours or local_of(p).untyped_storage()._cdata in memory
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+
+
+def whole(x: Any) -> Tensor:
+    """All rows of an operand, gathered where each rank holds some."""
+    rows: Tensor = x.full_tensor() if is_vocabulary_shard(x) else x
+    return rows
+
+
+def _is_part(x: Tensor) -> bool:
+    """Whether an engine trains this operand as part of a larger memory (FSDP1, DeepSpeed)."""
+    if hasattr(x, "ds_id"):
+        return True
+    return x.requires_grad and local_of(x).untyped_storage().nbytes() > local_of(x).nbytes
+
+
+def _gathered(now: Any, before: Tensor, module: nn.Module, by_all_ranks: bool) -> Tensor:
+    """A parameter that is sharded now, as it was ``before``: whole, or the same rows of it."""
+    if hasattr(now, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([now]):
+            return now.detach().clone()
+    if not hasattr(now, "full_tensor"):
+        raise RuntimeError(_FREED.format(type(module).__name__))
+    if not by_all_ranks:
+        raise RuntimeError(_SHARDED)
+    if not is_vocabulary_shard(before):
+        return now.full_tensor().detach().to(before.dtype)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    like: Any = before
+    vocabulary = now.device_mesh.mesh_dim_names.index(like.device_mesh.mesh_dim_names[0])
+    placements: list[Any] = [Replicate()] * now.device_mesh.ndim
+    placements[vocabulary] = like.placements[0]
+    rows = now.detach().redistribute(placements=placements).to_local().to(before.dtype)
+    shape = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+
+
+# Fused optimizers change parameters without a version counter, and FSDP2 gathers new values into
+# the old memory: so steps are noted.
+_live: weakref.WeakSet[Product] = weakref.WeakSet()
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for product in list(_live):
+        product.stale = product.stale or product.may_change_in(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+# ---- expressions ----------------------------------------------------------------------------
+
+
+class Expr:
+    """How values are computed: a product, or an operator of other expressions. It never changes.
+
+    Attributes:
+        product: the head's product; ``None`` for an operator.
+        func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
+        before, after: shapes of the first of them and of the result.
+        memory: where the values are kept while lazy logits live that are these, or views of them.
+    """
+
+    memory: weakref.ref[Memory] | None = None
+
+    def __init__(
+        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any,
+        before: Shape, after: Shape,
+    ) -> None:  # fmt: skip
+        self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
+        self.before, self.after = before, after
+
+    def values(self, operation: str) -> Tensor:
+        """The values, without a graph; ``operation`` needs them."""
+        memory = None if self.memory is None else self.memory()
+        if memory is not None and not memory.written:
+            return memory.values(operation)
+        return self.compute(lambda x: x.values(operation), operation)
+
+    def compute(self, of: Callable[[Expr], Tensor], operation: str) -> Tensor:
+        """Apply the operator to the values ``of`` its expressions."""
+        if self.product is not None:
+            return self.product.logits(operation)
+        args = (of(a) if isinstance(a, Expr) else a for a in self.args)
+        out: Tensor = self.func(*args, **self.kwargs)
+        return out
+
+    def products(self) -> list[Product]:
+        """The products in this expression."""
+        if self.product is not None:
+            return [self.product]
+        return [p for a in self.args if isinstance(a, Expr) for p in a.products()]
+
+
+class Memory:
+    """What lazy logits and all their views share: their values, once computed."""
+
+    def __init__(self, root: Expr) -> None:
+        self.root, self.written = root, False
+        self._values: Tensor | None = None
+        root.memory = weakref.ref(self)
+
+    def values(self, operation: str) -> Tensor:
+        """The values of the root."""
+        if self._values is None:
+            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
+                of = lambda x: x.values(operation)  # noqa: E731
+                self._values = self.root.compute(of, operation)
+        return self._values

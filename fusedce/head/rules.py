@@ -1,0 +1,200 @@
+"""The operators between output head and loss that the fused loss can take into account.
+
+Each rule maps the operands from which the logits are computed (:class:`Rows`) to those after the
+operator; ``None`` where the fused loss lacks it. The loss is then computed from real logits. To
+add an operator, add a rule: its values and its derivative are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.head.product import Shape
+from fusedce.loss.sharded_problem import is_vocabulary_shard
+
+aten = torch.ops.aten
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+class Rows(NamedTuple):
+    """``logits = cap * tanh(scale / cap * (hidden @ weight.T + bias))``, of some classes."""
+
+    hidden: Tensor  # (..., H): the logits' dimensions without the class dimension, then H
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    class_dim: int  # position of the class dimension among those of the logits
+    classes: slice  # the part of the vocabulary that is left
+    scale: float = 1.0  # before the cap
+    cap: float | None = None  # the factor after a tanh; None: no tanh
+    rounded: bool = False  # the logits were cast to a coarser dtype than the hidden state's
+
+    def is_product(self) -> bool:
+        """Whether nothing has changed the values of all classes, which come last."""
+        return (
+            self.scale == 1.0 and self.cap is None and not self.rounded
+            and self.class_dim == self.hidden.dim() - 1
+            and self.classes == slice(0, self.weight.shape[0])
+        )  # fmt: skip
+
+
+Rule = Callable[..., Rows | None]  # of rows, shapes before and after, and the other arguments
+
+
+def _same(p: Rows, before: Shape, after: Shape, *_: Any, **__: Any) -> Rows | None:
+    return p
+
+
+def _cast(p: Rows, before: Shape, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
+    if dtype is None:
+        return p
+    if not dtype.is_floating_point or (dtype == torch.float64 != p.hidden.dtype):
+        return None  # float64 asks for a loss in float64
+    coarser = torch.finfo(dtype).eps > torch.finfo(p.hidden.dtype).eps
+    return p._replace(rounded=p.rounded or coarser)
+
+
+def _reshape(p: Rows, before: Shape, after: Shape, *_: Any) -> Rows | None:
+    c = p.class_dim
+    if c == len(before) - 1:
+        at = len(after) - 1
+    else:
+        outer = math.prod(before[:c])
+        ok = [k for k, n in enumerate(after) if n == before[c] and math.prod(after[:k]) == outer]
+        at = ok[-1] if ok else -1
+    if at < 0 or after[at] != before[c]:
+        return None  # the classes are mixed with something else
+    shape = (*after[:at], *after[at + 1 :], p.hidden.shape[-1])
+    return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
+
+
+def _permute(p: Rows, before: Shape, after: Shape, dims: Any) -> Rows | None:
+    dims = [d % len(before) for d in dims]
+    rows = [d - (d > p.class_dim) for d in dims if d != p.class_dim]
+    hidden = p.hidden.permute([*rows, len(rows)])
+    return p._replace(hidden=hidden, class_dim=dims.index(p.class_dim))
+
+
+def _transpose(p: Rows, before: Shape, after: Shape, a: int = -2, b: int = -1) -> Rows | None:
+    dims = list(range(len(before)))
+    if len(dims) > 1:
+        a, b = a % len(dims), b % len(dims)
+        dims[a], dims[b] = b, a
+    return _permute(p, before, after, dims)
+
+
+def _slice(
+    p: Rows, before: Shape, after: Shape, dim: int = 0, start: Any = None, end: Any = None,
+    step: int = 1,
+) -> Rows | None:  # fmt: skip
+    dim = dim % len(before)
+    start, stop, step = slice(start, end, step).indices(before[dim])
+    if dim != p.class_dim:
+        index = (*(slice(None) for _ in range(dim - (dim > p.class_dim))), slice(start, stop, step))
+        return p._replace(hidden=p.hidden[index])
+    if step != 1 or stop <= start:
+        return None
+    return p._replace(classes=slice(p.classes.start + start, p.classes.start + stop))
+
+
+def _select(p: Rows, before: Shape, after: Shape, dim: int, index: int) -> Rows | None:
+    dim, c = dim % len(before), p.class_dim
+    if dim == c:
+        return None
+    hidden = p.hidden.select(dim - (dim > c), index)
+    return p._replace(hidden=hidden, class_dim=c - (dim < c))
+
+
+def _index(p: Rows, before: Shape, after: Shape, indices: Any) -> Rows | None:
+    used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
+    if p.class_dim != len(before) - 1 or used > p.class_dim:
+        return None
+    hidden = p.hidden[tuple(slice(None) if i is None else i for i in indices)]
+    return p._replace(hidden=hidden, class_dim=len(after) - 1)
+
+
+def _number(x: Any) -> float | None:
+    """A number, or the value of a ``()`` tensor that is not trained."""
+    if isinstance(x, Tensor):
+        return None if x.dim() or x.is_complex() or x.requires_grad else float(x)
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def _times(p: Rows, before: Shape, after: Shape, other: Any) -> Rows | None:
+    factor = _number(other)
+    if factor is None:
+        return None
+    return p._replace(scale=p.scale * factor) if p.cap is None else p._replace(cap=p.cap * factor)
+
+
+def _over(p: Rows, before: Shape, after: Shape, other: Any) -> Rows | None:
+    number = _number(other)
+    return _times(p, before, after, 1 / number) if number else None
+
+
+def _tanh(p: Rows, before: Shape, after: Shape) -> Rows | None:
+    return None if p.cap is not None else p._replace(cap=1.0)
+
+
+def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
+    if alpha != 1 or before != after or not p.is_product() or is_vocabulary_shard(p.weight):
+        return None
+    if isinstance(other, Rows):  # LoRA: [h, s A h] @ [W, B].T
+        if not other._replace(scale=1.0).is_product() or other.hidden.dim() != p.hidden.dim():
+            return None
+        hidden = torch.cat([p.hidden, (other.hidden * other.scale).to(p.hidden.dtype)], -1)
+        weight = torch.cat([p.weight, other.weight.to(p.weight.dtype)], -1)
+        bias = other.bias if other.bias is None else other.bias * other.scale
+        p = p._replace(hidden=hidden, weight=weight)
+        return p if bias is None else p._replace(bias=bias if p.bias is None else p.bias + bias)
+    if not isinstance(other, Tensor) or other.requires_grad or other.shape[-1:] != before[-1:]:
+        return None
+    finer = torch.promote_types(p.hidden.dtype, other.dtype) != p.hidden.dtype
+    if finer or other.numel() != before[-1]:
+        return None  # the sum with a finer bias would be rounded here
+    added = other.reshape(-1).to(p.hidden.dtype)
+    return p._replace(bias=added if p.bias is None else p.bias + added)
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default,
+                     aten.lift_fresh.default), _same),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+                     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+                     aten.unsqueeze.default), _reshape),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _times),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _over),
+    aten._to_copy.default: _cast,
+    aten.permute.default: _permute,
+    **dict.fromkeys((aten.transpose.int, aten.t.default), _transpose),
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.index.Tensor: _index,
+    aten.neg.default: lambda p, before, after: _times(p, before, after, -1.0),
+    aten.tanh.default: _tanh,
+    aten.add.Tensor: _plus,
+}  # fmt: skip
+
+# Nodes by which autograd differentiates these operators. A chain with any other node, such as a
+# write or a function of C++, is left to autograd.
+NODES = frozenset(
+    f"{name}Backward{i}" for i in range(5) for name in
+    ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
+     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add",
+     "Split", "SplitWithSizes", "Unbind", "LiftFresh")
+)  # fmt: skip
+
+
+def as_options(p: Rows) -> Rows | None:
+    """Scale and cap as options of the fused loss; ``None`` if they are out of range.
+
+    ``b * tanh(a * z)`` is a soft-cap of ``b`` after a scale of ``a * b``.
+    """
+    if p.cap is not None:
+        p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
+    usable = (p.cap is None or _TINY <= p.cap <= _HUGE) and -_HUGE <= p.scale <= _HUGE
+    return p if usable else None
