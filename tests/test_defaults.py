@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bounds import EXACT
 
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_kl_tokens, fused_logprobs
@@ -123,7 +124,7 @@ def assert_same_bits(loss, dtype, default, backend):
     with default_dtype(default):
         found = results(loss, dtype, backend)
     for expected, got in zip(right, found, strict=True):
-        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
+from support.bounds import SAME_SUMS, STATISTIC
 from support.loops import batches, distance, new_weight, raising
 
 from fusedce import LossAccumulator, LossSum, fused_ce, fused_cross_entropy, fused_logprobs
@@ -188,8 +189,8 @@ def check_step(found, kind):
     for rank, (done, error, _) in enumerate(found):
         assert error is None
         mine = parameters.tensor_split(RANKS)[rank] if kind.startswith("sharded") else parameters
-        assert distance(done[0], mine) < 1e-6
-        assert done[1] == pytest.approx(loss, rel=1e-6)
+        assert distance(done[0], mine) < SAME_SUMS
+        assert done[1] == pytest.approx(loss, rel=STATISTIC)
 
 
 def test_the_page_holds_every_fault_and_class():

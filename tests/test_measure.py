@@ -17,14 +17,14 @@ def mib(target, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "freed"), [(8, 0), (0, 24), (5, 40), (40, 5)])
 def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
-    assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)
+    assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)  # MiB
 
 
 @pytest.mark.slow
 def test_pages_of_files_do_not_count(tmp_path):
     file = tmp_path / "library"
     file.write_bytes(bytes(48 << 20))
-    assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)
+    assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)  # MiB
 
 
 @pytest.mark.slow

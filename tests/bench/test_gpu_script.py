@@ -137,7 +137,7 @@ def test_a_dry_run_of_everything(tmp_path):
     regimes = json.loads((tmp_path / "accumulation-cpu.json").read_text())["regimes"]
     assert len(regimes) == 4
     for found in regimes.values():
-        assert found["runs"]["fused 1x32"]["logged_gap"] < 1e-5
+        assert found["runs"]["fused 1x32"]["logged_gap"] < 1e-5  # a mean of means is 1e-2 off
     checks = json.loads((tmp_path / "robust-cpu.json").read_text())["checks"]
     assert {c["check"]: c["status"] for c in checks} == {
         "repeat": "holds", "graph": "left out", "stream": "left out", "memory": "left out",

@@ -3,6 +3,7 @@
 import json
 
 import torch
+from support.bounds import STATISTIC
 from support.command_line import answer, call
 
 import fusedce
@@ -13,7 +14,7 @@ def test_a_class_is_checked():
     assert found["equal"]
     assert found["fused"]
     assert found["why_not"] == []
-    assert found["loss_error"] <= 1e-6
+    assert found["loss_error"] <= STATISTIC
     assert found["bytes_at_4096_tokens"]["fused_ce"] < found["bytes_at_4096_tokens"]["eager"]
 
 
@@ -49,7 +50,7 @@ def test_a_wrong_loss_is_found(monkeypatch):
     monkeypatch.setattr(check, "replace_loss_head", broken)
     found = answer("check", "llama", status=1)
     assert not found["equal"]
-    assert found["grad_error"] > 1e-5
+    assert found["grad_error"] > 1e-5  # far above float32's rounding
     assert "NO, do not use it" in call("check", "llama").output
 
 

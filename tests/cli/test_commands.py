@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bounds import SAME_MODEL
 from support.command_line import answer, call
 
 import fusedce
@@ -214,7 +215,7 @@ def test_a_wrong_result_is_found(monkeypatch):
     def twice(*args, **kwargs):
         return 2 * fusedce.reference_ce(*args, **kwargs)
 
-    assert doctor.self_check(torch.device("cpu")) < 1e-5
+    assert doctor.self_check(torch.device("cpu")) < 1e-5  # what the command accepts
     monkeypatch.setattr(fusedce, "fused_ce", twice)
     answer("doctor", status=1)
     assert "FAILED" in call("doctor").output
@@ -275,9 +276,9 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     wrong, right = found.values()
     assert "micro-batches are averaged" in wrong["verdict"]
     assert wrong["steps"][0]["spread"] > 2
-    assert right["steps"][0]["spread"] == pytest.approx(1, abs=1e-3)
+    assert right["steps"][0]["spread"] == pytest.approx(1, abs=1e-3)  # (the wrong one has 2)
     assert right["steps"][0]["scale"] == pytest.approx(1, abs=1e-3)
-    assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=1e-5)
+    assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def rounded(x, precision):
 def assert_product(a, b, c, instruction, gpu, kernel):
     exact = a.double() @ b.double()
     found = c[: a.shape[0], : b.shape[1]].double()
-    assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+    # float32 sums of K products, whose partial sums are of the size of the largest result
+    assert (found - exact).abs().max() <= 16 * torch.finfo(FP32).eps * exact.abs().max()
     assert instruction in gpu.texts[kernel]
 
 

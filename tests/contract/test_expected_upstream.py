@@ -12,6 +12,8 @@ from fusedce.contract.objective import expecting
 from fusedce.testing import Case
 
 BACKENDS = ("torch", "triton")
+ONE_ROUNDING = 1.1
+"""1, and what float32 adds to it; a second rounding of all entries makes it 1.41."""
 
 
 def inputs(N=96, H=48, V=700):
@@ -80,7 +82,7 @@ def tensor_window(*inputs, **options):
 def test_a_known_factor_costs_no_rounding(backend, way, chunk_tokens):
     # Triton's chunk holds the label's entry in bf16, and 1 - 1 / 700 lies in the middle between two
     # numbers: 1.18 for the weight where its rounding is not given back.
-    assert max(gradients(backend, way, chunk_tokens)) <= 1.1
+    assert max(gradients(backend, way, chunk_tokens)) <= ONE_ROUNDING
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_h
     monkeypatch.setattr(buffers, "SMALL_HEAD", small_head)
     hidden, weight, labels, _ = Case((100,), 64, 700, torch.bfloat16, logits=logits).tensors()
     given = hidden.requires_grad_(), weight.requires_grad_(), labels
-    assert max(gradients(backend, mean_reduction, chunk_tokens, given)) <= 1.1
+    assert max(gradients(backend, mean_reduction, chunk_tokens, given)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)
@@ -116,7 +118,7 @@ def test_one_rounding_however_sure_of_a_class(backend, size, right, softcap):
     def loss_of(*inputs, **options):
         return fusedce.fused_ce(*inputs, **options, softcap=softcap).mean()
 
-    assert max(gradients(backend, loss_of, None, given)) <= 1.1
+    assert max(gradients(backend, loss_of, None, given)) <= ONE_ROUNDING
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_options_and_a_bias_cost_no_rounding(dtype):
             label_smoothing=0.1, **options,
         ).mean()  # fmt: skip
 
-    assert max(gradients("triton", loss_of, None, (*x, labels))) <= 1.1
+    assert max(gradients("triton", loss_of, None, (*x, labels))) <= ONE_ROUNDING
 
 
 def plain():
@@ -164,7 +166,7 @@ def test_a_declared_window_rounds_a_large_head_once(backend, accumulator, monkey
             acc.scale(fusedce.fused_ce(*[t.detach() for t in x], few, **options))
         return [t.grad for t in x]
 
-    assert max(exactness(backend, grads_of)) <= 1.1
+    assert max(exactness(backend, grads_of)) <= ONE_ROUNDING
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,7 +176,7 @@ def test_another_factor_than_the_expected_one_is_right(backend):
             return fusedce.fused_ce(*inputs, **options).loss_sum * 5.0
 
     for ratio in gradients(backend, other):
-        assert ratio <= 2.0
+        assert ratio <= 2.0  # of the gradient, of the factor, and of their product: sqrt(3)
 
 
 def test_an_expectation_ends_with_its_block(monkeypatch):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.bounds import SAME_SUMS, errs_like, in_float64
 from support.oracle import cross_entropy
 
 from fusedce import fused_cross_entropy
@@ -44,14 +45,17 @@ def test_parity_with_torch(backend, reduction, smoothing, weighted):
         }  # fmt: skip
         ours = fused_cross_entropy(hidden, weight, labels, backend=backend, **options)
         torchs = cross_entropy(hidden, weight, labels, **options)
-        torch.testing.assert_close(ours, torchs, rtol=2e-6, atol=2e-6)
-        upstream = torch.linspace(-1, 2, ours.numel()).view(ours.shape) if leading else None
         leaves = (hidden, weight, bias)
-        torch.testing.assert_close(
-            torch.autograd.grad(ours, leaves, upstream if ours.dim() else None),
-            torch.autograd.grad(torchs, leaves, upstream if ours.dim() else None),
-            rtol=1e-5, atol=2e-6,
-        )  # fmt: skip
+        wide = in_float64(*leaves)
+        of_wide = options | {"bias": wide[2], "class_weight": None if c is None else c.double()}
+        exact = cross_entropy(*wide[:2], labels, **of_wide)
+        errs_like(ours, torchs, exact)
+        upstream = torch.linspace(-1, 2, ours.numel()).view(ours.shape) if ours.dim() else None
+        errs_like(
+            torch.autograd.grad(ours, leaves, upstream),
+            torch.autograd.grad(torchs, leaves, upstream),
+            torch.autograd.grad(exact, wide, None if upstream is None else upstream.double()),
+        )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -101,7 +105,7 @@ def assert_close_in_float32(got, exact, inputs, factors):
     A logit and the log-sum-exp have a rounding each of the largest logit's size, together
     ``eps * |z|``, and that is the relative error of a probability. The gradient of a hidden state
     adds rows of the head by probabilities whose sum is 1, that of the head adds hidden states by
-    the tokens' factors.
+    the tokens' factors. The sums are rounded as float32 results of the same terms are.
     """
     hidden, weight, bias = (x.detach().double() for x in inputs)
     z = (hidden @ weight.t() + bias).abs().max()
@@ -110,7 +114,7 @@ def assert_close_in_float32(got, exact, inputs, factors):
     for x, e, size in zip(got, exact, sizes, strict=True):
         if x is not None:
             atol = float(torch.finfo(torch.float32).eps * z * size)
-            torch.testing.assert_close(x.double(), e, rtol=1e-6, atol=atol)
+            torch.testing.assert_close(x.double(), e, rtol=SAME_SUMS, atol=atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -239,14 +243,19 @@ def test_torchs_own_samples_agree(backend):
                 refused, target = refused + 1, target.detach()
             wanted = op(sample.input, weight, target, **sample.kwargs)
             got = fused_cross_entropy(hidden, weight, target, backend=backend, **options)
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
             leaves = [hidden, weight] + ([options["bias"]] if "bias" in options else [])
+            wide = in_float64(*leaves)
+            kwargs = {k: in_float64(x)[0] for k, x in sample.kwargs.items()}
+            if "bias" in options:
+                kwargs["linear_bias"] = wide[2]
+            exact = op(*wide[:2], *in_float64(target), **kwargs)
+            errs_like(got, wanted, exact)
             upstream = torch.linspace(1, 2, got.numel()).view(got.shape)
-            torch.testing.assert_close(
+            errs_like(
                 torch.autograd.grad(got, leaves, upstream),
                 torch.autograd.grad(wanted, leaves, upstream),
-                rtol=1e-4, atol=1e-4,
-            )  # fmt: skip
+                torch.autograd.grad(exact, wide, upstream.double()),
+            )
             taken += 1
     assert taken >= (30 if backend == "torch" else 8)
     assert refused

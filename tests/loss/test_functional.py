@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.bounds import errs_like, in_float64
 from support.params import QUICK_ON_TORCH
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 
@@ -57,7 +59,8 @@ def test_grad_and_value(loss, name, backend):
     hidden, labels = hidden[1], labels[1]
     ours = grad_and_value(LOSSES[loss], argnums=(0, 1))(hidden, weight, labels, name, backend)
     wanted = grad_and_value(eager, argnums=(0, 1))(hidden, weight, labels, name)
-    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    exact = grad_and_value(eager, argnums=(0, 1))(*in_float64(hidden, weight), labels, name)
+    errs_like(tree_leaves(ours), tree_leaves(wanted), tree_leaves(exact))
 
 
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)
@@ -74,16 +77,22 @@ def test_vmap_over_samples(loss, name, backend):
 
     heads = torch.stack([weight, -weight, 2 * weight])
     for transform in (
-        lambda f: vmap(f, (0, None, 0))(hidden, weight, labels),
-        lambda f: vmap(f, (0, None, None))(hidden, weight, labels[0]),
-        lambda f: vmap(f, (1, None, 1))(hidden.transpose(0, 1), weight, labels.t()),
-        lambda f: vmap(f, (0, 0, 0))(hidden, heads, labels),
-        lambda f: vmap(grad(f), (0, None, 0))(hidden, weight, labels),
-        lambda f: vmap(grad(f, argnums=(0, 1)), (0, None, 0))(hidden, weight, labels),
-        lambda f: grad(lambda w: vmap(f, (0, None, 0))(hidden, w, labels).square().sum())(weight),
-        lambda f: jacrev(lambda h: vmap(f, (0, None, 0))(h, weight, labels))(hidden),
-    ):
-        torch.testing.assert_close(transform(ours), transform(wanted), rtol=1e-4, atol=1e-4)
+        lambda f, h, w, _: vmap(f, (0, None, 0))(h, w, labels),
+        lambda f, h, w, _: vmap(f, (0, None, None))(h, w, labels[0]),
+        lambda f, h, w, _: vmap(f, (1, None, 1))(h.transpose(0, 1), w, labels.t()),
+        lambda f, h, w, heads: vmap(f, (0, 0, 0))(h, heads, labels),
+        lambda f, h, w, _: vmap(grad(f), (0, None, 0))(h, w, labels),
+        lambda f, h, w, _: vmap(grad(f, argnums=(0, 1)), (0, None, 0))(h, w, labels),
+        lambda f, h, w, _: grad(
+            lambda w: vmap(f, (0, None, 0))(h, w, labels).square().sum()
+        )(w),
+        lambda f, h, w, _: jacrev(lambda h: vmap(f, (0, None, 0))(h, w, labels))(h),
+    ):  # fmt: skip
+        given = (hidden, weight, heads)
+        errs_like(
+            tree_leaves(transform(ours, *given)), tree_leaves(transform(wanted, *given)),
+            tree_leaves(transform(wanted, *in_float64(*given))),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -113,11 +122,15 @@ def test_log_probabilities_of_samples(backend):
         return torch.sigmoid(0.1 * (own * used).sum() + (entropy * used).sum())
 
     for transform in (
-        lambda f: vmap(f, (0, None, 0))(hidden, weight, labels),
-        lambda f: vmap(grad_and_value(f), (0, None, 0))(hidden, weight, labels),
-        lambda f: grad(lambda w: vmap(f, (0, None, 0))(hidden, w, labels).sum())(weight),
+        lambda f, h, w: vmap(f, (0, None, 0))(h, w, labels),
+        lambda f, h, w: vmap(grad_and_value(f), (0, None, 0))(h, w, labels),
+        lambda f, h, w: grad(lambda w: vmap(f, (0, None, 0))(h, w, labels).sum())(w),
     ):
-        torch.testing.assert_close(transform(ours), transform(wanted), rtol=1e-4, atol=1e-5)
+        given = (hidden, weight)
+        errs_like(
+            tree_leaves(transform(ours, *given)), tree_leaves(transform(wanted, *given)),
+            tree_leaves(transform(wanted, *in_float64(*given))),
+        )  # fmt: skip
     argmax = vmap(lambda h, y: fused_logprobs(h, weight, y, backend=backend).argmax)(hidden, labels)
     best = torch.where(labels != -100, F.linear(hidden, weight).argmax(-1), -1)
     assert argmax.equal(best)

@@ -136,7 +136,9 @@ def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
         return torch.autograd.grad(loss / 1e3, wanted)[0].double()
 
     exact = gradient(torch.float64)
-    assert (gradient(torch.float16, backend="triton") - exact).norm() <= 2e-3 * exact.norm()
+    error = (gradient(torch.float16, backend="triton") - exact).norm()
+    # two roundings of an entry: as it waits, and of the result
+    assert error <= 2 * torch.finfo(torch.float16).eps * exact.norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -154,6 +156,7 @@ def test_a_sure_and_wrong_token_costs_no_rounding(monkeypatch, backend):
     exact = torch.autograd.grad(fused_cross_entropy(*wide, labels), wide)
     for x, e in zip(got, exact, strict=True):
         once = (e.to(torch.bfloat16).double() - e).norm()
+        # a second rounding of all entries makes it sqrt(2); of all but the largest, much less
         assert (x.double() - e).norm() <= 1.15 * once
 
 
@@ -413,7 +416,9 @@ def test_several_classes_have_the_same_gradients_under_a_budget(dtype):
     for budget in (None, 12 * 2**20):
         for x, e in zip(gradients(budget), exact, strict=True):
             error = (x.double() - e).norm() / e.norm()
-            assert error <= (8e-7 if dtype == torch.float32 else 4e-3)
+            # 8 roundings in float32, one of the result and one of its terms in bfloat16
+            roundings = 8 if dtype == torch.float32 else 0.5
+            assert error <= roundings * torch.finfo(dtype).eps
 
 
 def test_every_public_function_takes_a_budget():

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bounds import EXACT, errs_like, in_float64
 from support.coverage import counted, covered
 
 import fusedce
@@ -65,28 +66,33 @@ def test_a_shift_is_that_of_the_sliced_tensors(backend, shift, reduction):
     hidden, weight, bias, labels = inputs(2, 6)
     offset = int(shift)
     end = labels.shape[1] - offset
-    expected = F.cross_entropy(
-        F.linear(hidden[:, :end], weight, bias).flatten(0, 1), labels[:, offset:].flatten(),
-        reduction=reduction,
-    )  # fmt: skip
-    if reduction == "none":  # each where its label stands
-        expected = F.pad(expected.view(2, -1), (offset, 0))
+
+    def eager(hidden, weight, bias):
+        found = F.cross_entropy(
+            F.linear(hidden[:, :end], weight, bias).flatten(0, 1), labels[:, offset:].flatten(),
+            reduction=reduction,
+        )  # fmt: skip
+        # each where its label stands
+        return F.pad(found.view(2, -1), (offset, 0)) if reduction == "none" else found
+
     loss = linear_cross_entropy(
         hidden, weight, labels, bias, reduction=reduction, shift=shift, backend=backend
     )
-    torch.testing.assert_close(loss, expected)
-    upstream = torch.randn_like(expected)
     leaves = (hidden, weight, bias)
-    torch.testing.assert_close(
+    wide = in_float64(*leaves)
+    expected, exact = eager(*leaves), eager(*wide)
+    errs_like(loss, expected, exact)
+    upstream = torch.randn_like(expected)
+    errs_like(
         torch.autograd.grad(loss, leaves, upstream),
         torch.autograd.grad(expected, leaves, upstream),
-        rtol=1e-5, atol=1e-6,
-    )  # fmt: skip
+        torch.autograd.grad(exact, wide, upstream.double()),
+    )
 
 
 def assert_same_bits(got, expected):
     """NaN included: class weights that are all 0 have no mean."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, expected, **EXACT, equal_nan=True)
 
 
 @settings(max_examples=40, deadline=None)

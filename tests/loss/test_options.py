@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bounds import EXACT, SAME_SUMS, STATISTIC, errs_like
 from support.coverage import counted
 from support.params import QUICK_ON_TORCH
 
@@ -94,11 +95,13 @@ def test_fp16_factors_may_leave_its_range(backend):
     ours = grads(fused_ce, torch.float16, backend=backend)
     exact = grads(reference_ce, torch.float64)
     for x, e in zip(ours, exact, strict=True):
-        assert (x.double() - e).norm() <= 4e-3 * e.norm()
+        # several roundings of an entry: of its factor, its power of two, and the result
+        assert (x.double() - e).norm() <= 4 * torch.finfo(torch.float16).eps * e.norm()
     # each token by its own size: the light ones are not lost beside the heavy ones
     unscaled = grads(lambda *a, **k: fused_ce(*a, **k), torch.float32, backend=backend)[0]
     error = (unscaled.double() - exact[0]).norm(dim=1) / exact[0].norm(dim=1)
-    assert error.max() < 1e-4
+    # rounding logits of 20, and that of 1 - p, which is 1e-3 where the label is likely
+    assert error.max() < 20 * torch.finfo(torch.float32).eps / 1e-3
 
 
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)
@@ -126,11 +129,13 @@ def test_a_token_of_weight_0_is_left_out_and_counts(backend, poison, options):
     dirty = hidden.clone()
     dirty[w == 0] = poison
     got = run(dirty, weight)
-    torch.testing.assert_close(got, clean, rtol=0, atol=0)
+    torch.testing.assert_close(got, clean, **EXACT)
     assert got[1][w == 0].eq(0).all()
     assert got[1][w != 0].ne(0).any(1).all()
     exact = reference_ce(hidden, weight, labels, token_weight=w, **options).loss_sum
-    torch.testing.assert_close(got[0].double(), exact, rtol=1e-5, atol=1e-5)
+    # weights have both signs: relative to the sum of the absolute values
+    size = float(reference_ce(hidden, weight, labels, token_weight=w.abs(), **options).loss_sum)
+    torch.testing.assert_close(got[0].double(), exact, rtol=0, atol=STATISTIC * size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,12 +153,13 @@ def test_masked_classes_of_weight_0_are_no_target(backend, softcap, grad):
     options = {"label_smoothing": 0.2, "softcap": softcap}
     for fn in (summed, summed_by_token):
         loss, _ = fn(hidden, weight, labels, bias=bias, class_weight=c, backend=backend, **options)
-        exact = reference_ce(hidden, weight, labels, bias=bias, class_weight=c, **options).loss_sum
-        torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+        given, more = (hidden, weight, labels), {"bias": bias, "class_weight": c, **options}
+        exact = reference_ce(*given, **more).loss_sum
+        torch.testing.assert_close(loss.double(), exact, rtol=STATISTIC, atol=0)
         if grad:
-            got = torch.autograd.grad(loss, weight)[0]
-            wanted = torch.autograd.grad(exact, weight)[0]
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+            eager = reference_ce(*given, **more, dtype=torch.float32).loss_sum
+            of_weight = (torch.autograd.grad(x, weight)[0] for x in (loss, eager, exact))
+            errs_like(*of_weight)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -211,7 +217,7 @@ def test_argmax_out_in_the_memory_of_labels(backend, grad):
         out = fused_ce(
             hidden, weight, read, backend=backend, argmax_out=argmax, monitor=("correct",)
         )
-        torch.testing.assert_close(tuple(out), tuple(right), rtol=0, atol=0)
+        torch.testing.assert_close(tuple(out), tuple(right), **EXACT)
         assert argmax.equal(best)
         assert out.monitors["correct"] == ((best == labels) & (labels != -100)).sum()
 
@@ -229,7 +235,8 @@ def test_backward_after_argmax_out_has_overwritten_the_labels(options):
     for read, argmax in ((labels.clone(),) * 2, (shifted[1:], shifted[:-1])):
         loss = fused_ce(*leaves, read, argmax_out=argmax, **options)[0]
         got = torch.autograd.grad(loss, leaves)
-        torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
+        for x, y in zip(got, right, strict=True):  # the argmax changes the order of sums
+            torch.testing.assert_close(x, y, rtol=0, atol=SAME_SUMS * float(y.abs().max()))
 
 
 def test_plain_means_plain():
@@ -240,7 +247,7 @@ def test_plain_means_plain():
     neutral = fused_ce(
         hidden, weight, labels, label_smoothing=0.0, z_loss=0, token_weight=torch.ones(30)
     ).loss_sum
-    torch.testing.assert_close(neutral, plain, rtol=0, atol=0)
+    torch.testing.assert_close(neutral, plain, **EXACT)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import operators
+from support.bounds import SAME_SUMS
 from support.copies import COPIES
 from support.heads import ce, loss_and_grads, plain_model, tokens
 from torch.utils.checkpoint import checkpoint
@@ -140,7 +141,7 @@ def exported(name):
 
 def assert_equal(found, expected):
     for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(x, y, rtol=SAME_SUMS, atol=SAME_SUMS)  # of terms of size 1
 
 
 def changed(change):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
+from support.bounds import EXACT
 from support.vocabulary import (
     OPTIONS,
     UNEQUAL,
@@ -98,7 +99,7 @@ def padded(rank):
             sharded_ce(**local, process_group=dist.group.WORLD, vocab_size=size).loss_sum
             for size in (None, sum(sizes))
         )
-    torch.testing.assert_close(said, every, rtol=0, atol=0)
+    torch.testing.assert_close(said, every, **EXACT)
 
 
 def sharded_tokens(options, rank):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
+from support.bounds import STATISTIC
 from support.vocabulary import OPTIONS, class_weights, close, inputs, own_rows, truth
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -81,7 +82,7 @@ def accumulates(rank):
     close(weight.grad.full_tensor(), grads["weight"], torch.float32)
     m = acc.metrics()
     assert m["n_tokens"] == n
-    assert m["loss"] == pytest.approx(float(loss) / n, rel=1e-6)
+    assert m["loss"] == pytest.approx(float(loss) / n, rel=STATISTIC)
 
 
 CASES = {

@@ -24,7 +24,8 @@ FUNCTIONS = (
 )
 OF_ALL = {"softcap": (1.0, 30.0), "logit_scale": (0.25, -1.5)}
 OF_LOSSES = {"label_smoothing": (0.1, 1.0), "z_loss": (1e-4, 0.3)}
-FLOOR = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 4e-3}
+ROUNDINGS = ((torch.float64, 2**16), (torch.float32, 32), (torch.bfloat16, 0.5))
+FLOOR = {dtype: n * torch.finfo(dtype).eps for dtype, n in ROUNDINGS}  # where both are lucky
 
 
 def example(seed, world):
@@ -82,6 +83,7 @@ def likeliest(argmax, x, options, seed):
     valid = labels.ne(-100).any(1)
     assert argmax[~valid].eq(-1).all(), seed
     below = z.amax(1) - z.gather(1, argmax.clamp(min=0)[:, None])[:, 0]
+    # eps times sums of H products, which may be a hundred times their result
     assert (below[valid] <= 1e-5 * z.abs().amax(1)[valid]).all(), seed
 
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from support.bounds import SAME_MODEL, STATISTIC
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -57,8 +58,8 @@ def test_count_after_the_shift(tmp_path):
     exact = true_mean(gpt2(), all_valid())
     stock = first_step(Trainer, gpt2, tmp_path, 4, train_dataset=all_valid())
     ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=all_valid())
-    assert stock[0] == pytest.approx(exact * 11 / 12, rel=1e-4)
-    assert ours[0] == pytest.approx(exact, rel=1e-6)
+    assert stock[0] == pytest.approx(exact * 11 / 12, rel=8 * SAME_MODEL)
+    assert ours[0] == pytest.approx(exact, rel=STATISTIC)
 
 
 @pytest.mark.slow
@@ -66,9 +67,9 @@ def test_count_after_the_shift(tmp_path):
 def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
     whole = first_step(FusedTrainer, make, tmp_path, 1)
     parts = first_step(FusedTrainer, make, tmp_path, 16)
-    assert parts[0] == pytest.approx(whole[0], rel=1e-6)
+    assert parts[0] == pytest.approx(whole[0], rel=STATISTIC)
     if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
-        assert parts[1] == pytest.approx(whole[1], rel=1e-5)
+        assert parts[1] == pytest.approx(whole[1], rel=SAME_MODEL)
 
 
 @pytest.mark.slow
@@ -77,8 +78,8 @@ def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
     stock = first_step(Trainer, bart, tmp_path, 8)
     assert stock[0] > 6 * whole[0]
     ours = first_step(FusedTrainer, bart, tmp_path, 8)
-    assert ours[0] == pytest.approx(whole[0], rel=1e-6)
-    assert ours[1] == pytest.approx(whole[1], rel=1e-5)
+    assert ours[0] == pytest.approx(whole[0], rel=STATISTIC)
+    assert ours[1] == pytest.approx(whole[1], rel=SAME_MODEL)
 
 
 @pytest.mark.slow
@@ -106,7 +107,9 @@ def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
         aux = 0.5 * model(**torch.utils.data.default_collate(rows)).aux_loss / 4
         (gate,) = [p for n, p in model.named_parameters() if "gate.w" in n]
         expected += torch.autograd.grad(aux, gate)[0]
-    torch.testing.assert_close(router_grad(FusedTrainer, 4), expected, rtol=1e-4, atol=1e-7)
+    # relative to the largest entry: they are sums over tokens of both signs
+    close = {"rtol": 8 * SAME_MODEL, "atol": 8 * SAME_MODEL * float(expected.abs().max())}
+    torch.testing.assert_close(router_grad(FusedTrainer, 4), expected, **close)
     assert router_grad(Trainer, 4).norm() > 3 * expected.norm()
 
 
@@ -133,8 +136,8 @@ def test_evaluation_is_a_mean_over_tokens(size, tmp_path):
     exact = true_mean(sharpened(), Dataset(11))
     stock = Trainer(model=sharpened(), args=args, eval_dataset=Dataset(11)).evaluate()
     ours = FusedTrainer(model=sharpened(), args=args, eval_dataset=Dataset(11)).evaluate()
-    assert abs(stock["eval_loss"] - exact) > 1e-3
-    assert ours["eval_loss"] == pytest.approx(exact, rel=1e-6)
+    assert abs(stock["eval_loss"] - exact) > 1e-3  # a mean of means
+    assert ours["eval_loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_logged_loss_is_per_token_over_the_interval(tmp_path):
@@ -143,9 +146,9 @@ def test_logged_loss_is_per_token_over_the_interval(tmp_path):
     exact = true_mean(sharpened(), Dataset())
     _, stock, *_ = train(Trainer, sharpened(), args)
     _, ours, _, output = train(FusedTrainer, sharpened(), args)
-    assert abs(stock[0] - exact) > 1e-3
-    assert ours[0] == pytest.approx(exact, rel=1e-6)
-    assert output.training_loss == pytest.approx(exact, rel=1e-6)
+    assert abs(stock[0] - exact) > 1e-3  # a mean of means
+    assert ours[0] == pytest.approx(exact, rel=STATISTIC)
+    assert output.training_loss == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_last_window_of_an_epoch_is_short(tmp_path):
@@ -155,7 +158,7 @@ def test_last_window_of_an_epoch_is_short(tmp_path):
         args = arguments(tmp_path, size, steps, max_steps=-1, num_train_epochs=2)
         curves.append(train(FusedTrainer, llama(), args, train_dataset=Dataset(10))[1])
     assert len(curves[0]) == 6
-    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=SAME_MODEL)
 
 
 def test_batches_with_nothing_valid(tmp_path):
@@ -167,7 +170,7 @@ def test_batches_with_nothing_valid(tmp_path):
         for size, steps in ((8, 1), (1, 8))
     ]
     assert all(math.isfinite(x) for x in losses[1])
-    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=SAME_MODEL)
 
 
 def collated(data):
@@ -217,10 +220,10 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     )  # fmt: skip
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert losses == [7.0] * 4 + [pytest.approx(exact, rel=1e-6)]
+    assert losses == [7.0] * 4 + [pytest.approx(exact, rel=STATISTIC)]
     metrics = trainer.evaluate(metric_key_prefix="mine")
     assert metrics["mine_other_loss"] == 3.0
-    assert metrics["mine_loss"] == pytest.approx(true_mean(sharpened(), Dataset(5)), rel=1e-6)
+    assert metrics["mine_loss"] == pytest.approx(true_mean(sharpened(), Dataset(5)), rel=STATISTIC)
     nothing = Dataset(3)
     for row in nothing.rows:
         row["labels"] = torch.full_like(row["labels"], -100)
@@ -267,7 +270,7 @@ def test_a_loss_that_was_not_counted_stays_the_trainers_own(tmp_path):
             model=bart(), args=args, eval_dataset=Dataset(4), compute_metrics=lambda _: {"n": 1}
         )
         losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=STATISTIC)
 
 
 @pytest.mark.slow
@@ -398,7 +401,7 @@ def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
     exact = true_mean(sharpened(), data)
     assert sum(counted for _, counted in found) == n
     for loss, _ in found:
-        assert loss == pytest.approx(exact, rel=1e-5)
+        assert loss == pytest.approx(exact, rel=SAME_MODEL)
 
 
 class Pictures(LlamaForCausalLM):
@@ -426,4 +429,4 @@ def test_tensors_without_a_row_for_each_sample(tmp_path):
     _, losses, _, _ = train(
         FusedTrainer, model, args, train_dataset=data, data_collator=with_pictures
     )
-    assert losses[0] == pytest.approx(exact, rel=1e-5)
+    assert losses[0] == pytest.approx(exact, rel=SAME_MODEL)

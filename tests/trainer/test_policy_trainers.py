@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from support.bounds import SAME_MODEL
 from support.tiny_trainer import llama, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
@@ -15,6 +16,10 @@ from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
+
+CLOSE = {"rel": 8 * SAME_MODEL, "abs": SAME_MODEL, "nan_ok": True}  # quotients of what is logged
+# a step of SGD at a learning rate of 0.5 takes half the error of a gradient below 0.2
+OF_PARAMETERS = {"rtol": 8 * SAME_MODEL, "atol": 0.1 * SAME_MODEL}
 
 WORDS = [f"w{i}" for i in range(50)]
 
@@ -157,8 +162,8 @@ def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, token
     for mine, exact in zip(logs, stock_logs, strict=True):
         assert mine.keys() == exact.keys()
         for name, value in exact.items():
-            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
-    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+            assert mine[name] == pytest.approx(value, **CLOSE), name
+    torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -182,9 +187,9 @@ def test_distillation_logs_and_trains_the_same(beta, options, tmp_path, tokenize
     for mine, exact in zip(logs, stock_logs, strict=True):
         assert mine.keys() == exact.keys()
         for name, value in exact.items():
-            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
-    assert logs[0]["loss"] > 1e-3
-    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+            assert mine[name] == pytest.approx(value, **CLOSE), name
+    assert logs[0]["loss"] > 1e-3  # there is something to learn
+    torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
 
 
 @pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])

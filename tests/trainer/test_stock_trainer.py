@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.bounds import EXACT, SAME_MODEL
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -18,7 +19,7 @@ def test_stock_trainer_is_the_same_at_any_split(tmp_path, no_logits):
         train(Trainer, replace_loss_head(llama()), arguments(tmp_path, size, steps))[1]
         for size, steps in ((16, 1), (1, 16))
     ]
-    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=SAME_MODEL)
 
 
 def test_stock_trainer_trains_as_without(tmp_path):
@@ -26,8 +27,9 @@ def test_stock_trainer_trains_as_without(tmp_path):
     fused, fused_curve, fused_seen, _ = train(
         Trainer, replace_loss_head(llama()), arguments(tmp_path)
     )
-    torch.testing.assert_close(fused_curve, curve, rtol=1e-5, atol=0)
-    torch.testing.assert_close(fused_seen.norms, seen.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(fused_curve, curve, rtol=SAME_MODEL, atol=0)
+    torch.testing.assert_close(fused_seen.norms, seen.norms, rtol=SAME_MODEL, atol=0)
+    # 1% of a step of AdamW, which is the learning rate even for gradients that are mostly rounding
     torch.testing.assert_close(
         dict(fused.model.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-4
     )
@@ -41,7 +43,7 @@ def test_stock_trainer_modes(kwargs, tmp_path, no_logits):
     args = arguments(tmp_path, **kwargs)
     losses = train(Trainer, replace_loss_head(llama()), args, eval_dataset=Dataset(5))[1]
     expected = train(Trainer, llama(), arguments(tmp_path))[1]
-    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=2**-9, atol=0)  # bf16's half unit
 
 
 def test_stock_trainer_evaluates_and_predicts(tmp_path):
@@ -69,7 +71,7 @@ def test_stock_trainer_evaluates_without_logits(tmp_path, no_logits):
     trainer = Trainer(
         model=replace_loss_head(llama()), args=arguments(tmp_path), eval_dataset=Dataset(11)
     )
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(V), rel=0.1)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(V), rel=0.1)  # knows nothing
 
 
 def test_save_reload_and_resume(tmp_path):
@@ -101,5 +103,5 @@ def test_generation_is_unchanged():
         model.generate(ids, do_sample=False, num_beams=3, **settings),
         model(ids, logits_to_keep=2).logits,
     ]
-    torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
+    torch.testing.assert_close(got[:2], expected[:2], **EXACT)
     torch.testing.assert_close(got[2] * 1.0 + 0, expected[2])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.bounds import SAME_MODEL
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -43,7 +44,7 @@ def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
     """Sum over sum, of an optimizer step and of an evaluation, whatever the batches."""
     data = half_right(Dataset(15))
     accuracy, entropy = no_logits_of_trainer(exact, sharpened(), data)
-    assert 0.2 < accuracy < 0.9
+    assert 0.2 < accuracy < 0.9  # some are right and some are not
     args = arguments(
         tmp_path, size if size < 16 else 15, 5 if size < 16 else 1, max_steps=2, learning_rate=0.0,
         per_device_eval_batch_size=size, eval_strategy="steps", eval_steps=1,
@@ -52,9 +53,10 @@ def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
     logs = [log for log in seen.logs if "loss" in log]
     (evaluated, _) = [log for log in seen.logs if "eval_loss" in log]
     assert [log["num_tokens"] for log in logs] == [15 * 12, 2 * 15 * 12]
+    # accuracies are quotients in float64
     for log, prefix in [(logs[0], ""), (logs[1], ""), (evaluated, "eval_")]:
         assert log[f"{prefix}mean_token_accuracy"] == pytest.approx(accuracy, abs=1e-9)
-        assert log[f"{prefix}entropy"] == pytest.approx(entropy, rel=1e-5)
+        assert log[f"{prefix}entropy"] == pytest.approx(entropy, rel=SAME_MODEL)
 
 
 def test_not_logged_where_not_asked_for(tmp_path):

@@ -1,0 +1,64 @@
+"""Bounds of errors, derived from what the same computation errs in the same dtype and run."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+EXACT = {"rtol": 0, "atol": 0}
+STATISTIC = 1e-6
+"""Relative error of losses and statistics against float64, which the documentation promises."""
+SAME_SUMS = 16 * torch.finfo(torch.float32).eps
+"""Relative difference of two float32 results of the same terms, added or grouped differently."""
+
+SAME_MODEL = 128 * torch.finfo(torch.float32).eps
+"""Relative difference of losses and gradients of one float32 model, trained for a few steps.
+
+The model has some 20 products, each of which either run may round its own way, and an optimizer's
+step divides by small gradients; a token that is counted otherwise changes a percent.
+"""
+
+
+def errs_like(
+    got: Tensor | Sequence[Tensor],
+    eager: Tensor | Sequence[Tensor],
+    exact: Tensor | Sequence[Tensor],
+    *,
+    times: float = 2.0,
+    roundings: float = 4.0,
+) -> None:
+    """Assert that each tensor errs at most ``times`` as much as eager code, both from ``exact``.
+
+    Errors are Euclidean norms. ``eager`` has the dtype of ``got`` and ``exact`` is in float64; a
+    floor of ``roundings`` of the dtype, of the size of ``exact``, is for where eager was lucky.
+    """
+    if isinstance(got, Tensor):
+        got, eager, exact = [got], [eager], [exact]
+    for at, (x, y, e) in enumerate(zip(got, eager, exact, strict=True)):
+        assert x.shape == y.shape == e.shape, f"{at}: {x.shape}, {y.shape}, {e.shape}"
+        x, y, e = (t.detach().double() for t in (x, y, e))
+        error, of_eager = float((x - e).norm()), float((y - e).norm())
+        bound = times * of_eager + roundings * torch.finfo(got[at].dtype).eps * float(e.norm())
+        assert error <= bound, (
+            f"tensor {at}: error {error:.2e} exceeds {bound:.2e} (eager makes {of_eager:.2e}, "
+            f"norm {float(e.norm()):.2e})"
+        )
+
+
+def in_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Floating tensors as new float64 leaves that require grad as these do; others as they are."""
+    return tuple(
+        x.detach().double().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in tensors
+    )  # fmt: skip
+
+
+def logit_rounding(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
+    """The error of a float32 logit, of which H products are summed in any order: eps |h| |w|.
+
+    That is three standard deviations where the terms are independent and summed one by one.
+    """
+    h, w = (x.detach().double().flatten(0, -2).norm(dim=1).max() for x in (hidden, weight))
+    size = h * w + (0 if bias is None else bias.detach().double().abs().max())
+    return float(torch.finfo(torch.float32).eps * size)
