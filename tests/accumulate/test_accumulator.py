@@ -117,7 +117,7 @@ def test_clipping_after_finish_sees_the_true_norm():
     weight.grad = None
     for one in micro:
         acc.backward(fused_ce(*_arguments(one, weight)))
-    assert distance(weight.grad, exact) > 1  # before finish the norm means nothing
+    assert distance(weight.grad, exact) > 0.9  # before finish the norm means nothing
     acc.finish([weight])
     norm = torch.nn.utils.clip_grad_norm_([weight], 0.1)
     assert norm == pytest.approx(exact.norm().item(), rel=1e-6)

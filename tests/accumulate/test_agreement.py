@@ -207,17 +207,6 @@ def settings(rank):
     return found
 
 
-def estimates(rank):
-    """Rank 1 has loaded another state than rank 0, or none."""
-    found = []
-    for loaded in ((10, 12), (10, None), (10, 10)):
-        acc, weight = LossAccumulator(), new_weight()
-        if loaded[rank] is not None:
-            acc.load_state_dict(acc.state_dict() | {"previous_count": loaded[rank]})
-        found.append(ranks.timed(stream, acc, [3, 1], weight))
-    return found
-
-
 def on_a_device(rank):
     """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
     readable, _faults.readable = _faults.readable, lambda device: False
@@ -270,7 +259,7 @@ TOLD = {
 }
 
 
-QUICK = (*TOLD, other_bad_counts, settings, estimates, on_a_device)
+QUICK = (*TOLD, other_bad_counts, settings, on_a_device)
 
 
 @functools.cache
@@ -329,15 +318,6 @@ def test_settings_that_differ():
         assert a[name][0] == b[name][0]
         assert words[name.partition(",")[0]] in a[name][0]
         assert max(a[name][1], b[name][1]) < ranks.SOON
-
-
-def test_estimates_of_other_states():
-    a, b = ranks.of(results(), "estimates")
-    for (one, fast), (two, _) in zip(a[:2], b[:2], strict=True):
-        assert one == two
-        assert "ranks stream from different estimates" in one
-        assert fast < ranks.SOON
-    assert a[2][0] is None
 
 
 def test_on_a_device_it_is_raised_where_metrics_are_read():

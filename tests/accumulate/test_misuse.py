@@ -159,7 +159,7 @@ def test_zero_grad_after_the_last_micro_batch(streaming, to_none):
             acc.backward(fused_ce(hidden, model.weight, labels))
         optimizer.zero_grad(set_to_none=to_none)
 
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called inside a window"):
+    with pytest.raises(RuntimeError, match=r"zero_grad(\(\))? (was )?called"):
         windowed(acc, streaming, loop, model.parameters())
 
 
