@@ -32,7 +32,7 @@ from fusedce.accumulate.arguments import (
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
 from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
-from fusedce.accumulate.totals import UNNAMED, Sums, Totals, add, stacked, sums_of
+from fusedce.accumulate.totals import KINDS, UNNAMED, Sums, Totals, add, sums_of
 from fusedce.accumulate.window import Window
 from fusedce.accumulate.window_grads import STREAMED, Guard, scale_gradients, trained_of
 from fusedce.contract.checks import check_flag
@@ -69,7 +69,7 @@ class LossAccumulator:
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
     same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
 
-    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which gives the denominator and is awaited at its first
     ``scale``, and one when it ends, which carries losses and errors: before the optimizer steps
@@ -175,11 +175,11 @@ class LossAccumulator:
             losses, declared = as_window(counts, weights)
             if not declared and self._has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
-        local = torch.zeros(len(losses), dtype=torch.int64, device="cpu")
-        for count in declared:
-            local = _faults.moved(local, count.device) + count
-        said = self._says(len(declared), losses)
-        sent = self._exchange.send(WINDOW, local, self._equal(), said)
+        local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
+        if declared:
+            local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
+        said = self._says(1 + len(declared), losses)
+        sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
         else:
@@ -245,7 +245,8 @@ class LossAccumulator:
         if window is None or len(window.weights) > 1:
             return None
         try:
-            return window.factors(self._factor())[0] * self._engine.upstreams()[0]
+            factor, upstream = window.factors(self._factor())[0], self._engine.upstreams()[0]
+            return factor if upstream == 1 else factor * upstream
         except (RuntimeError, TypeError, ValueError):
             return None
 
@@ -390,9 +391,11 @@ class LossAccumulator:
     def _send(self, purpose: str, window: Window | None) -> Tensor:
         """The sums over ranks of a window that ends, after its one all-gather."""
         window = window or Window({UNNAMED: 1.0}, None, 1.0, self._guard)
-        said = self._says(len(window.done), window.weights) if purpose == FINISH else (0, 0)
-        sums = stacked(window.sums, window.weights)
-        return self._exchange.send(purpose, sums, self._equal(), said, window.fault()).wait()
+        said, settings = (0, 0), self._equal()
+        if purpose == FINISH:
+            said = self._says(0, window.weights)
+            settings["opened"] = self._guard.place() if self._window is not None else 0
+        return self._exchange.send(purpose, window.sums(), settings, said, window.fault()).wait()
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""
@@ -410,9 +413,9 @@ class LossAccumulator:
         }
 
     def _says(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
-        """Number of micro-batches + 1, and a hash of the losses: equal on ranks with losses."""
+        """``micro_batches`` and a hash of the losses: equal on ranks with losses."""
         names = zlib.crc32(json.dumps(losses).encode())
-        return (1 + micro_batches, names) if self._has_loss else (0, 0)
+        return (micro_batches, names) if self._has_loss else (0, 0)
 
     def _decide_step(self, total: Tensor) -> None:
         """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
@@ -471,7 +474,7 @@ class LossAccumulator:
         if alone and _faults.readable(n.device) and n < 0:
             raise _faults.bad_label(int(n))
         self._bad = _faults.first_of([self._bad, _faults.first(_faults.bad_label, n < 0, n)])
-        self._waiting = add(self._waiting, {UNNAMED: sums_of(one)})
+        self._waiting = add(self._waiting, {UNNAMED: sums_of([one])})
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the labels of repeated samples set to ``ignore_index``.
@@ -522,7 +525,7 @@ class LossAccumulator:
         bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
         with self._exchange.tell_peers_on_error(METRICS):
             self._refuse_open_window("read metrics")
-        sums = stacked(waiting, [UNNAMED])
+        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
         sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
         self._totals.add([UNNAMED], sent.wait())
 

@@ -52,12 +52,14 @@ def _as_count(i: int, count: Any) -> Tensor:
     return count
 
 
-def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, float], Any]:
-    """The weights of a window's losses by name, and ``(losses,)`` int64 for each micro-batch."""
+def as_window(
+    counts: Any, weights: Mapping[str, float] | None
+) -> tuple[dict[str, float], list[tuple[Tensor, ...]]]:
+    """The weights of a window's losses by name, and the count of each for each micro-batch."""
     if not isinstance(counts, Mapping):
         if weights is not None:
             raise ValueError("weights are for several losses: give counts as a dict, by name")
-        return {UNNAMED: 1.0}, [count[None] for count in as_counts(counts)]
+        return {UNNAMED: 1.0}, [(count,) for count in as_counts(counts)]
     names = list(counts)
     if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
         raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
@@ -77,7 +79,7 @@ def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[st
         raise ValueError(
             f"counts must hold one number per micro-batch for each loss, got {lengths}"
         )
-    return found, [torch.stack(row) for row in zip(*columns, strict=True)]
+    return found, list(zip(*columns, strict=True))
 
 
 def unpack(out: Any, names: Iterable[str]) -> Losses:
@@ -106,8 +108,10 @@ def _unpack(out: Any) -> MonitoredLossSum:
             f"without .mean(); the window divides"
         )
     pair = isinstance(out, tuple) and len(out) == 2
-    if not pair or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out) or (
-        [x.is_floating_point() for x in out] != [True, False]
+    if (
+        not pair
+        or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out)
+        or ([x.is_floating_point() for x in out] != [True, False])
     ):
         raise TypeError(f"{_SUM}: a floating and an integer scalar tensor, got {describe(out)}")
     if out[0].element_size() < 4:
@@ -119,7 +123,7 @@ def _unpack(out: Any) -> MonitoredLossSum:
     monitors = getattr(out, "monitors", {})
     kind = LossSum if getattr(out, "is_whole", True) else ScaledLossSum
     return MonitoredLossSum.of(
-        kind(out[0].reshape(()), out[1].detach().reshape(()).long()),
+        kind(*(x if x.dim() == 0 else x.reshape(()) for x in (out[0], out[1].long()))),
         {name: monitors[name] for name in MONITORS if name in monitors},
     )
 

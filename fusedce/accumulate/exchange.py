@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter, defaultdict
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ WINDOW, FINISH, CLOSE, METRICS = (
     "read metrics",
 )
 VALUES = 128  # float64 values in a message that are summed over ranks
-_SAID = 2  # int64 values in a message: see `said` of Exchange.send
+_SAID = 3  # int64 values in a message: `said` of Exchange.send, and the accumulator's number
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SAID
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
 _ADVICE = (
@@ -37,7 +38,8 @@ _ADVICE = (
     "micro-batches in them (empty ones may be all ignored) and the same calls of metrics(), and "
     "one that has failed says why in its own output"
 )
-_COUNTERS: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+_NUMBERS = itertools.count(1)  # of the accumulators that this process makes
+_MET: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
 
 
 class Pending(NamedTuple):
@@ -77,8 +79,8 @@ class Exchange:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.shared_error: BaseException | None = None  # the last error that all ranks were told of
-        # The same accumulator has the same number on all ranks, which make them in the same order.
-        self._number = next(_COUNTERS[ranks.name()])
+        self._number = next(_NUMBERS)
+        self._numbers: Tensor | None = None  # (R,) of this accumulator on each rank, 0 if unknown
         self._unread: Table | None = None  # the first message on a device that is an error
 
     def send(
@@ -95,8 +97,8 @@ class Exchange:
             purpose: one of the four of this module, equal on all ranks.
             values: ``(n,)``, this rank's numbers, to be summed over ranks as float64.
             settings: must be equal on all ranks.
-            said: the number of micro-batches plus one, and a hash of the losses, equal on all ranks
-                that have losses; ranks without any send zeros.
+            said: the number of declared micro-batches plus one, and a hash of the losses, equal on
+                all ranks that have them; ranks without any send zeros.
             fault: the first error that this rank has found in tensors.
         """
         group, values = self.ranks.group(), values.detach().double()
@@ -104,10 +106,10 @@ class Exchange:
         if fault is None:
             fault = torch.zeros(_faults.ROW, dtype=torch.int64, device="cpu")
         padding = torch.zeros(VALUES - len(values), dtype=torch.int64, device=at)
-        numbers = [values.view(torch.int64), padding, fault, torch.tensor(said, device="cpu")]
+        counts = torch.tensor([*said, self._number], device="cpu")
+        numbers = [values.view(torch.int64), padding, fault, counts]
         row = torch.cat([_faults.moved(x, at) for x in numbers])
-        text = {"accumulator": self._number, "purpose": purpose, **settings}
-        return self._post(purpose, agreement.row(text, row))
+        return self._post(purpose, agreement.row({"purpose": purpose, **settings}, row))
 
     def fail(self, purpose: str, error: BaseException) -> None:
         """Send ``error`` to the other ranks, which come for ``purpose``.
@@ -117,6 +119,9 @@ class Exchange:
         if (group := self.ranks.group()) is None:
             return
         words = agreement.words_of(error)
+        self.shared_error = error
+        if agreement.has_failed_before_meeting(group, words):
+            return
         device = agreement.device_for(group, torch.device("cpu"))
         nothing = torch.zeros(LENGTH - agreement.TEXT, dtype=torch.int64, device=device)
         with contextlib.suppress(RuntimeError):  # no rank has answered
@@ -126,7 +131,6 @@ class Exchange:
                 self._post(CLOSE, agreement.row(words, nothing))
             others = (one.error for one in sent.read_rows())
             agreement.add_notes(error, [x for x in others if x not in ("", words)])
-        self.shared_error = error
 
     @contextlib.contextmanager
     def tell_peers_on_error(self, purpose: str) -> Iterator[None]:
@@ -141,11 +145,16 @@ class Exchange:
         if (group := self.ranks.group()) is None:
             return Pending(self, purpose, Table(row[None]))
         with self.waiting(purpose):
-            group = agreement.own_group(group)
+            failure = agreement.meet(group)
+        if failure is not None:
+            self.shared_error = failure
+            raise failure
+        group = agreement.own_group(group)
         return Pending(self, purpose, *agreement.send(row, group))
 
     def check(self, table: Table) -> None:
         """Raise the error that a message holds; on a device, keep it until a value is read."""
+        self._identify(table.numbers()[:, -1])
         if _faults.readable(table.rows.device):
             if (error := explain(table.read())) is not None:
                 self.shared_error = error
@@ -155,6 +164,27 @@ class Exchange:
         else:
             rows = torch.where(_is_error(self._unread), self._unread.rows, table.rows)
             self._unread = Table(rows)
+
+    def _identify(self, numbers: Tensor) -> None:
+        """Make ``numbers (R,)``, in place, negative if ranks speak of different accumulators.
+
+        A process numbers the accumulators that it makes, and may make some alone. But those that
+        have met were made in the same order on all ranks, and one that has met stays itself.
+        """
+        if self.ranks.group() is None:
+            return
+        _MET[self._number] = self
+        mine, several = numbers.clone(), torch.zeros_like(numbers[0]).bool()
+        for other in (ref() for ref in _MET.valuerefs()):
+            met = None if other is None else other._numbers
+            if other is not None and met is not None and other.ranks.name() == self.ranks.name():
+                met = _faults.moved(met, mine.device)
+                order = (mine - met).sign().masked_fill((mine == 0) | (met == 0), 2)
+                ways = [(order == way).any().int() for way in (-1, 0, 1)]
+                several |= sum(ways) > 1
+        numbers *= torch.where(several, -1, 1)
+        if self._numbers is None:
+            self._numbers = mine  # with 0 for a rank that has failed
 
     def raise_unread(self) -> None:
         """Raise the error that messages on a device hold, and forget it. Waits for the device."""
@@ -179,11 +209,13 @@ def explain(rows: list[Told]) -> Exception | None:
         return failure
     if (differ := agreement.differing(rows)) is not None:
         return _disagreement(*differ)
+    if any(one.numbers[-1] < 0 for one in rows):
+        return _several([abs(one.numbers[-1]) for one in rows])
     for one in rows:
         if (fault := _faults.of_row(one.numbers[VALUES:-_SAID])) is not None:
             return fault
     counts, losses = (
-        {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-2, -1)
+        {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-3, -2)
     )
     if len(losses) > 1:
         return RuntimeError(
@@ -194,8 +226,9 @@ def explain(rows: list[Told]) -> Exception | None:
         few, many = min(counts), max(counts)
         return RuntimeError(
             f"ranks have different numbers of micro-batches in this window: {few - 1} on rank "
-            f"{counts[few]}, {many - 1} on rank {counts[many]}. Each rank needs the same number; "
-            f"empty ones may be all ignored."
+            f"{counts[few]}, {many - 1} on rank {counts[many]}. Each rank declares the same number "
+            f"(empty ones may be all ignored); streaming takes any, if the engine waits for other "
+            f"ranks in the last backward alone (DDP under no_sync())"
         )
     return None
 
@@ -203,19 +236,23 @@ def explain(rows: list[Told]) -> Exception | None:
 def _is_error(table: Table) -> Tensor:
     """``()`` bool on the table's device: whether :func:`explain` finds an error."""
     numbers = table.numbers()
-    said = numbers[:, -_SAID:]
-    differ = ((said != 0) & (said != said.amax(0))).any()
+    said = numbers[:, -_SAID:-1]
+    differ = ((said != 0) & (said != said.amax(0))).any() | (numbers[:, -1] < 0).any()
     return table.is_error() | (numbers[:, VALUES] != 0).any() | differ
+
+
+def _several(numbers: list[int]) -> Exception:
+    return RuntimeError(
+        f"messages of different accumulators have met: those of numbers {numbers}, counted in the "
+        f"order in which each rank has made or opened them. All ranks must make, open, finish and "
+        f"read those that they share in the same order"
+    )
 
 
 def _disagreement(name: str, said: list[Any]) -> Exception:
     """The error for a setting ``name`` whose values by rank are ``said``."""
-    if name == "accumulator":
-        return RuntimeError(
-            f"messages of different accumulators have met: those of numbers {said}, counted in the "
-            f"order in which each rank has made them. All ranks must make the same accumulators in "
-            f"the same order, and open, finish and read them in the same order"
-        )
+    if name == "opened":
+        return _several(said)
     if name == "purpose":
         at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
         return RuntimeError(

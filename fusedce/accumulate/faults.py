@@ -68,11 +68,31 @@ def gradients_gone() -> Exception:
     )
 
 
+def gradients_left() -> Exception:
+    """Gradients that a window has found before its first micro-batch."""
+    return RuntimeError(
+        "the window began over gradients that were there before it: those of the last step "
+        "(zero_grad() is missing after optimizer.step()), or of a backward of its own, which "
+        "finish() would rescale (add it in a window with declared counts, or after finish())"
+    )
+
+
+def gradients_written() -> Exception:
+    """Gradients that something else has changed between the micro-batches of a window."""
+    return RuntimeError(
+        "gradients were changed inside a window by something else than its losses: clip and "
+        "unscale after finish() or the last micro-batch; a loss of another kind (a regulariser) "
+        "with a backward() of its own needs a window with declared counts, or comes after finish()"
+    )
+
+
 _KINDS: tuple[Callable[..., Exception], ...] = (
     bad_label,
     count_differs,
     multiplied,
     gradients_gone,
+    gradients_left,
+    gradients_written,
 )
 
 
@@ -106,6 +126,12 @@ def of_row(row: Sequence[int]) -> Exception | None:
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on ``device``; a copy from the host does not wait for work queued on the device."""
     return x.to(device, non_blocking=x.device.type == "cpu")
+
+
+def together(values: Iterable[Tensor]) -> Tensor:
+    """Tensors of equal shape, stacked on the device of the first one."""
+    values = list(values)
+    return torch.stack([moved(x, values[0].device) for x in values])
 
 
 def readable(device: torch.device) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.faults import moved
+from fusedce.accumulate.faults import moved, together
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
+from fusedce.contract.results import LossSum
 
 UNNAMED = ""  # the name of a window's only loss where the user gave none
 KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
@@ -25,14 +26,27 @@ def key(loss: str, kind: str) -> str:
     return f"{loss}/{kind}" if loss else kind
 
 
-def sums_of(out: MonitoredLossSum) -> Tensor:
-    """The sums ``(KINDS,)`` of one micro-batch. A negative count is a bad label and counts as 0."""
-    n, at = out.n_valid.clamp(min=0).double(), out.n_valid.device
-    found = [out.loss_sum.detach(), n]
+def copied(out: MonitoredLossSum) -> MonitoredLossSum:
+    """The numbers of a micro-batch, without its graph; graphs and models reuse their outputs."""
+    with torch.no_grad():
+        kept = LossSum(out.loss_sum.clone(), out.n_valid.clone())
+        return MonitoredLossSum.of(kept, {name: x.clone() for name, x in out.monitors.items()})
+
+
+def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
+    """The sums ``(KINDS,)`` of micro-batches. A negative count is a bad label and counts as 0."""
+    at = outs[0].n_valid.device
+
+    def total(values: list[Tensor], least: float = -math.inf) -> Tensor:
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=at)
+        return moved(together(values).detach(), at).double().clamp(min=least).sum()
+
+    found = [total([x.loss_sum for x in outs]), total([x.n_valid for x in outs], 0)]
     for name in MONITORS:
-        has = name in out.monitors
-        found += [out.monitors[name].detach(), n] if has else [torch.zeros_like(n)] * 2
-    return torch.stack([moved(x, at).double() for x in found])
+        of = [x for x in outs if name in x.monitors]
+        found += [total([x.monitors[name] for x in of]), total([x.n_valid for x in of], 0)]
+    return torch.stack(found)
 
 
 def add(a: Sums, b: Mapping[str, Tensor]) -> Sums:

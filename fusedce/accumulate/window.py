@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,14 @@ from torch.autograd.variable import Variable
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import Losses
 from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import Sums, add, sums_of
+from fusedce.accumulate.totals import KINDS, copied, sums_of
 from fusedce.accumulate.window_grads import Guard
 
 
-class MicroBatch(NamedTuple):
+class Record(NamedTuple):
     """What a window keeps of a micro-batch, without its graph."""
 
-    counts: Tensor  # (losses,) int64 valid tokens; a negative one is a bad label
-    sums: Sums
+    losses: Losses
     arrived: Tensor | None = None  # the gradient () that its backward began with
     upstreams: Sequence[float] = ()  # what that gradient may be
 
@@ -38,7 +37,7 @@ class Window:
 
     Args:
         weights: the factor of each of the window's losses, by name.
-        declared: tokens of each micro-batch, ``(losses,)`` int64 each; ``None`` when streaming.
+        declared: tokens of each loss of each micro-batch, ``()`` int64; ``None`` when streaming.
         denominator: the message that gives ``(losses,)`` tokens of all ranks, or a constant.
         guard: checks of the gradients.
     """
@@ -46,34 +45,45 @@ class Window:
     def __init__(
         self,
         weights: dict[str, float],
-        declared: list[Tensor] | None,
+        declared: list[tuple[Tensor, ...]] | None,
         denominator: Pending | float,
         guard: Guard,
     ) -> None:
         self.weights, self.declared = weights, declared
-        self.done: list[MicroBatch] = []  # differentiated
-        self.sums: Sums = {}
+        self.done: list[Record] = []  # differentiated
         self.is_open = True
         self._denominator: Pending | Tensor | float = denominator
         self._guard = guard
         self._auxiliary: list[Tensor] = []  # waiting for the next loss
         self._n_scaled = 0
-        # Backwards that have not ended: id of the backward, number of the micro-batch, itself.
-        self._begun: list[tuple[int, int, MicroBatch]] = []
+        self._factors: dict[object, list[Tensor | float]] = {}
+        # Backwards that have not ended: id of the backward, number of the micro-batch, its record.
+        self._begun: list[tuple[int, int, Record]] = []
         self._thread = threading.get_ident()
 
-    def factors(self, factor: float) -> list[Tensor | float]:
+    def factors(self, factor: float, of: Tensor | None = None) -> list[Tensor | float]:
         """Factor of each loss: ``factor * weight / denominator``; waits once for the other ranks.
+
+        It is computed once for each ``factor``, on the device and in the dtype of ``of``.
 
         Raises:
             RuntimeError, TypeError, ValueError: a rank has failed, or settings differ.
         """
         if isinstance(self._denominator, Pending):
             self._denominator = self._denominator.wait()[: len(self.weights)].clamp(min=1)
-        if isinstance(self._denominator, float):
-            return [factor / self._denominator]
-        shares = factor / self._denominator
-        return [x * weight for x, weight in zip(shares, self.weights.values(), strict=True)]
+        key = factor if of is None else (factor, of.device, of.dtype)
+        if (found := self._factors.get(key)) is None:
+            of_all: Tensor | float = self._denominator
+            totals: Any = of_all.unbind() if isinstance(of_all, Tensor) else [of_all]
+            weights = self.weights.values()
+            found = [factor / n * weight for n, weight in zip(totals, weights, strict=True)]
+            if of is not None:
+                found = [
+                    _faults.moved(x, of.device).to(of.dtype) if isinstance(x, Tensor) else x
+                    for x in found
+                ]
+            self._factors[key] = found
+        return found
 
     def was_refused(self) -> bool:
         """Whether the exchange that opened the window holds an error, which every rank raises."""
@@ -105,33 +115,30 @@ class Window:
     ) -> Tensor:
         """The loss ``()`` to differentiate; the micro-batch counts once that is done.
 
+        At most ten tensor operations more than ``loss / n`` and its backward.
+
         Args:
             losses: those of one micro-batch.
             factor: factor of a loss sum without the denominator.
             ranks: number of ranks that the window's tokens come from.
             upstreams: factors that the engine may multiply the loss by before its backward.
         """
-        terms = []
-        for share, (loss, _) in zip(self.factors(factor), losses.values(), strict=True):
-            if isinstance(share, Tensor):
-                share = _faults.moved(share, loss.device).to(loss.dtype)
-            terms.append(loss * share)
+        sums = [out.loss_sum for out in losses.values()]
+        terms = [x * self.factors(factor, x)[i] for i, x in enumerate(sums)]
         if self._auxiliary:
             assert self.declared is not None
             total = torch.stack(self._auxiliary).sum() / len(self.declared)
             terms.append(total.to(terms[0]) * (factor / ranks))
             self._auxiliary = []
-        counts = torch.stack([n for _, n in losses.values()])
-        micro = MicroBatch(counts, {name: sums_of(out) for name, out in losses.items()})
-        if any(term.requires_grad for term in terms) and torch.is_grad_enabled():
-            terms.append(self._ticket(terms, micro, upstreams))
-        elif torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
-            self._count(micro)
+        if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
+            record = Record({name: copied(out) for name, out in losses.items()}, None, upstreams)
+            if any(term.requires_grad for term in terms):
+                terms.append(self._ticket(terms, record))
+            else:
+                self.done.append(record)
         return reduce(torch.add, terms)
 
-    def _ticket(
-        self, terms: list[Tensor], micro: MicroBatch, upstreams: Sequence[float]
-    ) -> Tensor:
+    def _ticket(self, terms: list[Tensor], record: Record) -> Tensor:
         """A zero whose gradient is what arrives at the loss: the micro-batch counts with it.
 
         It is a leaf, so a ``torch.autograd.grad`` for other tensors leaves it out, as a pipeline's
@@ -148,10 +155,9 @@ class Window:
                     "a loss is differentiated after the window that has scaled it was closed: its "
                     "gradient would be divided by another window's tokens"
                 )
-            self._guard.before_backward(roots if self.declared is not None else [])
-            began = micro._replace(arrived=arrived, upstreams=upstreams)
             backward = torch._C._current_graph_task_id()
-            self._begun.append((backward, number, began))
+            self._guard.before_backward(roots, backward)
+            self._begun.append((backward, number, record._replace(arrived=arrived)))
             Variable._execution_engine.queue_callback(partial(self._ended, backward))
 
         ticket.register_post_accumulate_grad_hook(begins)
@@ -161,15 +167,10 @@ class Window:
         """Count the losses of a backward that has ended, in the order in which they were scaled."""
         mine = sorted((x for x in self._begun if x[0] == backward), key=lambda x: x[1])
         self._begun = [x for x in self._begun if x[0] != backward]
-        for _, _, micro in mine:
-            self._count(micro)
+        self.done += [record for *_, record in mine]
         # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one runs
         # after theirs.
         Variable._execution_engine.queue_callback(self._guard.after_backward)
-
-    def _count(self, micro: MicroBatch) -> None:
-        self.sums = add(self.sums, micro.sums)
-        self.done.append(micro._replace(sums={}))
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Keep ``auxiliary ()`` for the next loss."""
@@ -196,27 +197,33 @@ class Window:
                 f"call add_auxiliary before the backward it belongs to"
             )
 
+    def sums(self) -> Tensor:
+        """The sums of this rank's losses, one after the other, ``(losses * KINDS,)`` float64."""
+        if not self.done:
+            return torch.zeros(len(self.weights) * len(KINDS), dtype=torch.float64, device="cpu")
+        found = [sums_of([m.losses[name] for m in self.done]) for name in self.weights]
+        return _faults.together(found).flatten()
+
     def fault(self) -> Tensor | None:
         """The first error in the tensors of its micro-batches, as a row of :mod:`faults`."""
         if not self.done:
             return None
-        at = self.done[0].counts.device
-        counts = torch.stack([_faults.moved(m.counts, at) for m in self.done])  # (M, losses)
-        bad = counts.amin(1)
-        rows = [_faults.first(_faults.bad_label, bad < 0, bad)]
+        counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
+        at = counts.device
+        rows = [_faults.first(_faults.bad_label, counts < 0, counts)]
         if self.declared is not None:
-            declared = torch.stack([_faults.moved(n, at) for n in self.declared])
-            micro = torch.arange(len(self.done), device=at)[:, None].expand_as(counts)
+            declared = _faults.together(n for row in self.declared for n in row).to(at)
+            micro = torch.arange(len(counts), device=at) // len(self.weights)
             columns = (declared != counts, micro, declared, counts)
-            rows.append(_faults.first(_faults.count_differs, *(x.flatten() for x in columns)))
+            rows.append(_faults.first(_faults.count_differs, *columns))
         if arrived := [m.arrived for m in self.done if m.arrived is not None]:
             factors = [m.upstreams for m in self.done if m.arrived is not None]
             wrong, factor = self._guard.unexpected(
-                torch.stack([_faults.moved(x, at).double() for x in arrived]),
+                _faults.together(arrived).to(at).double(),
                 torch.tensor(factors, dtype=torch.float64, device="cpu"),
             )
             rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
-        rows += self._guard.lost(counts.clamp(min=0).sum())
+        rows += self._guard.faults(counts.clamp(min=0).sum())
         return _faults.first_of(rows)
 
     def progress(self) -> str:

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,10 +24,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.contract.groups import local_of
+from fusedce.contract.groups import is_dtensor, local_of
 
 STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
+_HOOKED = 8  # parameters that show for all of them what happens to gradients
 _PART = 2**24  # elements copied to float32 at a time
 
 
@@ -76,7 +79,7 @@ class OnCorrection:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
-    for listener in _LISTENERS.values():
+    for listener in list(_LISTENERS.values()):
         listener(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
@@ -138,28 +141,43 @@ def drop_gradients(module: torch.nn.Module) -> None:
 
 
 class Guard:
-    """Watches optimizers while a window is open, and whose gradients the window adds to."""
+    """Watches the gradients of a window, and the optimizers that may step inside it.
+
+    It knows the parameters of guarded optimizers and modules, those that the graph of the first
+    loss leads to, and those that ``finish`` was given.
+    """
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
+        self._left: dict[int, weakref.ref[Tensor]] = {}  # their gradients after the last window
         self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
-        self._unwatch: Any = lambda: None
-        self._warned = self._dropped = False
+        self._warned = self._dropped = self._has_looked = False
+        self.watches_writes = False  # whether a write into .grad inside a window is an error
+        self._why_no_step: Any = lambda: None  # WeakMethod of the open window
+        self._hooks: list[Any] = []
         self._start()
+        _watch_steps()
 
     def __reduce__(self) -> Any:
         return Guard, ()  # a copy of an accumulator guards nothing yet
 
     def _start(self) -> None:
         """What describes the open window."""
+        self._streams = False
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
         self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
         self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
-        self._lost: list[Tensor] = []  # () bool for each time gradients may have gone
-        # One parameter with a gradient, and the gradient's version after the last backward.
-        self._kept: tuple[weakref.ref[Tensor], int] | None = None
+        self._given: set[int] | None = None  # ids of the parameters that finish was given
+        # Gradients before the window: their versions, and norms () where they should be zero.
+        self._before: dict[int, int] = {}
+        self._stale: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}  # of the gradients after the last backward
+        self._backward = -1  # its id
+        self._in_backward = self._foreign = False
+        self._found: list[tuple[Callable[..., Exception], Tensor]] = []  # errors, where () is true
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -173,6 +191,27 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
+        self.watches_writes = True
+        self._know_guarded()
+
+    # ---- parameters -------------------------------------------------------------------------
+
+    def _know(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these parameters too; FSDP1 exchanges the gradients of its own as it likes."""
+        for p in parameters:
+            if not getattr(p, "_fsdp_flattened", False):
+                self._known[id(p)] = weakref.ref(p)
+
+    def _know_guarded(self) -> None:
+        self._know(p for x in self._optimizers for g in x.param_groups for p in g["params"])
+        self._know(p for module in self._modules for p in module.parameters())
+
+    def _with_grad(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yield each known parameter that has a gradient, the gradient, and its version."""
+        for ref in self._known.values():
+            p = ref()
+            if p is not None and (grad := p.grad) is not None:
+                yield p, grad, getattr(grad, "_local_tensor", grad)._version  # of the shard
 
     # ---- a window opens and ends ----------------------------------------------------------------
 
@@ -205,23 +244,35 @@ class Guard:
         """Start the checks of a window whose method ``why_no_step`` says if no step may follow."""
         self._held = {id(p) for p in held_by_fsdp2()}
         self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
-        if streams:
-            _STREAMING.add(self)
-        asked, me = weakref.WeakMethod(why_no_step), weakref.ref(self)
+        self._streams, self._why_no_step = streams, weakref.WeakMethod(why_no_step)
+        self._know_guarded()
+        _OPEN[id(self)] = self
+        if streams and self.watches_writes:
+            self._hook_some()
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            ask, guard = asked(), me()
-            if ask is not None and guard is not None:
-                guard._before_step(optimizer, ask())
+    def _hook_some(self) -> None:
+        """Notice backwards that are not the window's, at some of the parameters."""
+        found = [p for ref in self._known.values() if (p := ref()) is not None]
+        found = [p for p in found if p.requires_grad and p.is_leaf and not is_dtensor(p)]
+        me = weakref.ref(self)
 
-        hook = register_optimizer_step_pre_hook(before_step)
-        self._unwatch = weakref.finalize(self, hook.remove)  # a call removes the hook, too
+        def accumulated(p: Tensor) -> None:
+            guard = me()
+            if guard is not None and not guard._in_backward:
+                guard._foreign = True
+
+        for p in found[:: max(len(found) // _HOOKED, 1)]:
+            self._hooks.append(p.register_post_accumulate_grad_hook(accumulated))
 
     def close(self, dropped: bool) -> None:
         """End the checks of the window; ``dropped`` if its gradients are not to be used."""
-        self._unwatch()
-        _STREAMING.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _OPEN.pop(id(self), None)
         self._dropped = dropped
+        self._left = {id(p): weakref.ref(grad) for p, grad, _ in self._with_grad()}
+        self._known = {i: ref for i, ref in self._known.items() if ref() is not None}
         self._start()
 
     def drop(self, module: torch.nn.Module) -> None:
@@ -256,18 +307,17 @@ class Guard:
 
     def _check_given(self, trained: list[Tensor]) -> None:
         """Raise if ``finish`` would correct too few gradients, or another accumulator's."""
-        known = {id(p) for p in trained}
+        self._given = {id(p) for p in trained}
         names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
-        missing = {
-            id(p): names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
-            for p in self._parameters()
-            if p.grad is not None and id(p) not in known
-        }
+        missing = [
+            names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
+            for p, _, version in self._with_grad()
+            if id(p) not in self._given and self._before.get(id(p)) != version
+        ]
         if missing:
             raise RuntimeError(
                 f"parameters: {len(missing)} that have a .grad were not given to finish, and would "
-                f"be trained with the gradients of an estimate: "
-                f"{', '.join(list(missing.values())[:3])}"
+                f"be trained with the gradients of an estimate: {', '.join(missing[:3])}"
             )
         if any((ref := self._shared.get(id(p))) is not None and ref() is p for p in trained):
             raise RuntimeError(
@@ -275,21 +325,30 @@ class Guard:
                 "multiply those of the other one too. Use one accumulator, whose window has "
                 'several losses: `with acc.window({"next": [...], "second": [...]}):`'
             )
+        self._know(trained)
 
     def mark_shared(self, gradients_of: Iterable[Tensor]) -> None:
         """Tell other streaming accumulators which gradients this one adds to as well."""
-        if others := [guard for guard in _STREAMING if guard is not self]:
+        if others := [guard for guard in _open() if guard._streams and guard is not self]:
             found = {id(p): weakref.ref(p) for p in gradients_of}
             for guard in others:
                 guard._shared |= found
 
+    def place(self) -> int:
+        """The place of this streaming window among those that are open, in their order."""
+        return [guard for guard in _open() if guard._streams].index(self)
+
     # ---- steps ------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, why: str | None) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Raise for a step inside an open window, or warn once if the optimizer is not guarded."""
+        if (ask := self._why_no_step()) is None:
+            return
         guarded = optimizer in self._optimizers
+        why = ask()
         if why is None:
-            self._kept = None if guarded else self._kept  # zero_grad may follow the step
+            if guarded:
+                self._versions = {}  # zero_grad may follow the step
             return
         text = (
             f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
@@ -306,42 +365,69 @@ class Guard:
                 stacklevel=5,
             )
 
-    # ---- zero_grad --------------------------------------------------------------------------
+    # ---- gradients that are left, gone or written into ----------------------------------------
 
-    def before_backward(self, roots: Sequence[Any]) -> None:
+    def before_backward(self, roots: Sequence[Any], backward: int) -> None:
         """Look at the gradients as a backward through ``roots`` begins."""
-        self._look()
+        if self._backward == -1:
+            self._look_before(roots)
+        elif backward != self._backward:
+            self._look(others=backward != self._backward + 1)
+        self._backward, self._in_backward = backward, True
         self.mark_shared(_leaves(roots))
 
     def after_backward(self) -> None:
-        """Remember, after a backward, one parameter with a gradient and the gradient's version."""
-        p = None if self._kept is None else self._kept[0]()
-        if p is None:
-            p = next((p for p in self._parameters() if p.grad is not None), None)
-        if p is not None and p.grad is not None:
-            self._kept = weakref.ref(p), local_of(p.grad)._version
+        """Remember the versions of the gradients after a backward."""
+        kept = self._with_grad() if self.watches_writes else islice(self._with_grad(), _HOOKED)
+        self._versions = {id(p): version for p, _, version in kept}
+        self._in_backward = False
 
-    def _look(self) -> None:
-        """Note whether gradients of this window's micro-batches are gone.
+    def _look_before(self, roots: Sequence[Any]) -> None:
+        """Note the gradients that the window finds: those of the step before, or of others."""
+        if not self._has_looked and not _composable_state._module_state_mapping:
+            self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
+        self._has_looked = True
+        found = list(self._with_grad())
+        self._before = {id(p): version for p, _, version in found}
+        stale = [
+            p
+            for p, grad, _ in found
+            if self._streams or ((left := self._left.get(id(p))) and left() is grad)
+        ]
+        self._stale = dict(zip(map(id, stale), _norms(stale), strict=True))
 
-        A gradient's version is compared on the host. Only if it was written into since the last
-        backward, all gradients are compared with zero, on their device.
+    def _look(self, others: bool = True, at_end: bool = False) -> None:
+        """Note whether gradients of this window's micro-batches are gone, or were written into.
+
+        Their versions are compared on the host. Only if one differs, the gradients are compared
+        with zero, on their device. ``others``: whether another backward may have run since.
         """
-        p, version = (None, 0) if self._kept is None else (self._kept[0](), self._kept[1])
-        if p is None:
+        now = {id(p): version for p, _, version in self._with_grad()}
+        if all(now.get(i) == version for i, version in self._versions.items()):
             return
-        if p.grad is None:
-            self._lost.append(torch.tensor(True, device="cpu"))
-        elif local_of(p.grad)._version != version:
-            grads = {id(x): local_of(x.grad) for x in self._parameters() if x.grad is not None}
-            left = [grad.any() for grad in grads.values()]
-            self._lost.append(~torch.stack([_faults.moved(x, left[0].device) for x in left]).any())
+        norms = _norms([p for p, *_ in self._with_grad()])
+        gone = torch.tensor(True, device="cpu")
+        if norms:
+            gone = (_faults.together(norms) == 0).all()
+        self._found.append((_faults.gradients_gone, gone))
+        if self.watches_writes and not at_end and (self._streams or not others):
+            self._found.append((_faults.gradients_written, ~gone))
 
-    def lost(self, n_tokens: Tensor) -> list[Tensor]:
-        """Rows of :mod:`faults`: gradients gone, unless they were of no valid token."""
-        self._look()
-        found = [_faults.moved(x, n_tokens.device) & (n_tokens > 0) for x in self._lost]
-        return [_faults.first(_faults.gradients_gone, torch.stack(found))] if found else []
+    def faults(self, n_tokens: Tensor) -> list[Tensor]:
+        """Rows of :mod:`faults` of a window of ``n_tokens ()``; without tokens, zeros are right."""
+        self._look(at_end=True)
+        now = {id(p): version for p, _, version in self._with_grad()}
+        for i, norm in self._stale.items():
+            added = self._before[i] != now.get(i) if self._given is None else i in self._given
+            if added:
+                self._found.append((_faults.gradients_left, norm != 0))
+        if self._foreign:
+            self._found.append((_faults.gradients_written, torch.tensor(True, device="cpu")))
+        some = n_tokens > 0
+        return [
+            _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
+            for kind, x in self._found
+        ]
 
     # ---- factors ----------------------------------------------------------------------------
 
@@ -382,11 +468,6 @@ class Guard:
         several = (x for x in found if isinstance(x, DistributedDataParallel))
         return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
 
-    def _parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of guarded optimizers and modules; some come twice."""
-        yield from (p for x in self._optimizers for g in x.param_groups for p in g["params"])
-        yield from (p for module in self._modules for p in module.parameters())
-
 
 def _instances(kind: type) -> list[Any]:
     """Find all objects of a class and its subclasses in this process."""
@@ -411,6 +492,30 @@ def _backward_stats(ddp: DistributedDataParallel) -> Any:
     return None if stats is None else stats()
 
 
-_STREAMING: weakref.WeakSet[Guard] = weakref.WeakSet()
+def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """``()`` for each gradient, 0 where all of it is zero."""
+    grads = [local_of(p.grad) for p in parameters]
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    return list(torch._foreach_norm(grads, 1)) if grads else []
+
+
+# Guards of the open windows, in their order.
+_OPEN: weakref.WeakValueDictionary[int, Guard] = weakref.WeakValueDictionary()
 if hasattr(os, "register_at_fork"):  # the open windows belong to the parent process
-    os.register_at_fork(after_in_child=_STREAMING.clear)
+    os.register_at_fork(after_in_child=_OPEN.clear)
+
+
+def _open() -> list[Guard]:
+    """The guards of the open windows. Other threads open and close theirs meanwhile."""
+    return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Tell the guards of open windows each optimizer's step, from now on."""
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        for guard in _open():
+            guard.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

@@ -178,7 +178,7 @@ def test_an_interleaved_pipeline_that_streams_first():
 
 
 def test_stages_without_a_loss_finish():
-    for grad, metrics, state, refused in ranks.of(results(), "empty"):
+    for grad, metrics, _, refused in ranks.of(results(), "empty"):
         torch.testing.assert_close(grad, torch.ones(3))
         assert metrics["n_tokens"] == 8
         assert refused is None or "this rank has no loss" in refused

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate.window_grads import _STREAMING
+from fusedce.accumulate.window_grads import _OPEN
 
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
 
@@ -125,7 +125,7 @@ def test_join_is_refused_in_the_same_words(name):
 
 
 def open_windows(rank):
-    return len(_STREAMING)
+    return len(_OPEN)
 
 
 def test_a_forked_process_has_no_open_window_of_its_parent():
