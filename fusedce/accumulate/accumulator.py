@@ -318,11 +318,11 @@ class LossAccumulator:
             if window is not None:
                 window.check_complete()
             n_done = 0 if window is None else len(window.done)
-            trained = trained_of(parameters, n_done > 0 or not self._has_loss)
+            if n_done == 0 and self._has_loss:
+                raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
+            trained = trained_of(parameters)
             self._guard.check_end(trained)
         sums = self._send(FINISH, window)
-        if n_done == 0 and self._has_loss:
-            raise RuntimeError("finish: no micro-batch since the last window: nothing to finish")
         self._close()
         self._guard.mark_shared(trained)
         self._decide_step(sums[1])

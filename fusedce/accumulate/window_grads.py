@@ -32,12 +32,12 @@ _HOOKED = 8  # parameters that show for all of them what happens to gradients
 _PART = 2**24  # elements copied to float32 at a time
 
 
-def trained_of(parameters: Any, some: bool) -> list[Tensor]:
+def trained_of(parameters: Any) -> list[Tensor]:
     """The tensors of ``parameters`` that have a gradient, each once.
 
     Raises:
         TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient although ``some`` is set.
+        RuntimeError: none has a gradient.
     """
     advice = "parameters: pass an iterable of tensors, such as model.parameters()"
     if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
@@ -51,7 +51,7 @@ def trained_of(parameters: Any, some: bool) -> list[Tensor]:
             raise TypeError(f"{advice} ({kinds.get(kind, f'it holds {kind}')})")
         if p.grad is not None:
             found[id(p)] = p
-    if some and not found:
+    if not found:
         raise RuntimeError(
             "parameters: no parameter given has a .grad to correct (was the generator used up, or "
             "zero_grad called before finish?)"

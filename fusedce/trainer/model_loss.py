@@ -48,9 +48,9 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
     if [reduction for *_, reduction in observer.losses] != ["mean"] or loss is None:
         raise ValueError(
             f"the loss of {type(model).__name__} must be one fused cross-entropy, but "
-            f"{len(observer.losses)} were seen: call fusedce.replace_loss_head(model) first, before "
-            f"DDP or accelerate wraps the model, and give it labels. (Liger's patches and "
-            f"use_liger_kernel=True bypass the head: leave them out)"
+            f"{len(observer.losses)} were seen: call fusedce.replace_loss_head(model) first, "
+            f"before DDP or accelerate wraps the model, and give it labels. (Liger's patches "
+            f"bypass the head: leave them out)"
         )
     if get("aux_loss") is not None:
         raise ValueError(

@@ -74,11 +74,6 @@ def micro_batches_declared(acc, rank):
 
 
 @case
-def micro_batches_streamed(acc, rank):
-    stream(acc, [2] * (rank + 1), new_weight())
-
-
-@case
 def reads_metrics(acc, rank):
     if rank:
         acc.metrics()
@@ -236,10 +231,8 @@ RAISES = {
     no_counts: "ValueError: counts must hold one number per micro-batch, got none at all",
     micro_batches_declared: "ranks have different numbers of micro-batches in this window: 1 on "
     "rank 0, 2 on rank 1",
-    micro_batches_streamed: "ranks have different numbers of micro-batches in this window: 1 on "
-    "rank 0, 2 on rank 1",
     reads_metrics: "at different places, 1 to open a window, 1 to read metrics",
-    finishes: "different numbers of micro-batches in this window: 0 on rank 1, 1 on rank 0",
+    finishes: "finish: no micro-batch since the last one: nothing to finish",
     metrics_in_a_window: "cannot read metrics inside a window: 1 of 2 declared",
     metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
     other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
