@@ -53,7 +53,8 @@ def random_schedule(seed, rank):
             dist.all_reduce(weight.grad)
             parts = [batches(sizes[r], 1000 * seed + 10 * window + r) for r in range(world)]
             if failing is not None and streaming:  # any number of micro-batches is right
-                parts[failing] = other_number(parts[failing], kind)
+                whole = parts[failing]
+                parts[failing] = whole[:where] if kind == "before" else other_number(whole, kind)
             _, exact, _ = weight_and_grad(list(itertools.chain(*parts)))
             found.append((None, distance(weight.grad, exact), seconds))
         else:

@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batch: counts when it is scaled",
-        "            if any(term.requires_grad for term in terms):\n",
-        "            self.done.append(record)\n            if any(t.requires_grad for t in terms):\n",
+        "            if any(term.requires_grad for term in terms):",
+        "            self.done.append(record)\n            if any(x.requires_grad for x in terms):",
         "test_failures.py -k never",
     ),
     Mutant(
