@@ -378,8 +378,8 @@ class Guard:
 
     def after_backward(self) -> None:
         """Remember the versions of the gradients after a backward."""
-        kept = self._with_grad() if self.watches_writes else islice(self._with_grad(), _HOOKED)
-        self._versions = {id(p): version for p, _, version in kept}
+        mine = ((id(p), n) for p, _, n in self._with_grad() if self._before.get(id(p)) != n)
+        self._versions = dict(mine if self.watches_writes else islice(mine, _HOOKED))
         self._in_backward = False
 
     def _look_before(self, roots: Sequence[Any]) -> None:
@@ -403,9 +403,10 @@ class Guard:
         with zero, on their device. ``others``: whether another backward may have run since.
         """
         now = {id(p): version for p, _, version in self._with_grad()}
-        if all(now.get(i) == version for i, version in self._versions.items()):
+        alive = (i for i, ref in self._known.items() if i in self._versions and ref() is not None)
+        if all(now.get(i) == self._versions[i] for i in alive):
             return
-        norms = _norms([p for p, *_ in self._with_grad()])
+        norms = _norms([p for p, *_ in self._with_grad() if id(p) in self._versions])
         gone = torch.tensor(True, device="cpu")
         if norms:
             gone = (_faults.together(norms) == 0).all()

@@ -227,3 +227,16 @@ def test_at_most_ten_tensor_operations_for_a_micro_batch(streaming, monkeypatch)
     more = operations(streaming, 40) - operations(streaming, 8)
     plain = operations(None, 40) - operations(None, 8)
     assert 0 < (more - plain) / 32 <= 10
+
+
+def test_a_parameter_that_goes_inside_a_window_is_not_missed():
+    """A known one of an earlier window, whose gradient was never of this one."""
+    old, acc = new_model(), LossAccumulator()
+    step(acc, old, True)
+    model = new_model()
+    first, second = batches(SIZES)
+    acc.backward(loss_of(model, first))
+    old = None
+    acc.backward(loss_of(model, second))
+    acc.finish(model.parameters())
+    assert_exact(model)
