@@ -132,6 +132,7 @@ class LossAccumulator:
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self._should_step = True
+        self._opened = 0  # see Guard.place
         self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
         self._bad: Tensor | None = None  # the first bad label among those, as a fault
         self._evaluates = self._trains = False  # what the totals hold since the last reset
@@ -313,6 +314,7 @@ class LossAccumulator:
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
             )
+        self._opened = self._guard.place()
         with self._exchange.tell_peers_on_error(FINISH):
             self._check_entered()
             if window is not None:
@@ -394,7 +396,7 @@ class LossAccumulator:
         said, settings = (0, 0), self._equal()
         if purpose == FINISH:
             said = self._says(0, window.weights)
-            settings["opened"] = self._guard.place() if self._window is not None else 0
+            settings["opened"] = self._opened
         return self._exchange.send(purpose, window.sums(), settings, said, window.fault()).wait()
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:

@@ -166,7 +166,7 @@ class Guard:
 
     def _start(self) -> None:
         """What describes the open window."""
-        self._streams = False
+        self._streams, self._is_new = False, True
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
         self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
         self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
@@ -335,8 +335,11 @@ class Guard:
                 guard._shared |= found
 
     def place(self) -> int:
-        """The place of this streaming window among those that are open, in their order."""
-        return [guard for guard in _open() if guard._streams].index(self)
+        """The place of this window among the streaming ones opened since the last call."""
+        found = [x for x in _open() if x._streams and (x._is_new or x is self)]
+        for guard in found:
+            guard._is_new = False  # one that was given up does not count for the next
+        return found.index(self) if self in found else 0
 
     # ---- steps ------------------------------------------------------------------------------
 
