@@ -31,6 +31,7 @@ def streaming(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float
     """accelerate decides when a window ends, also at the end of an epoch (not with DeepSpeed)."""
     model, optimizer, loader = prepare(accelerator)
     acc = fusedce.LossAccumulator.from_accelerator(accelerator)
+    acc.guard(optimizer, model)
     history = []
     for _ in range(epochs):
         for batch in loader:
@@ -51,6 +52,7 @@ def declared(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]
     has been drawn, and `accumulate` would then end the step at each micro-batch of that window."""
     model, optimizer, loader = prepare(accelerator)
     acc = fusedce.LossAccumulator.from_accelerator(accelerator)
+    acc.guard(optimizer, model)
     history = []
     for _ in range(epochs):
         for window in windows_of(loader, accelerator.gradient_accumulation_steps):

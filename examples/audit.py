@@ -59,7 +59,7 @@ def audited(*, mean_of_means: bool, steps: int = 3, accumulation: int = 4) -> An
 def main() -> None:
     for mean_of_means in (True, False):
         name = "mean of means" if mean_of_means else "one denominator"
-        print(f"{name}: {audited(mean_of_means=mean_of_means).verdict()}\n", flush=True)
+        print(f"{name}: {audited(mean_of_means=mean_of_means)}\n", flush=True)
 
 
 if __name__ == "__main__":

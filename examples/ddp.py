@@ -25,6 +25,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
     model = DistributedDataParallel(TinyLM())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = fusedce.LossAccumulator()  # over all ranks; DDP averages gradients, the default
+    acc.guard(optimizer, model)
     accumulation = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH // world
     history = []
     for _ in range(epochs):

@@ -48,6 +48,7 @@ def train(epochs: int = 3) -> list[float]:
     student = TinyLM()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     acc, history = fusedce.LossAccumulator(), []
+    acc.guard(optimizer, student)
     for _ in range(epochs):
         for batch, (classes, teaching) in zip(batches, stored, strict=True):
             hidden = student.hidden(batch["input_ids"])
@@ -67,6 +68,7 @@ def train_on_all_classes(epochs: int = 3) -> list[float]:
     student = TinyLM()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     acc, history = fusedce.LossAccumulator(), []
+    acc.guard(optimizer, student)
     for _ in range(epochs):
         for batch in batches:
             with torch.no_grad():

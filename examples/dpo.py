@@ -48,6 +48,7 @@ def train(steps: int = 10) -> list[float]:
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     acc = fusedce.LossAccumulator()
+    acc.guard(optimizer, policy)
     history = []
     for _ in range(steps):
         for batch in pairs().split(MICRO_BATCHES):

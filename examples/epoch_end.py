@@ -20,6 +20,7 @@ def train(epochs: int = 3, *, carry_over: bool = False) -> list[dict[str, float]
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = fusedce.LossAccumulator()
+    acc.guard(optimizer, model)
     data = micro_batches(documents(20))  # 10 micro-batches: windows of 4, 4 and 2
     history, waiting = [], 0
     for epoch in range(epochs):

@@ -25,6 +25,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # FSDP2 averages. After model.set_gradient_divide_factor(1.0) it adds: grad_reduction="sum".
     acc = fusedce.LossAccumulator()
+    acc.guard(optimizer, model)
     accumulation = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH // world
     history = []
     for _ in range(epochs):

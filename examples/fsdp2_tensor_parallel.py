@@ -30,6 +30,7 @@ def train(dp: int = 2, tp: int = 2) -> list[dict[str, float]]:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     acc = fusedce.LossAccumulator.from_mesh(mesh, ["dp"])
+    acc.guard(optimizer, model)
     mine = micro_batches(documents(16))[mesh.get_local_rank("dp") :: dp]
     history = []
     for window in windows_of(mine, 4 // dp):

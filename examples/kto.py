@@ -27,6 +27,7 @@ def train(steps: int = 10) -> list[tuple[float, float]]:
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     acc = fusedce.LossAccumulator()
+    acc.guard(optimizer, policy)
     tokens = pairs().flatten(0, 1)  # good and bad ones by turns
     desirable = torch.arange(len(tokens)) % 2 == 0
     history = []

@@ -24,6 +24,7 @@ def train(epochs: int = 2, writer: Any = None) -> list[dict[str, float]]:
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc, evaluation = fusedce.LossAccumulator(), fusedce.LossAccumulator()
+    acc.guard(optimizer, model)
     train_set, held_out = documents()[:-4], documents()[-4:]
     history: list[dict[str, float]] = []
     for _ in range(epochs):

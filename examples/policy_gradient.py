@@ -36,6 +36,7 @@ def train(steps: int = 15) -> tuple[list[float], list[dict[str, float]]]:
     model, rng = TinyLM(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = fusedce.LossAccumulator()
+    acc.guard(optimizer, model)
     rewards, history = [], []
     for _ in range(steps):
         batches = []

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fusedce.loss.reference import reference_ce as reference_ce
     from fusedce.loss.reference import reference_kl as reference_kl
     from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
+    from fusedce.trainer.model_loss import model_loss as model_loss
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ _HOME = {
     "fused_logprobs": "loss.logprobs",
     "head_report": "head.replace",
     "linear_cross_entropy": "loss.names_of_peers",
+    "model_loss": "trainer.model_loss",
     "reference_ce": "loss.reference",
     "reference_kl": "loss.reference",
     "replace_loss_head": "head.replace",

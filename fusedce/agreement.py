@@ -153,10 +153,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     in an all-reduce of gradients, and gloo would abort both processes. Other backends use
     ``group``.
     """
-    cpu = torch.device("cpu")
-    if device_for(group, cpu) != cpu or _backend(group, "cpu") != "gloo":
-        return group
-    if group not in _OWN:
+    if _is_to_be_made(group):
         members = dist.get_process_group_ranks(group)
         _OWN[group] = dist.new_group(
             members,
@@ -164,7 +161,53 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             timeout=timeout_for(group),
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
-    return _OWN[group]
+    return _OWN.get(group, group)
+
+
+_ATTEMPTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def meet(group: dist.ProcessGroup) -> Exception | None:
+    """Wait until all ranks have come, before :func:`own_group` makes a group with all of them.
+
+    They tell it in the store: making the group would wait for a rank that has failed before.
+
+    Returns:
+        The error if a rank has failed (:func:`has_failed_before_meeting`); all return the same.
+    """
+    if not _is_to_be_made(group):
+        return None
+    keys = _tell(group, "")
+    store = dist.distributed_c10d._get_default_store()
+    timeout = timeout_for(group)
+    store.wait(keys, *([] if timeout is None else [timeout]))
+    told = [Told({}, store.get(key).decode()[1:], []) for key in keys]
+    return failure_of(told)
+
+
+def has_failed_before_meeting(group: dist.ProcessGroup, words: str) -> bool:
+    """Tell the other ranks an error in the store, if the group of :func:`own_group` is not made."""
+    if to_be_made := _is_to_be_made(group):
+        _tell(group, words)
+    return to_be_made
+
+
+def _tell(group: dist.ProcessGroup, words: str) -> list[str]:
+    """Store what this rank has to say at this attempt to meet; return the keys of all ranks."""
+    attempt = _ATTEMPTS[group] = _ATTEMPTS.get(group, 0) + 1
+    keys = [
+        f"fusedce/{group.group_name}/{attempt}/{rank}"
+        for rank in dist.get_process_group_ranks(group)
+    ]
+    dist.distributed_c10d._get_default_store().set(keys[dist.get_rank(group)], f":{words}")
+    return keys
+
+
+def _is_to_be_made(group: dist.ProcessGroup) -> bool:
+    """Whether exchanges of ``group`` need a group of their own that is not made yet."""
+    cpu = torch.device("cpu")
+    on_cpu = device_for(group, cpu) == cpu and _backend(group, "cpu") == "gloo"
+    return on_cpu and group not in _OWN
 
 
 def timeout_for(group: dist.ProcessGroup) -> timedelta | None:

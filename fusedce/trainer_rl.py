@@ -23,6 +23,7 @@ from fusedce.loss.logprobs import fused_logprobs
 
 _LOGPROB_FUNCTION = "_ChunkedLogProbFunction"  # in trl.trainer.utils
 _CALLER = "add_fused_lm_head"  # in the same module: makes a model's forward call it
+_POLICY_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer")
 _DISTILLATION = "trl.trainer.distillation_trainer"
 _DIVERGENCE = "_chunked_divergence_loss"  # in that module
 
@@ -36,6 +37,7 @@ class FusedPolicyMixin:
     statistics are float32.
 
     Raises (when the trainer is made):
+        TypeError: another trainer of TRL stands behind the mixin (ORPO, CPO, GKD, distillation).
         RuntimeError: this version of TRL computes log-probabilities in another way (known: 1.16).
 
     Examples:
@@ -49,6 +51,13 @@ class FusedPolicyMixin:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        behind = [kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")]
+        if behind and not any(kind.__name__ in _POLICY_TRAINERS for kind in behind):
+            raise TypeError(
+                f"FusedPolicyMixin would fuse nothing in {behind[0].__name__}, whose loss computes "
+                f"its log-probabilities in another way: it works with {', '.join(_POLICY_TRAINERS)}"
+                f" (DistillationTrainer has FusedDistillationMixin)"
+            )
         super().__init__(*args, **kwargs)
         import trl.trainer.utils as trl_utils
 

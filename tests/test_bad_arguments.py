@@ -113,7 +113,6 @@ ROWS = {
             "loss_sum": {*NUMBER, "nan", "inf", "-inf"},
             "n_valid": {"zero", "three", "2**70"},
             "n_windows": {"zero", "three", "2**70"},
-            "previous_count": {"None", "three", "2**70"},
             "named": set(),
             "weights": set(),
         }.items()

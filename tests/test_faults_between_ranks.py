@@ -129,13 +129,13 @@ FAULTS = {
     "other dtype": {
         "declared": "out: loss_sum must be float32 or float64, got torch.bfloat16",
         # This loop goes on after the same error, with no micro-batch that counts.
-        "streaming": "different numbers of micro-batches in this window: 0 on rank 1, 2 on rank",
+        "streaming": "finish: no micro-batch since the last one: nothing to finish",
         "sharded sum": "hidden.dtype must be the same on all ranks that share the vocabulary",
         "sharded tokens": "hidden.dtype must be the same on all ranks that share the vocabulary",
     },
     "other order": {
-        "declared": "messages of different accumulators have met",
-        "streaming": "messages of different accumulators have met",
+        "declared": "ranks are at different places",
+        "streaming": "ranks are at different places",
         "sharded sum": "reduction must be the same on all ranks that share the vocabulary",
         "sharded tokens": "function must be the same on all ranks that share the vocabulary",
     },

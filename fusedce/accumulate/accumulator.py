@@ -11,27 +11,33 @@ https://huggingface.co/blog/gradient_accumulation).
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.checks import (
+from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.arguments import (
     OnEmpty,
+    as_window,
     check_auxiliary,
-    check_settings,
+    check_choice,
+    check_module,
     check_whole,
     describe,
     unpack,
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import Exchange
-from fusedce.accumulate.lifecycle import Lifecycle, Metrics
-from fusedce.accumulate.totals import UNNAMED
-from fusedce.accumulate.window import WindowBlock
+from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
+from fusedce.accumulate.totals import KINDS, UNNAMED, Sums, Totals, add, sums_of
+from fusedce.accumulate.window import Window
+from fusedce.accumulate.window_grads import STREAMED, Guard, scale_gradients, trained_of
 from fusedce.contract.checks import check_flag
 from fusedce.contract.groups import Ranks
+from fusedce.contract.objective import expecting
 
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
@@ -54,36 +60,22 @@ class LossAccumulator:
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming uses an estimate (the previous window's count; in the first
-    window 1024 tokens per rank) to keep gradients in the range of fp16 and bf16, and
-    ``finish`` corrects ``.grad`` once. Calling it after clipping is wrong, and cannot be detected.
-    :meth:`guard` catches other mistakes.
+    1 where they are added. Streaming divides by a constant first (1024 tokens per rank, which keeps
+    gradients in the range of fp16 and bf16), and ``finish`` corrects ``.grad`` once. Calling it
+    after clipping is wrong, and cannot be detected. :meth:`guard` catches other mistakes.
+    To evaluate, ``acc.add(out)`` every batch; ``acc.metrics()`` gives sum / count.
 
-    To evaluate, call ``acc.add(out)`` for every batch and then ``acc.metrics()``, which gives
-    sum / count over all batches and ranks, independent of the batch size.
+    What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
+    loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
+    same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
 
-    Nothing waits for a GPU until ``metrics``, ``state_dict``, or a choice of ``on_empty`` other
-    than "zero" must read a number. Errors found on the device (a label out of range, a count that
-    differs from the declared one) are raised there at the latest. A single process on a CPU raises
-    them at once; several ranks raise them at the window's end, before an optimizer steps, and all
-    of them raise the same error.
-
-    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
-    on a new group of the same ranks, made when the first window opens or ends):
-
-    * streaming: one per window, in ``finish``;
-    * declared counts: one when the window opens, which gives the denominator and is awaited at its
-      first ``scale``, and one when it ends, which carries losses and errors. One alone cannot do
-      both: the first backward needs the counts of all ranks, and before the optimizer steps each
-      rank must learn whether another one has failed in its last backward;
-    * ``metrics``: one if batches were ``add``-ed, none after training windows.
-
-    There are none in a single process and none per micro-batch. A rank that waits for one that
-    does not come raises an error after the process group's timeout, with advice. Under
-    ``TORCH_DISTRIBUTED_DEBUG=INFO`` each ``scale`` first reads from the store of
-    ``torch.distributed`` whether another rank has ended the window.
-
-    One accumulator belongs to one thread.
+    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
+    on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
+    have one when the window opens, which gives the denominator and is awaited at its first
+    ``scale``, and one when it ends, which carries losses and errors: before the optimizer steps
+    each rank must learn whether another one has failed in its last backward. ``metrics`` has one if
+    batches were ``add``-ed. There are none per micro-batch. A rank that waits in vain raises an
+    error after the process group's timeout. One accumulator belongs to one thread.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -98,9 +90,6 @@ class LossAccumulator:
             "skip": :attr:`should_step` is False, and ``finish`` sets ``.grad`` to None. "raise":
             ``RuntimeError`` on all ranks. The last two read the count once per window.
 
-    Raises:
-        TypeError, ValueError: an argument is none of these.
-
     Examples:
         >>> acc = LossAccumulator()
         >>> weight = torch.randn(11, 4, requires_grad=True)
@@ -113,6 +102,11 @@ class LossAccumulator:
         6
     """
 
+    from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
+    from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
+        from_accelerator
+    )
+
     def __init__(
         self,
         process_group: Any = None,
@@ -121,15 +115,27 @@ class LossAccumulator:
         backward_divisor: float = 1,
         on_empty: OnEmpty = "zero",
     ) -> None:
-        check_settings(grad_reduction, on_empty)
+        check_choice("grad_reduction", grad_reduction, ("mean", "sum"))
+        check_choice("on_empty", on_empty, ("zero", "skip", "raise"))
         ranks, engine = Ranks(process_group), Engine(backward_divisor)
-        self._lifecycle = Lifecycle(ranks, Exchange(ranks), engine, grad_reduction, on_empty)
-        self._metrics = Metrics(self._lifecycle)
+        self._start(ranks, ranks, engine, grad_reduction, on_empty, True)
 
-    from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
-    from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
-        from_accelerator
-    )
+    def _start(
+        self, tokens: Ranks, shared: Ranks, engine: Engine, reduction: str, empty: str, loss: bool
+    ) -> None:
+        """Set everything as it is before any window."""
+        self._tokens = tokens  # whose losses are added (in a pipeline, the last stages)
+        self._exchange = Exchange(shared)  # with all ranks that share the windows
+        self._engine, self._grad_reduction, self._on_empty = engine, reduction, empty
+        self._has_loss = loss  # whether this rank computes losses
+        self._guard, self._totals = Guard(), Totals()
+        self._window: Window | None = None  # the open one
+        self._announced: object = None  # the result of `window(...)` until it is entered
+        self._should_step = True
+        self._opened = 0  # see Guard.place
+        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
+        self._bad: Tensor | None = None  # the first bad label among those, as a fault
+        self._evaluates = self._trains = False  # what the totals hold since the last reset
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -155,69 +161,93 @@ class LossAccumulator:
                 one without tokens declares 0.
             weights: factors of losses by name; a loss that is left out has the factor 1.
 
-        Raises (on entering, or at the first ``scale`` for errors of other ranks):
-            RuntimeError: another window is open; ranks declare different numbers of micro-batches;
-                at the end, fewer were differentiated than declared, or with other counts;
-                ``on_empty="raise"`` and no rank has a token.
-            TypeError, ValueError: counts are not integers, or negative; weights are not numbers.
+        Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` on entering, at the first ``scale``
+        for errors of other ranks, and at the end for micro-batches that differ from the counts.
         """
-        lifecycle = self._lifecycle
-        lifecycle.announced = opening = WindowBlock(
-            self, lambda: lifecycle.enter(counts, weights), lifecycle.leave, self._expected
-        )
-        return opening
+        self._announced = block = WindowBlock(self, counts, weights)
+        return block
+
+    def _enter(self, counts: Any, weights: Mapping[str, float] | None) -> None:
+        """Open a window of declared counts. One all-gather."""
+        self._announced = None
+        with self._exchange.tell_peers_on_error(WINDOW):
+            self._refuse_open_window("open another")
+            self._check_ready()
+            losses, declared = as_window(counts, weights)
+            if not declared and self._has_loss:
+                raise ValueError("counts must hold one number per micro-batch, got none at all")
+        local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
+        if declared:
+            local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
+        said = self._says(1 + len(declared), losses)
+        sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
+        if self._on_empty != "zero" or sent.work is None:
+            self._decide_step(sent.wait().sum())
+        else:
+            self._should_step = True
+        self._open(Window(losses, declared, sent, self._guard))
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close a window of declared counts, or drop it after ``error``. One all-gather."""
+        window = self._window
+        if error is not None:
+            if window is not None:
+                self._close(dropped=True)
+                # Ranks that already know of the error do not come to the window's end.
+                if error is not self._exchange.shared_error and not window.was_refused():
+                    self._exchange.fail(CLOSE, error)
+            self._exchange.shared_error = None  # its traceback holds what has run out of memory
+            return
+        if window is None:
+            raise RuntimeError("the window was closed inside its own block")
+        try:
+            window.factors(1.0)
+            with self._exchange.tell_peers_on_error(CLOSE):
+                if self._has_loss:
+                    window.check_complete()
+                self._guard.check_end(None)
+            sums = self._send(CLOSE, window)
+        finally:
+            self._close()
+            self._exchange.shared_error = None
+        self._count_window(window, sums)
 
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
-        ``loss_sum * R * backward_divisor / denominator`` plus the auxiliary losses that wait.
-        Counts as one micro-batch once it is differentiated.
+        ``loss_sum * R * backward_divisor / denominator`` plus the auxiliary losses that wait, a
+        ``()`` tensor of ``loss_sum``'s dtype. It counts as a micro-batch once it is differentiated;
+        another factor than the engine's or a GradScaler's is an error where the ranks meet next.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens;
                 in a window of several losses a dict of them.
-
-        Returns:
-            ``()`` tensor of ``loss_sum``'s dtype. Another factor that arrives in its backward than
-            the engine's own, or a GradScaler's, is an error where the ranks meet next.
-
-        Raises:
-            RuntimeError: streaming under an engine that steps on its own (DeepSpeed); more
-                micro-batches than declared; a window that was not entered; one in which a backward
-                has raised.
-            TypeError, ValueError: not a loss, or one in a dtype that cannot hold a sum; a
-                :class:`LossSum` that was multiplied or divided by a number; a label out of range
-                (CPU tensors raise it earlier, in ``fused_ce``).
         """
-        lifecycle = self._lifecycle
-        lifecycle.check_entered()
-        losses = unpack(out, [UNNAMED] if lifecycle.window is None else lifecycle.window.weights)
+        self._check_entered()
+        losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
         check_whole(losses)
-        window = lifecycle.window or lifecycle.start_streaming()
+        window = self._window or self._start_streaming()
         window.check_usable()
-        lifecycle.exchange.before_micro_batch(
-            window.n_done, window.declared is None, lifecycle.equal()
-        )
-        ranks, upstream = lifecycle.tokens.size(), lifecycle.engine.upstreams()
-        return window.scaled(losses, self._factor(), ranks, upstream)
+        size, upstreams = self._tokens.size(), self._engine.upstreams()
+        return window.scaled(losses, self._factor(), size, upstreams)
 
     def _factor(self) -> float:
         """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
-        lifecycle = self._lifecycle
-        ranks = lifecycle.tokens.size() if lifecycle.grad_reduction == "mean" else 1
-        return lifecycle.engine.divisor() * ranks
+        ranks = self._tokens.size() if self._grad_reduction == "mean" else 1
+        return self._engine.divisor() * ranks
 
-    def _expected(self) -> Tensor | None:
+    def _expected(self) -> Tensor | float | None:
         """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
 
         A window of several losses has several factors, hence ``None``. This waits for the other
         ranks' counts; an error among them is left for :meth:`scale` to raise.
         """
-        window = self._lifecycle.window
+        window = self._window
         if window is None or len(window.weights) > 1:
             return None
         try:
-            return window.factors(self._factor())[0] * self._lifecycle.engine.upstreams()[0]
+            factor, upstream = window.factors(self._factor())[0], self._engine.upstreams()[0]
+            return factor if upstream == 1 else factor * upstream
         except (RuntimeError, TypeError, ValueError):
             return None
 
@@ -227,10 +257,6 @@ class LossAccumulator:
         After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
         (out of memory), ``.grad`` holds a part of this micro-batch that cannot be removed: to go
         on, leave the ``with`` block, or call :meth:`discard_window`.
-
-        Raises:
-            RuntimeError: nothing that the loss depends on requires grad.
-            TypeError, ValueError, RuntimeError: as :meth:`scale`.
         """
         scaled = self.scale(out)
         if not scaled.requires_grad:
@@ -239,37 +265,39 @@ class LossAccumulator:
                 "frozen, or it was computed under torch.no_grad(). Training needs one of them with "
                 "requires_grad=True; evaluation is acc.add(out)"
             )
-        try:
-            self._lifecycle.engine.backward(scaled)
-        except RuntimeError as error:
-            if self._lifecycle.window is None or self._lifecycle.window.declared is None:
-                self._lifecycle.exchange.note_wait(error)  # else where the block is left
-            raise
+        self._engine.backward(scaled)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.
 
-        It is divided by the number of micro-batches and of ranks, never by tokens, and is not part
-        of the metrics.
-
-        Args:
-            auxiliary: ``()``, floating, with its graph.
-
-        Raises:
-            RuntimeError: outside ``window``: streaming corrects all gradients by one factor at the
-                end, which fits the token loss and would be wrong for this one.
-            TypeError, ValueError: not a floating tensor of one element.
+        ``auxiliary ()`` is divided by the number of micro-batches and of ranks, never by tokens,
+        and is not part of the metrics. It needs a window with declared counts.
         """
         check_auxiliary(auxiliary)
-        window = self._lifecycle.window
-        if window is None or window.declared is None:
+        if self._window is None or self._window.declared is None:
             raise RuntimeError(
                 "add_auxiliary was called outside of a window with declared counts, and needs one: "
                 "use `with acc.window([count_valid(...) for each micro-batch])`. Streaming "
                 "corrects all gradients by one factor in finish(), which would rescale the "
                 "auxiliary loss."
             )
-        window.add_auxiliary(auxiliary)
+        self._window.add_auxiliary(auxiliary)
+
+    def _start_streaming(self) -> Window:
+        """Open a streaming window. No collective."""
+        if self._engine.no_streaming is not None:
+            raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
+        if not self._has_loss:
+            raise RuntimeError(
+                "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
+                "from_mesh(..., has_loss=True) says so"
+            )
+        self._check_ready()
+        return self._open(Window({UNNAMED: 1.0}, None, self._streamed(), self._guard))
+
+    def _streamed(self) -> float:
+        """The denominator of a streaming window's losses, until ``finish`` corrects it."""
+        return float(STREAMED * self._tokens.size())
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -280,20 +308,38 @@ class LossAccumulator:
 
         Returns:
             :attr:`should_step`.
-
-        Raises:
-            TypeError: ``parameters`` is no iterable of tensors.
-            RuntimeError: no micro-batch since the last window; a backward has raised; no parameter
-                has a gradient, or one that :meth:`guard` knows was not given; another accumulator
-                streams over the same gradients; ranks had different numbers of micro-batches;
-                ``on_empty="raise"`` and nothing was valid.
         """
-        return self._lifecycle.finish(parameters)
+        window = self._window
+        if window is not None and window.declared is not None:
+            raise RuntimeError(
+                "finish is for streaming; a window with declared counts needs no correction"
+            )
+        self._opened = self._guard.place()
+        with self._exchange.tell_peers_on_error(FINISH):
+            self._check_entered()
+            if window is not None:
+                window.check_complete()
+            n_done = 0 if window is None else len(window.done)
+            if n_done == 0 and self._has_loss:
+                raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
+            trained = trained_of(parameters)
+            self._guard.check_end(trained)
+        sums = self._send(FINISH, window)
+        self._close()
+        self._guard.mark_shared(trained)
+        self._decide_step(sums[1])
+        if self._should_step:
+            scale_gradients(trained, self._streamed() / sums[1].clamp(min=1))
+        else:
+            for p in trained:
+                p.grad = None
+        self._count_window(window, sums)
+        return self._should_step
 
     @property
     def should_step(self) -> bool:
         """False after a window without any valid token under ``on_empty="skip"``, else True."""
-        return self._lifecycle.should_step
+        return self._should_step
 
     def discard_window(self, module: torch.nn.Module | None = None) -> None:
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
@@ -303,12 +349,14 @@ class LossAccumulator:
                 ``set_requires_gradient_sync(False)`` holds gradients inside, where ``zero_grad``
                 does not reach them: it needs this, also after a ``with`` block that was left by
                 an error.
-
-        Raises:
-            TypeError: ``module`` is no module.
-            RuntimeError: inside ``with acc.window(...)``: leave the block instead.
         """
-        self._lifecycle.discard(module)
+        check_module(module)
+        if self._window is not None and self._window.declared is not None:
+            raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
+        self._announced = None
+        self._close(dropped=True)
+        if module is not None:
+            self._guard.drop(module)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
         """Raise an error where a loop would spoil a window's gradients.
@@ -322,35 +370,113 @@ class LossAccumulator:
         to another model.
 
         Args:
-            optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included. A gradient of
-                one of its parameters that is not given to ``finish`` is an error there.
+            optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
             module: the model (DDP around it, where there is one). Its parameters are watched as
-                those of the optimizer are, and DDP's ``Join`` raises an error even if the model was
-                made after the first window.
-
-        Raises:
-            TypeError: ``optimizer`` is no optimizer, or ``module`` no module.
-            RuntimeError: later, when one of these mistakes happens.
+                those of the optimizer are.
         """
-        self._lifecycle.guard.add(optimizer, module)
+        self._guard.add(optimizer, module)
+
+    # ---- every window -----------------------------------------------------------------------
+
+    def _open(self, window: Window) -> Window:
+        self._window = window
+        self._guard.open(window.why_no_step, window.declared is None)
+        return window
+
+    def _close(self, dropped: bool = False) -> None:
+        """Forget the open window; ``dropped`` if its gradients are not to be used."""
+        if self._window is not None:
+            self._window.is_open = False
+        self._window = None
+        self._guard.close(dropped)
+
+    def _send(self, purpose: str, window: Window | None) -> Tensor:
+        """The sums over ranks of a window that ends, after its one all-gather."""
+        window = window or Window({UNNAMED: 1.0}, None, 1.0, self._guard)
+        said, settings = (0, 0), self._equal()
+        if purpose == FINISH:
+            said = self._says(0, window.weights)
+            settings["opened"] = self._opened
+        return self._exchange.send(purpose, window.sums(), settings, said, window.fault()).wait()
+
+    def _count_window(self, window: Window | None, sums: Tensor) -> None:
+        """Add a window that has ended, and its sums over all ranks, to the totals."""
+        self._totals.weights = {UNNAMED: 1.0} if window is None else window.weights
+        self._totals.add(self._totals.weights, sums)
+        self._totals.n_windows += 1
+        self._trains = True
+
+    def _equal(self) -> dict[str, object]:
+        """Settings that must be equal on all ranks at every exchange."""
+        return {
+            "grad_reduction": self._grad_reduction,
+            "on_empty": self._on_empty,
+            "backward_divisor": self._engine.divisor(),
+        }
+
+    def _says(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
+        """``micro_batches`` and a hash of the losses: equal on ranks with losses."""
+        names = zlib.crc32(json.dumps(losses).encode())
+        return (micro_batches, names) if self._has_loss else (0, 0)
+
+    def _decide_step(self, total: Tensor) -> None:
+        """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
+        self._should_step = self._on_empty == "zero" or int(total) > 0
+        if not self._should_step and self._on_empty == "raise":
+            self._should_step = True
+            raise RuntimeError(
+                "no valid token in this window on any rank (on_empty='raise'): "
+                "every label is ignore_index"
+            )
+
+    def _check_ready(self) -> None:
+        """Raise ``RuntimeError`` where no window may open now."""
+        if self._evaluates:
+            raise RuntimeError(
+                "the metrics hold batches that were added for evaluation since the last reset, and "
+                "would mix them with training: call metrics(reset=True) first, or evaluate with a "
+                "LossAccumulator of its own"
+            )
+        self._guard.check_ready(alone=self._exchange.ranks.size() == 1)
+
+    def _check_entered(self) -> None:
+        """Raise ``RuntimeError`` if ``window(...)`` was called without ``with``."""
+        if self._announced is not None:
+            raise RuntimeError(
+                "acc.window(...) was called and not entered: write `with acc.window(counts):` "
+                "around the micro-batches (discard_window() forgets it)"
+            )
+
+    def _refuse_open_window(self, action: str) -> None:
+        """Raise ``RuntimeError`` if a window is open; ``action`` says what needs it closed."""
+        self._check_entered()
+        if self._window is not None:
+            self._window.refuse(action)
 
     # ---- metrics and state ------------------------------------------------------------------
 
     def add(self, out: Loss) -> None:
         """Count a batch in the metrics without training on it (evaluation). No collective.
 
-        Args:
-            out: one loss, as for :meth:`scale`.
-
-        Raises:
-            TypeError: ``out`` is something else.
-            ValueError: a label was out of range (on a CPU at once, else when metrics are read).
-            RuntimeError: training windows are in the metrics since the last reset.
+        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
+        mixed: reset the metrics in between.
         """
         one = unpack(out, [UNNAMED])[UNNAMED]
         if not one.loss_sum.requires_grad:
-            self._lifecycle.engine.check_evaluated()
-        self._metrics.add(one)
+            self._engine.check_evaluated()
+        if n_windows := self._totals.n_windows:
+            raise RuntimeError(
+                f"add: the metrics hold {n_windows} training windows since the last reset, and "
+                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
+                f"with a LossAccumulator of its own"
+            )
+        self._evaluates = True
+        n = one.n_valid.reshape(1)
+        alone = self._exchange.ranks.group() is None
+        if alone and _faults.readable(n.device) and n < 0:
+            raise _faults.bad_label(int(n))
+        self._bad = _faults.first_of([self._bad, _faults.first(_faults.bad_label, n < 0, n)])
+        self._waiting = add(self._waiting, {UNNAMED: sums_of([one])})
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the labels of repeated samples set to ``ignore_index``.
@@ -358,14 +484,10 @@ class LossAccumulator:
         The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
         :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
         Batches without repeated samples are returned unchanged.
-
-        Raises:
-            TypeError: ``batch`` is no mapping.
-            ValueError: it holds no labels.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
-        return self._lifecycle.engine.without_repeats(batch)
+        return self._engine.without_repeats(batch)
 
     def metrics(self, *, reset: bool = False) -> dict[str, float]:
         """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
@@ -374,10 +496,7 @@ class LossAccumulator:
         rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
         something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
 
-        Args:
-            reset: start a new interval.
-
-        Returns:
+        Returns (``reset`` starts a new interval):
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
             ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
             (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
@@ -386,12 +505,6 @@ class LossAccumulator:
             ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
             nats per token.
 
-        Raises:
-            RuntimeError: a window is still open (an epoch's last, shorter window must be finished
-                too); a count differed from the declared one; ranks are at different places.
-            ValueError: a label was out of range.
-            TypeError: ``reset`` is not True or False.
-
         Examples:
             >>> acc = fusedce.LossAccumulator()
             >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
@@ -399,51 +512,96 @@ class LossAccumulator:
             1.5
         """
         check_flag("reset", reset)
-        return self._metrics.read(reset)
+        if self._waiting or not self._trains:
+            self._sum_over_ranks()
+        self._refuse_open_window("read metrics")
+        self._exchange.raise_unread()
+        found = self._totals.metrics()
+        if reset:
+            self._totals.reset()
+            self._evaluates = False
+        return found
+
+    def _sum_over_ranks(self) -> None:
+        """Add the batches that each rank has evaluated to the totals: one all-gather."""
+        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
+        with self._exchange.tell_peers_on_error(METRICS):
+            self._refuse_open_window("read metrics")
+        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
+        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
+        self._totals.add([UNNAMED], sent.wait())
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals of all ranks and the streaming estimate, as plain numbers. No collective.
+        """Totals of all ranks, as plain numbers. No collective.
 
-        Equal on all ranks: one may save alone and all of them load it, in any number.
-
-        Raises:
-            RuntimeError: a window is open: its gradients live in ``.grad``, which no checkpoint
-                holds, so save between optimizer steps. Also raised when batches were added on
-                several ranks and ``metrics()`` has not summed them yet.
+        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
+        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
         """
-        return self._metrics.state()
+        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
+        if self._waiting:
+            if self._exchange.ranks.size() > 1:
+                raise RuntimeError(
+                    "cannot save the state: batches were added on this rank that are not summed "
+                    "over ranks yet. Call metrics() on all ranks first"
+                )
+            self._sum_over_ranks()
+        self._exchange.raise_unread()
+        return self._totals.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, with the same bits as without the interruption.
 
         All ranks load the same state, whichever rank saved it, of however many.
-
-        Raises:
-            RuntimeError: a window is open.
-            TypeError, ValueError: ``state`` is something else.
         """
-        self._metrics.load(state)
+        self._refuse_open_window("load a state")
+        self._totals.load(state)
+        self._trains, self._evaluates = self._totals.n_windows > 0, False
+        self._waiting, self._bad = {}, None
 
     # ---- copies and text --------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        lifecycle, n = self._lifecycle, self._lifecycle.tokens.size()
-        now = f"{lifecycle.totals.n_windows} windows since the reset"
+        n = self._tokens.size()
+        now = f"{self._totals.n_windows} windows since the reset"
         return (
-            f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction="
-            f"{lifecycle.grad_reduction!r}, on_empty={lifecycle.on_empty!r}, "
-            f"{now if lifecycle.window is None else lifecycle.window.progress()})"
+            f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction={self._grad_reduction!r}, "
+            f"on_empty={self._on_empty!r}, "
+            f"{now if self._window is None else self._window.progress()})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """State for ``deepcopy`` and ``pickle``; raises ``RuntimeError`` inside a window."""
-        self._lifecycle.refuse_open_window("copy it")
-        return {
-            **self.__dict__,
-            "_lifecycle": self._lifecycle.fresh(),
-            "_metrics": self.state_dict(),
-        }
+        self._refuse_open_window("copy it")
+        made = (self._tokens, self._exchange.ranks, self._engine, self._grad_reduction)
+        return {"made": (*made, self._on_empty, self._has_loss), "state": self.state_dict()}
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
-        self.__dict__.update(copied, _metrics=Metrics(copied["_lifecycle"]))
-        self._metrics.load(copied["_metrics"])
+        self._start(*copied["made"])
+        self.load_state_dict(copied["state"])
+
+
+class WindowBlock:
+    """The context manager that ``acc.window(...)`` returns.
+
+    Inside it, fused losses know the factor by which the window will scale them (``expected``).
+    """
+
+    def __init__(self, owner: LossAccumulator, counts: Any, weights: Any) -> None:
+        self._owner, self._declared = owner, [(counts, weights)]
+        self._expecting = expecting(owner._expected)
+
+    def __enter__(self) -> LossAccumulator:
+        if not self._declared:
+            raise RuntimeError(
+                "this window was entered before: each optimizer step has counts of its own, so "
+                "write `with acc.window(counts):` in the loop"
+            )
+        self._owner._enter(*self._declared.pop())
+        self._expecting.__enter__()
+        return self._owner
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._owner._leave(error)
+        finally:
+            self._expecting.__exit__(None, None, None)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from fusedce.accumulate.checks import OnEmpty
+from fusedce.accumulate.arguments import OnEmpty
 from fusedce.accumulate.exchange import Exchange
 from fusedce.contract.groups import Ranks, submesh
 
@@ -92,14 +92,11 @@ class AccelerateEngine(Engine):
         if (real := self._real_samples()) is None:
             return batch
         self._left_out = real
-        names = [name for name in ("labels", "shift_labels") if name in batch]
-        if not names:
+        masked = {n: batch[n].clone() for n in ("labels", "shift_labels") if n in batch}
+        if not masked:
             raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
-        rows = len(batch[names[0]])
-        mine = max(real - self._accelerator.process_index * rows, 0)
-        masked = {name: batch[name].clone() for name in names}
         for labels in masked.values():
-            labels[mine:] = -100
+            labels[max(real - self._accelerator.process_index * len(labels), 0) :] = -100
         return {**batch, **masked}
 
     def check_evaluated(self) -> None:
@@ -137,18 +134,14 @@ def from_mesh(
     Args:
         mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
         token_dims: the dimensions over which tokens differ: data and context parallel ones,
-            not tensor parallel ones. None at all: every rank holds the same tokens.
+            not tensor parallel ones. None at all: every rank holds the same tokens. Several
+            make one new group, a collective of all ranks of the mesh, once.
         pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
             same windows (``acc.window()`` without counts where there is no loss) and call
             ``finish``; the schedule needs ``scale_grads=False``, and
             ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
         has_loss: whether this rank computes the loss; by default, the last stage does.
         grad_reduction, backward_divisor, on_empty: as for the class.
-
-    Collectives: several dimensions make one new group, on all ranks of the mesh, once.
-
-    Raises:
-        TypeError, ValueError: ``mesh`` is not a ``DeviceMesh`` or has no such dimensions.
 
     Examples:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -163,9 +156,9 @@ def from_mesh(
     )
     if pipeline_dim is not None:
         dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
-        new._lifecycle.exchange = Exchange(Ranks(submesh(mesh, [*dims, pipeline_dim])))
+        new._exchange = Exchange(Ranks(submesh(mesh, [*dims, pipeline_dim])))
         last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
-        new._lifecycle.has_loss = last if has_loss is None else has_loss
+        new._has_loss = last if has_loss is None else has_loss
     return new
 
 
@@ -180,31 +173,19 @@ def from_accelerator(
     and do without ``accumulate``, which takes each of the last ones for the end of the epoch
     once the dataloader is exhausted (``examples/accelerate_loop.py`` shows both).
 
-    Args:
-        accelerator: an ``accelerate.Accelerator``, on one device, with DDP, FSDP or DeepSpeed
-            (declared counts only).
-        on_empty: as for the class.
-
-    Raises:
-        TypeError: not an ``Accelerator``.
-        ValueError: Megatron-LM, or DeepSpeed's sequence parallelism.
+    ``accelerator`` runs on one device, with DDP, FSDP or DeepSpeed (declared counts only).
 
     Examples:
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
         >>> acc = LossAccumulator.from_accelerator(accelerator)
     """
     new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
-    new._lifecycle.engine = AccelerateEngine(accelerator)
+    new._engine = AccelerateEngine(accelerator)
     return new
 
 
 def token_mesh(accelerator: Any) -> Any:
-    """The ranks of an ``Accelerator`` that hold distinct tokens; ``None`` means all.
-
-    Raises:
-        TypeError: not an ``Accelerator``.
-        ValueError: the ranks share sequences in a way that no mesh describes.
-    """
+    """The ranks of an ``Accelerator`` that hold distinct tokens; ``None`` means all."""
     _kind(accelerator)
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "sp_enabled", False):

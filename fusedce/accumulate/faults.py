@@ -1,30 +1,29 @@
-"""Errors found in tensors while a window runs, kept until raising them is safe.
+"""What may be wrong in a window's tensors, found once at its end and told to all ranks.
 
-In a single process on a CPU they are raised at once. On a device this would wait for the device,
-and on several ranks the others would wait for the rank that left. In these cases the first error is
-kept in a small tensor, and the next exchange carries it to all ranks.
+A fault is a row of :data:`ROW` int64, made without waiting for a device, so that the message which
+ends a window can carry it: 1 + index in :data:`_KINDS`, then that error's numbers; zeros if none.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fusedce.contract.labels import bad_label_message
 
-
-def bad_label(code: int) -> Exception:
-    """A label out of range, described by a negative count."""
-    return ValueError(bad_label_message(code))
-
-
+ROW = 4
 _TWICE = (
     "Or was a loss differentiated twice (retain_graph=True)? It counts twice, the second time as "
     "the next micro-batch"
 )
+
+
+def bad_label(code: int) -> Exception:
+    """A label out of range, described by a negative count."""
+    return ValueError(bad_label_message(code))
 
 
 def count_differs(micro_batch: int, declared: int, counted: int) -> Exception:
@@ -69,87 +68,70 @@ def gradients_gone() -> Exception:
     )
 
 
+def gradients_left() -> Exception:
+    """Gradients that a window has found before its first micro-batch."""
+    return RuntimeError(
+        "the window began over gradients that were there before it: those of the last step "
+        "(zero_grad() is missing after optimizer.step()), or of a backward of its own, which "
+        "finish() would rescale (add it in a window with declared counts, or after finish())"
+    )
+
+
+def gradients_written() -> Exception:
+    """Gradients that something else has changed between the micro-batches of a window."""
+    return RuntimeError(
+        "gradients were changed inside a window by something else than its losses: clip and "
+        "unscale after finish() or the last micro-batch; a loss of another kind (a regulariser) "
+        "with a backward() of its own needs a window with declared counts, or comes after finish()"
+    )
+
+
 _KINDS: tuple[Callable[..., Exception], ...] = (
     bad_label,
     count_differs,
-    too_many,
     multiplied,
     gradients_gone,
+    gradients_left,
+    gradients_written,
 )
-ROW = 4  # int64 values of an error in a message: 1 + index in _KINDS (or 0), then its numbers
 
 
-class Faults:
-    """Holds the first error that was found in tensors.
+def first(kind: Callable[..., Exception], wrong: Tensor, *numbers: Tensor) -> Tensor:
+    """The row of the first case ``(cases,)`` that is ``wrong``, with its ``numbers``; or zeros."""
+    kinds = torch.full_like(wrong, 1 + _KINDS.index(kind), dtype=torch.int64)
+    columns = [kinds, *numbers, *[torch.zeros_like(kinds)] * (ROW - 1 - len(numbers))]
+    rows = torch.stack([moved(x, wrong.device) for x in columns], 1)
+    at = wrong.int().argmax().reshape(1)
+    return torch.where(wrong.any(), rows.index_select(0, at)[0], 0)
 
-    Args:
-        at_once: raise an error found on a CPU where it is found.
-    """
 
-    def __init__(self, at_once: bool) -> None:
-        self._at_once = at_once
-        self._first: Tensor | None = None  # (ROW,) int64
-
-    def note(
-        self, kind: Callable[..., Exception], condition: Tensor, *numbers: Tensor | int
-    ) -> None:
-        """Raise ``kind(*numbers)`` if ``condition ()`` holds: now where allowed, else later."""
-        device = condition.device
-        if self._at_once and readable(device):
-            if condition:
-                raise kind(*(int(x) for x in numbers))
-            return
-        padded = (1 + _KINDS.index(kind), *numbers, *[0] * (ROW - 1 - len(numbers)))
-        fault = torch.stack(
-            [
-                moved(x, device).long()
-                if isinstance(x, Tensor)
-                else torch.full((), x, dtype=torch.int64, device=device)
-                for x in padded
-            ]
-        )
-        self._keep(torch.where(condition, fault, 0))
-
-    def absorb(self, other: Faults) -> None:
-        """Take over the error of ``other``, unless this object holds one already."""
-        if other._first is not None:
-            self._keep(other._first)
-
-    def _keep(self, fault: Tensor) -> None:
-        """Keep ``fault (ROW,)`` int64 unless an earlier error is kept."""
-        old = self._first
-        if old is not None:
-            old = moved(old, fault.device)
-            fault = torch.where(old[0] == 0, fault, old)
-        self._first = fault
-
-    def row(self, device: torch.device) -> Tensor:
-        """The error as ``(ROW,)`` int64 on ``device``; zeros if there is none."""
-        if self._first is None:
-            return torch.zeros(ROW, dtype=torch.int64, device=device)
-        return moved(self._first, device)
-
-    def raise_first(self) -> None:
-        """Raise the error that was noted, and forget it. Waits for the device."""
-        if self._first is None:
-            return
-        numbers = self._first.tolist()
-        self._first = None
-        if (error := of_row(numbers)) is not None:
-            raise error
+def first_of(rows: Iterable[Tensor | None]) -> Tensor | None:
+    """The first of these rows that is a fault; ``None`` without any row."""
+    found: Tensor | None = None
+    for row in rows:
+        if found is not None and row is not None:
+            row = torch.where(found[0] == 0, moved(row, found.device), found)
+        found = found if row is None else row
+    return found
 
 
 def of_row(row: Sequence[int]) -> Exception | None:
     """The error that a row describes; ``None`` if there is none."""
     if not row[0]:
         return None
-    fault = _KINDS[row[0] - 1]
-    return fault(*row[1 : 1 + fault.__code__.co_argcount])
+    kind = _KINDS[row[0] - 1]
+    return kind(*row[1 : 1 + kind.__code__.co_argcount])
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on ``device``; a copy from the host does not wait for work queued on the device."""
     return x.to(device, non_blocking=x.device.type == "cpu")
+
+
+def together(values: Iterable[Tensor]) -> Tensor:
+    """Tensors of equal shape, stacked on the device of the first one."""
+    values = list(values)
+    return torch.stack([moved(x, values[0].device) for x in values])
 
 
 def readable(device: torch.device) -> bool:

@@ -3,56 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.faults import moved, together
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
+from fusedce.contract.results import LossSum
 
+UNNAMED = ""  # the name of a window's only loss where the user gave none
+KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
+_MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
 Sums = dict[str, Tensor]
-"""Named sums over tokens, each ``()`` float64: ``loss_sum``, ``n_valid``, and for each monitor
-(such as ``correct``) its sum and the number of monitored tokens (``correct of``). The sums of a
-loss with a name are called ``name/loss_sum`` and so on."""
-
-UNNAMED = ""
-"""The name of a window's only loss where the user gave none."""
+"""Sums over tokens by loss, ``(KINDS,)`` float64: of losses, of valid tokens, and for each monitor
+its sum and the number of monitored tokens (``correct of``)."""
 
 
 def key(loss: str, kind: str) -> str:
-    """The name of a sum: ``kind``, with the loss's name before it if it has one."""
+    """The name of a number: ``kind``, with the loss's name before it if it has one."""
     return f"{loss}/{kind}" if loss else kind
 
 
-_KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
+def copied(out: MonitoredLossSum) -> MonitoredLossSum:
+    """The numbers of a micro-batch, without its graph; graphs and models reuse their outputs."""
+    with torch.no_grad():
+        kept = LossSum(out.loss_sum.clone(), out.n_valid.clone())
+        return MonitoredLossSum.of(kept, {name: x.clone() for name, x in out.monitors.items()})
 
 
-def sums_of(loss: str, out: MonitoredLossSum) -> Sums:
-    """The sums of one micro-batch. A negative count reports a bad label and counts as 0."""
-    n_valid = out.n_valid.clamp(min=0).double()
-    found = {"loss_sum": out.loss_sum.detach().double(), "n_valid": n_valid}
-    for name, monitored in out.monitors.items():
-        found |= {name: monitored.detach().double().to(n_valid.device), f"{name} of": n_valid}
-    return {key(loss, kind): x for kind, x in found.items()}
+def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
+    """The sums ``(KINDS,)`` of micro-batches. A negative count is a bad label and counts as 0."""
+    at = outs[0].n_valid.device
+
+    def total(values: list[Tensor], least: float = -math.inf) -> Tensor:
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=at)
+        return moved(together(values).detach(), at).double().clamp(min=least).sum()
+
+    found = [total([x.loss_sum for x in outs]), total([x.n_valid for x in outs], 0)]
+    for name in MONITORS:
+        of = [x for x in outs if name in x.monitors]
+        found += [total([x.monitors[name] for x in of]), total([x.n_valid for x in of], 0)]
+    return torch.stack(found)
 
 
 def add(a: Sums, b: Mapping[str, Tensor]) -> Sums:
     """``a + b``, on the devices of ``b``."""
-    return {**a, **{k: _faults.moved(a[k], x.device) + x if k in a else x for k, x in b.items()}}
+    return {**a, **{k: moved(a[k], x.device) + x if k in a else x for k, x in b.items()}}
 
 
-def stacked(sums: Sums, names: Iterable[str]) -> Tensor:
-    """``(len(names),)`` float64; missing sums are 0."""
-    device = next((x.device for x in sums.values()), torch.device("cpu"))
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([_faults.moved(sums.get(name, zero), device) for name in names])
-
-
-def names_of(losses: Iterable[str]) -> list[str]:
-    """Names of the sums of these losses, in the order in which ranks exchange them."""
-    return [key(loss, kind) for loss in losses for kind in _KINDS]
+def stacked(sums: Sums, losses: Iterable[str]) -> Tensor:
+    """The sums of these losses, one after the other, ``(losses * KINDS,)``; missing ones are 0."""
+    at = next((x.device for x in sums.values()), torch.device("cpu"))
+    zeros = torch.zeros(len(KINDS), dtype=torch.float64, device=at)
+    return torch.cat([moved(sums.get(loss, zeros), at) for loss in losses])
 
 
 class Totals:
@@ -62,28 +68,26 @@ class Totals:
         sums: equal on all ranks.
         weights: the losses of the last window and their factors.
         n_windows: windows since the last reset.
-        previous_count: ``()`` float64, > 0: valid tokens of the last streaming window, or ``None``.
     """
 
     def __init__(self) -> None:
-        self.sums: Sums = {}
         self.weights: dict[str, float] = {UNNAMED: 1.0}
-        self.n_windows = 0
-        self.previous_count: Tensor | None = None
+        self.reset()
 
     def reset(self) -> None:
-        """Start a new interval; the streaming estimate stays."""
-        self.sums, self.n_windows = {}, 0
+        """Start a new interval."""
+        self.sums: Sums = {}
+        self.n_windows = 0
 
-    def add(self, names: Iterable[str], values: Tensor) -> None:
-        """Add ``values (n,)`` float64 to the sums of these names."""
-        self.sums = add(self.sums, dict(zip(names, values.unbind(), strict=True)))
+    def add(self, losses: Iterable[str], values: Tensor) -> None:
+        """Add ``values``, whose beginning is the :func:`stacked` sums of these losses."""
+        self.sums = add(self.sums, dict(zip(losses, values.split(len(KINDS)), strict=False)))
 
     def numbers(self) -> dict[str, float]:
-        """The sums, read from their device: one wait."""
-        if not self.sums:
-            return {}
-        return dict(zip(self.sums, stacked(self.sums, self.sums).tolist(), strict=True))
+        """The sums by :func:`key`, read from their device: one wait."""
+        names = [key(loss, kind) for loss in self.sums for kind in KINDS]
+        values = stacked(self.sums, self.sums).tolist() if names else []
+        return dict(zip(names, values, strict=True))
 
     def metrics(self) -> dict[str, float]:
         """See :meth:`LossAccumulator.metrics`. Waits for the device."""
@@ -100,12 +104,10 @@ class Totals:
     def state(self) -> dict[str, Any]:
         """See :meth:`LossAccumulator.state_dict`. Waits for the device."""
         numbers = self.numbers()
-        previous = self.previous_count
         return {
             "loss_sum": numbers.pop("loss_sum", 0.0),
             "n_valid": int(numbers.pop("n_valid", 0)),
             "n_windows": self.n_windows,
-            "previous_count": None if previous is None else int(previous),
             # Pairs in lists: a checkpoint may only load the keys that a new object has.
             "named": [[name, x] for name, x in numbers.items() if x],
             "weights": [[name, x] for name, x in self.weights.items()],
@@ -122,67 +124,45 @@ class Totals:
             raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
         if missing := set(self.state()) - set(state):
             raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
-        for name in ("n_valid", "n_windows"):
-            if not _is_whole(state[name]) or state[name] < 0:
-                raise ValueError(f"state[{name!r}] must be a whole number >= 0, got {state[name]}")
-        previous = state["previous_count"]
-        if previous is not None and (not _is_whole(previous) or previous < 1):
-            raise ValueError(
-                f"state['previous_count'] must be None or the tokens of a window, at least 1, got "
-                f"{previous!r}: gradients would be divided by it"
-            )
-        if not _is_number(state["loss_sum"]):
-            raise ValueError(f"state['loss_sum'] must be a number, got {state['loss_sum']!r}")
+        for name, kinds in (("n_valid", int), ("n_windows", int), ("loss_sum", (int, float))):
+            x = state[name]
+            if not isinstance(x, kinds) or isinstance(x, bool) or (kinds is int and x < 0):
+                raise ValueError(f"state[{name!r}] must be a (whole) number >= 0, got {x!r}")
         numbers, weights = (_pairs(state, name) for name in ("named", "weights"))
         if state["n_valid"] or state["loss_sum"] or not numbers:
-            numbers = {"loss_sum": state["loss_sum"], "n_valid": state["n_valid"], **numbers}
-        self.sums = {
-            k: torch.tensor(float(x), dtype=torch.float64, device="cpu") for k, x in numbers.items()
-        }
+            numbers |= {name: state[name] for name in ("loss_sum", "n_valid")}
+        self.sums = {}
+        for loss in {name.rpartition("/")[0]: None for name in numbers}:
+            row = [float(numbers.get(key(loss, kind), 0.0)) for kind in KINDS]
+            self.sums[loss] = torch.tensor(row, dtype=torch.float64, device="cpu")
         self.weights = {name: float(x) for name, x in weights.items()}
-        self.n_windows = int(state["n_windows"])
-        self.previous_count = None
-        if previous is not None:
-            self.previous_count = torch.tensor(float(previous), dtype=torch.float64, device="cpu")
-
-
-_MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
+        self.n_windows = state["n_windows"]
 
 
 def _per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
     """The metrics of one loss, by name, from its sums."""
-    n_tokens = numbers.get(key(loss, "n_valid"), 0.0)
-    mean = numbers.get(key(loss, "loss_sum"), 0.0) / n_tokens if n_tokens else math.nan
-    found: dict[str, float] = {
-        key(loss, "loss"): mean,
-        key(loss, "perplexity"): (
-            math.exp(mean) if mean < 709 else math.inf if mean == mean else math.nan
-        ),
-        key(loss, "n_tokens"): int(n_tokens),
-    }
+    of = {kind: numbers.get(key(loss, kind), 0.0) for kind in KINDS}
+    n = of["n_valid"]
+    mean = of["loss_sum"] / n if n else math.nan
+    perplexity = math.nan if mean != mean else math.exp(mean) if mean < 709 else math.inf
+    found: dict[str, float] = {"loss": mean, "perplexity": perplexity, "n_tokens": int(n)}
     for name in MONITORS:
-        if of := numbers.get(key(loss, f"{name} of")):
-            summed = numbers.get(key(loss, name), 0.0)
+        if monitored := of[f"{name} of"]:
             if name == "correct":
-                found[key(loss, "correct_tokens")] = int(summed)
-            found[key(loss, _MEANS[name])] = summed / of
-    return found
+                found["correct_tokens"] = int(of[name])
+            found[_MEANS[name]] = of[name] / monitored
+    return {key(loss, name): x for name, x in found.items()}
 
 
 def _pairs(state: Mapping[str, Any], name: str) -> dict[str, float]:
     """``state[name]``, a list of names and numbers, as a dict; ``ValueError`` for anything else."""
     pairs = state[name]
     if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) and _is_number(x[1])
+        isinstance(x, (list, tuple))
+        and len(x) == 2
+        and isinstance(x[0], str)
+        and isinstance(x[1], (int, float))
         for x in pairs
     ):
         raise ValueError(f"state[{name!r}] must be a list of [name, number], got {pairs!r}")
     return dict(pairs)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)

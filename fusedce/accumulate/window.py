@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step on this rank, checked against the declared counts.
+"""The micro-batches of one optimizer step on this rank: recorded as backward runs, checked at once.
 
 A micro-batch counts when its loss has been differentiated, not when it has been scaled: a loss
 that is never differentiated (a checkpoint computes it twice, a pipeline once more to learn shapes)
@@ -9,75 +9,85 @@ holds a part of it that cannot be removed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.arguments import Losses
 from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import Sums, add, key, stacked, sums_of
-from fusedce.contract.monitors import MonitoredLossSum
-from fusedce.contract.objective import expecting
+from fusedce.accumulate.totals import KINDS, copied, sums_of
+from fusedce.accumulate.window_grads import Guard
 
-Losses = dict[str, MonitoredLossSum]
-"""The losses of a micro-batch by name: ``loss_sum ()`` and ``n_valid ()`` int64, and monitors."""
+
+class Record(NamedTuple):
+    """What a window keeps of a micro-batch, without its graph."""
+
+    losses: Losses
+    arrived: Tensor | None = None  # the gradient () that its backward began with
+    upstreams: Sequence[float] = ()  # what that gradient may be
 
 
 class Window:
-    """An open window: its denominators are declared counts of all ranks, or an estimate.
+    """An open window, from its first micro-batch to its end.
 
     Args:
         weights: the factor of each of the window's losses, by name.
-        declared: tokens of each micro-batch, ``(losses,)`` int64 each; ``None`` when streaming.
-        denominators: ``(losses,)`` float64, tokens of all ranks.
-        faults: stores errors found in its losses.
-
-    Attributes:
-        sums: sums of the micro-batches that were differentiated.
-        n_done: their number.
-        is_open: False once the window has ended.
-        on_begin, on_end: called when a backward begins and ends.
+        declared: tokens of each loss of each micro-batch, ``()`` int64; ``None`` when streaming.
+        denominator: the message that gives ``(losses,)`` tokens of all ranks, or a constant.
+        guard: checks of the gradients.
     """
 
     def __init__(
         self,
         weights: dict[str, float],
-        declared: list[Tensor] | None,
-        denominators: Tensor | Pending,
-        faults: _faults.Faults,
+        declared: list[tuple[Tensor, ...]] | None,
+        denominator: Pending | float,
+        guard: Guard,
     ) -> None:
-        self.weights = weights
-        self.declared = declared
-        self.faults = faults
-        self.sums: Sums = {}
-        self.n_done = 0
-        self._auxiliary: list[Tensor] = []  # waiting for the next loss
+        self.weights, self.declared = weights, declared
+        self.done: list[Record] = []  # differentiated
         self.is_open = True
-        self._denominators = denominators
+        self._denominator: Pending | Tensor | float = denominator
+        self._guard = guard
+        self._auxiliary: list[Tensor] = []  # waiting for the next loss
         self._n_scaled = 0
-        # Backwards that have not ended: id of the backward, number of the micro-batch, its losses.
-        self._begun: list[tuple[int, int, Losses]] = []
+        self._factors: dict[object, list[Tensor | float]] = {}
+        # Backwards that have not ended: id of the backward, number of the micro-batch, its record.
+        self._begun: list[tuple[int, int, Record]] = []
         self._thread = threading.get_ident()
-        self.on_begin: Callable[[list[Any], Tensor, Sequence[float]], None] | None = None
-        self.on_end: Callable[[], None] | None = None
 
-    def denominators(self) -> Tensor:
-        """``(losses,)`` float64, at least 1; waits for the other ranks when first asked for.
+    def factors(self, factor: float, of: Tensor | None = None) -> list[Tensor | float]:
+        """Factor of each loss: ``factor * weight / denominator``; waits once for the other ranks.
+
+        It is computed once for each ``factor``, on the device and in the dtype of ``of``.
 
         Raises:
             RuntimeError, TypeError, ValueError: a rank has failed, or settings differ.
         """
-        if isinstance(self._denominators, Pending):
-            self._denominators = self._denominators.wait().clamp(min=1)
-        return self._denominators
+        if isinstance(self._denominator, Pending):
+            self._denominator = self._denominator.wait()[: len(self.weights)].clamp(min=1)
+        key = factor if of is None else (factor, of.device, of.dtype)
+        if (found := self._factors.get(key)) is None:
+            of_all: Tensor | float = self._denominator
+            totals: Any = of_all.unbind() if isinstance(of_all, Tensor) else [of_all]
+            weights = self.weights.values()
+            found = [factor / n * weight for n, weight in zip(totals, weights, strict=True)]
+            if of is not None:
+                found = [
+                    _faults.moved(x, of.device).to(of.dtype) if isinstance(x, Tensor) else x
+                    for x in found
+                ]
+            self._factors[key] = found
+        return found
 
     def was_refused(self) -> bool:
         """Whether the exchange that opened the window holds an error, which every rank raises."""
-        sent = self._denominators
+        sent = self._denominator
         return isinstance(sent, Pending) and explain(sent.read_rows()) is not None
 
     # ---- micro-batches ----------------------------------------------------------------------
@@ -97,132 +107,88 @@ class Window:
                 "that micro-batch, which cannot be removed. Call zero_grad, and then "
                 "discard_window() (streaming), or leave the `with` block by raising"
             )
-        if self.declared is not None and self.is_complete():
+        if self.declared is not None and len(self.done) >= len(self.declared):
             raise _faults.too_many(len(self.declared))
 
-    def factors(self, factor: float) -> list[Tensor]:
-        """Factor of each loss, ``()`` float64: ``factor * weight / denominator``."""
-        shares = factor / self.denominators()
-        return [x * weight for x, weight in zip(shares, self.weights.values(), strict=True)]
-
     def scaled(
-        self, losses: Losses, factor: float, ranks: int, upstream: Sequence[float]
+        self, losses: Losses, factor: float, ranks: int, upstreams: Sequence[float]
     ) -> Tensor:
         """The loss ``()`` to differentiate; the micro-batch counts once that is done.
+
+        At most ten tensor operations more than ``loss / n`` and its backward.
 
         Args:
             losses: those of one micro-batch.
             factor: factor of a loss sum without the denominator.
             ranks: number of ranks that the window's tokens come from.
-            upstream: factors that the engine may multiply the loss by before its backward.
+            upstreams: factors that the engine may multiply the loss by before its backward.
         """
-        for _, n_valid in losses.values():
-            self.faults.note(_faults.bad_label, n_valid < 0, n_valid)
-        terms = []
-        for share, (loss_sum, _) in zip(self.factors(factor), losses.values(), strict=True):
-            terms.append(loss_sum * _faults.moved(share, loss_sum.device).to(loss_sum.dtype))
-        auxiliary = self._take_auxiliary()
-        if auxiliary is not None:
-            terms.append(auxiliary.to(terms[0]) * (factor / ranks))
-        scaled = reduce(torch.add, terms)
-        self._follow(scaled, losses, upstream)
-        return scaled
+        sums = [out.loss_sum for out in losses.values()]
+        terms = [x * self.factors(factor, x)[i] for i, x in enumerate(sums)]
+        if self._auxiliary:
+            assert self.declared is not None
+            total = torch.stack(self._auxiliary).sum() / len(self.declared)
+            terms.append(total.to(terms[0]) * (factor / ranks))
+            self._auxiliary = []
+        if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
+            record = Record({name: copied(out) for name, out in losses.items()}, None, upstreams)
+            if any(term.requires_grad for term in terms):
+                terms.append(self._ticket(terms, record))
+            else:
+                self.done.append(record)
+        return reduce(torch.add, terms)
 
-    def _follow(self, scaled: Tensor, losses: Losses, upstream: Sequence[float]) -> None:
-        """Count the micro-batch when ``scaled`` has been differentiated.
+    def _ticket(self, terms: list[Tensor], record: Record) -> Tensor:
+        """A zero whose gradient is what arrives at the loss: the micro-batch counts with it.
 
-        A loss without a graph counts at once, since it has no gradient; but not while gradients are
-        off, as in the first of a checkpoint's two passes.
+        It is a leaf, so a ``torch.autograd.grad`` for other tensors leaves it out, as a pipeline's
+        first step that asks for a stage's inputs to learn their shapes.
         """
-        if not scaled.requires_grad:
-            if torch.is_grad_enabled():
-                self._count(losses)
-            return
+        ticket = torch.zeros_like(terms[0], requires_grad=True)
         number, self._n_scaled = self._n_scaled, self._n_scaled + 1
-        roots = [] if scaled.grad_fn is None else [x for x, _ in scaled.grad_fn.next_functions]
+        roots = [term.grad_fn for term in terms]
 
-        def begins(grad: Tensor) -> None:
-            if not trains(roots):
-                return
+        def begins(ticket: Tensor) -> None:
+            arrived, ticket.grad = ticket.grad, None
             if not self.is_open:
                 raise RuntimeError(
                     "a loss is differentiated after the window that has scaled it was closed: its "
                     "gradient would be divided by another window's tokens"
                 )
-            if self.on_begin is not None:
-                self.on_begin(roots, grad.detach(), upstream)
             backward = torch._C._current_graph_task_id()
-            self._begun.append((backward, number, losses))
+            self._guard.before_backward(roots, backward)
+            self._begun.append((backward, number, record._replace(arrived=arrived)))
             Variable._execution_engine.queue_callback(partial(self._ended, backward))
 
-        scaled.register_hook(begins)
+        ticket.register_post_accumulate_grad_hook(begins)
+        return ticket
 
     def _ended(self, backward: int) -> None:
         """Count the losses of a backward that has ended, in the order in which they were scaled."""
-        mine = [begun for begun in self._begun if begun[0] == backward]
-        for _, _, losses in sorted(mine, key=lambda begun: begun[1]):
-            self._count(losses)
-        self._begun = [begun for begun in self._begun if begun[0] != backward]
-        if self.on_end is not None:
-            # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one
-            # runs after theirs.
-            Variable._execution_engine.queue_callback(self.on_end)
-
-    def _count(self, losses: Losses) -> None:
-        """Add a micro-batch that was differentiated, and compare its counts with those declared."""
-        counts = torch.stack([n for _, n in losses.values()])
-        if self.declared is not None:
-            if self.n_done < len(self.declared):
-                expected = _faults.moved(self.declared[self.n_done], counts.device)
-                for declared, n in zip(expected, counts, strict=True):
-                    self.faults.note(_faults.count_differs, declared != n, self.n_done, declared, n)
-            else:
-                everywhere = torch.ones((), dtype=torch.bool, device=counts.device)
-                self.faults.note(_faults.too_many, everywhere, len(self.declared))
-        self.n_done += 1
-        for name, out in losses.items():
-            self.sums = add(self.sums, sums_of(name, out))
-
-    def n_tokens(self) -> Tensor:
-        """Valid tokens of the micro-batches that were differentiated, ``()`` float64."""
-        return stacked(self.sums, [key(loss, "n_valid") for loss in self.weights]).sum()
-
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return bool(self._begun)
-
-    def is_last(self) -> bool:
-        """Whether the backward that runs now is that of the window's last micro-batch."""
-        return self.declared is not None and self.n_done + len(self._begun) == len(self.declared)
+        mine = sorted((x for x in self._begun if x[0] == backward), key=lambda x: x[1])
+        self._begun = [x for x in self._begun if x[0] != backward]
+        self.done += [record for *_, record in mine]
+        # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one runs
+        # after theirs.
+        Variable._execution_engine.queue_callback(self._guard.after_backward)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Keep ``auxiliary ()`` for the next loss."""
         self._auxiliary.append(auxiliary.reshape(()))
 
-    def _take_auxiliary(self) -> Tensor | None:
-        """The sum of the auxiliary losses that wait, divided by the number of micro-batches."""
-        if not self._auxiliary:
-            return None
-        assert self.declared is not None
-        total = torch.stack(self._auxiliary).sum() / len(self.declared)
-        self._auxiliary = []
-        return total
-
     # ---- the window's end -------------------------------------------------------------------
-
-    def is_complete(self) -> bool:
-        """Whether all declared micro-batches were differentiated."""
-        return self.declared is not None and self.n_done == len(self.declared)
 
     def check_complete(self) -> None:
         """Raise unless all declared micro-batches and auxiliary losses were differentiated."""
-        if not self.is_complete() or self._begun:
-            self.check_usable()
-        if self.declared is not None and not self.is_complete():
-            more = self._n_scaled - self.n_done
+        if self.declared is None or self._begun:
+            return self.check_usable()
+        if len(self.done) > len(self.declared):
+            raise _faults.too_many(len(self.declared))
+        if len(self.done) < len(self.declared):
+            more = self._n_scaled - len(self.done)
             never = f" ({more} more scaled, but not differentiated)" if more > 0 else ""
             raise RuntimeError(
-                f"window: {len(self.declared)} micro-batches were declared, {self.n_done} "
+                f"window: {len(self.declared)} micro-batches were declared, {len(self.done)} "
                 f"differentiated{never}: the gradients are divided by tokens of missing losses"
             )
         if self._auxiliary:
@@ -231,11 +197,51 @@ class Window:
                 f"call add_auxiliary before the backward it belongs to"
             )
 
+    def sums(self) -> Tensor:
+        """The sums of this rank's losses, one after the other, ``(losses * KINDS,)`` float64."""
+        if not self.done:
+            return torch.zeros(len(self.weights) * len(KINDS), dtype=torch.float64, device="cpu")
+        found = [sums_of([m.losses[name] for m in self.done]) for name in self.weights]
+        return _faults.together(found).flatten()
+
+    def fault(self) -> Tensor | None:
+        """The first error in the tensors of its micro-batches, as a row of :mod:`faults`."""
+        if not self.done:
+            return None
+        counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
+        at = counts.device
+        rows = [_faults.first(_faults.bad_label, counts < 0, counts)]
+        if self.declared is not None:
+            declared = _faults.together(n for row in self.declared for n in row).to(at)
+            micro = torch.arange(len(counts), device=at) // len(self.weights)
+            columns = (declared != counts, micro, declared, counts)
+            rows.append(_faults.first(_faults.count_differs, *columns))
+        if arrived := [m.arrived for m in self.done if m.arrived is not None]:
+            factors = [m.upstreams for m in self.done if m.arrived is not None]
+            wrong, factor = self._guard.unexpected(
+                _faults.together(arrived).to(at).double(),
+                torch.tensor(factors, dtype=torch.float64, device="cpu"),
+            )
+            rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
+        rows += self._guard.faults(counts.clamp(min=0).sum())
+        return _faults.first_of(rows)
+
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
         if self.declared is None:
-            return f"{self.n_done} micro-batches since the last finish() are still open"
-        return f"{self.n_done} of {len(self.declared)} declared micro-batches were differentiated"
+            return f"{len(self.done)} micro-batches since the last finish() are still open"
+        n = f"{len(self.done)} of {len(self.declared)}"
+        return f"{n} declared micro-batches were differentiated"
+
+    def why_no_step(self) -> str | None:
+        """The reason why no optimizer may step now; ``None`` if one may."""
+        n, declared = len(self.done), self.declared
+        if self._begun:  # an optimizer in a backward hook: right if nothing is added to .grad
+            last = declared is not None and n + len(self._begun) == len(declared)
+            ready = last and not self._guard.reduces()
+            return None if ready else f"a backward is still running, {self.progress()}"
+        complete = declared is not None and n == len(declared)
+        return self.progress() if n and not complete else None
 
     def refuse(self, action: str) -> None:
         """Raise ``RuntimeError``: ``action`` is only possible between windows."""
@@ -248,89 +254,3 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
-
-
-class WindowBlock:
-    """The context manager that ``acc.window(...)`` returns.
-
-    Inside it, fused losses know the factor by which the window will scale them (``expected``).
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        enter: Callable[[], None],
-        leave: Callable[[BaseException | None], None],
-        expected: Callable[[], Tensor | None],
-    ) -> None:
-        self._owner, self._enter, self._leave = owner, enter, leave
-        self._expecting = expecting(expected)
-        self._was_entered = False
-
-    def __enter__(self) -> Any:
-        if self._was_entered:
-            raise RuntimeError(
-                "this window was entered before: each optimizer step has counts of its own, so "
-                "write `with acc.window(counts):` in the loop"
-            )
-        self._was_entered = True
-        self._enter()
-        self._expecting.__enter__()
-        return self._owner
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._leave(error)
-        finally:
-            self._expecting.__exit__(None, None, None)
-
-
-# ---- the leaves of a loss's graph ----------------------------------------------------------
-
-
-def trains(roots: list[Any]) -> bool:
-    """Whether the backward that runs now is for parameters below ``roots``.
-
-    A pipeline's first step asks ``torch.autograd.grad`` for gradients of a stage's inputs alone, to
-    learn their shapes. This is no training although there is a loss. The answer is
-
-    - True in a graph without any ``nn.Parameter``;
-    - True in ``backward()`` that reaches an ``nn.Parameter``;
-    - True in ``torch.autograd.grad`` for an ``nn.Parameter``, if the graph has no other leaves;
-    - else False: no parameter is reached, or ``torch.autograd.grad`` runs in a graph with other
-      leaves, as a stage's inputs are.
-    """
-    parameters = others = grad_of_parameter = False
-    for variable, node in _leaves(roots):
-        if not isinstance(variable, torch.nn.Parameter):
-            others = True
-            continue
-        parameters = True
-        try:
-            if torch._C._will_engine_execute_node(node):
-                return True
-        except RuntimeError:  # torch raises for the leaves that torch.autograd.grad was asked for
-            grad_of_parameter = True
-    if not parameters:
-        return True
-    return grad_of_parameter and not others
-
-
-def leaves_of(roots: list[Any]) -> list[Tensor]:
-    """The tensors whose ``.grad`` a backward through ``roots`` adds to."""
-    return [variable for variable, _ in _leaves(roots)]
-
-
-def _leaves(roots: list[Any]) -> Iterator[tuple[Tensor, Any]]:
-    """The leaves of a graph and their nodes, those near the loss first."""
-    level, visited = [node for node in roots if node is not None], set()
-    while level:
-        following = []
-        for node in level:
-            if node in visited:
-                continue
-            visited.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable, node
-            following += [x for x, _ in node.next_functions if x is not None]
-        level = following

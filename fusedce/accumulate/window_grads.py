@@ -1,17 +1,19 @@
 """Gradients of a window: corrected once by ``finish``, dropped, and guarded.
 
 :class:`Guard` checks what a training loop does to them beside the accumulator: optimizer steps,
-``zero_grad``, a second accumulator.
+``zero_grad``, factors on a loss, a second accumulator.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,37 +23,35 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.checks import check_module
-from fusedce.contract.groups import local_of
+from fusedce.accumulate.arguments import check_module
+from fusedce.contract.groups import is_dtensor, local_of
 
-FIRST_ESTIMATE = 1024  # tokens per rank, the denominator of a first streaming window
+STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
+_HOOKED = 8  # parameters that show for all of them what happens to gradients
 _PART = 2**24  # elements copied to float32 at a time
 
 
-def trained_of(parameters: Any, some: bool) -> list[Tensor]:
+def trained_of(parameters: Any) -> list[Tensor]:
     """The tensors of ``parameters`` that have a gradient, each once.
 
     Raises:
         TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient although ``some`` is set.
+        RuntimeError: none has a gradient.
     """
-    advice = "pass an iterable of tensors, such as model.parameters()"
+    advice = "parameters: pass an iterable of tensors, such as model.parameters()"
     if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
-        raise TypeError(f"parameters: {advice}, got {type(parameters).__name__}")
+        raise TypeError(f"{advice}, got {type(parameters).__name__}")
     found: dict[int, Tensor] = {}
     for p in parameters:
         if not isinstance(p, Tensor):
-            kinds: dict[Any, str] = {
-                tuple: "named_parameters() gives pairs",
-                dict: "an optimizer's param_groups are dicts, whose 'params' are tensors",
-                str: "names are no tensors",
-            }
-            why = kinds.get(type(p), f"it holds {type(p).__name__}")
-            raise TypeError(f"parameters: {advice} ({why})")
+            kinds = {"tuple": "named_parameters() gives pairs", "str": "names are no tensors"}
+            kinds["dict"] = "an optimizer's param_groups are dicts, whose 'params' are tensors"
+            kind = type(p).__name__
+            raise TypeError(f"{advice} ({kinds.get(kind, f'it holds {kind}')})")
         if p.grad is not None:
             found[id(p)] = p
-    if some and not found:
+    if not found:
         raise RuntimeError(
             "parameters: no parameter given has a .grad to correct (was the generator used up, or "
             "zero_grad called before finish?)"
@@ -79,7 +79,7 @@ class OnCorrection:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
-    for listener in _LISTENERS.values():
+    for listener in list(_LISTENERS.values()):
         listener(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
@@ -94,27 +94,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             torch._foreach_mul_(grads, there)
             continue
         # A 0-d tensor on a device is rounded to the dtype of what it multiplies: up to 0.4% in
-        # bf16, the same on every element.
-        for part in _parts(grads):
-            wide = [x.to(there.dtype) for x in part]
-            torch._foreach_mul_(wide, there)
-            torch._foreach_copy_(part, wide)
-
-
-def _parts(grads: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Split the tensors into lists of at most ``_PART`` elements; large ones come in pieces."""
-    part: list[Tensor] = []
-    size = 0
-    for grad in grads:
-        pieces = grad.view(-1).split(_PART) if grad.is_contiguous() else (grad,)
-        for piece in pieces:
-            if part and size + piece.numel() > _PART:
-                yield part
-                part, size = [], 0
-            part.append(piece)
-            size += piece.numel()
-    if part:
-        yield part
+        # bf16, the same on every element. So low precision is multiplied in float32, by parts.
+        for grad in grads:
+            for part in grad.view(-1).split(_PART) if grad.is_contiguous() else (grad,):
+                torch._foreach_copy_([part], [part.to(there.dtype) * there])
 
 
 # ---- gradients inside FSDP2 -------------------------------------------------------------------
@@ -126,7 +109,22 @@ def _parts(grads: list[Tensor]) -> Iterable[list[Tensor]]:
 
 def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
     """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
-    return [p for p in _fsdp2_parameters(module) if _held(p)]
+    states = _composable_state._module_state_mapping
+    found: list[Any] = []
+    for one in list(states) if module is None else module.modules():
+        reference = states.get(one)
+        state: Any = None if reference is None else reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there was one
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        found += [p for group in groups for p in getattr(group, "fsdp_params", ()) if _held(p)]
+    return found
+
+
+def _held(p: Any) -> bool:
+    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
+    inside = getattr(p, "_unsharded_param", None)
+    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
 
 
 def drop_gradients(module: torch.nn.Module) -> None:
@@ -139,47 +137,47 @@ def drop_gradients(module: torch.nn.Module) -> None:
             p.unsharded_accumulated_grad = None
 
 
-def _held(p: Any) -> bool:
-    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
-    inside = getattr(p, "_unsharded_param", None)
-    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
-
-
-def _fsdp2_parameters(module: torch.nn.Module | None) -> Iterator[Any]:
-    """Yield the FSDP2 parameters of ``module``, or of all modules of this process."""
-    states = _composable_state._module_state_mapping
-    modules: Iterable[Any] = list(states) if module is None else module.modules()
-    for one in modules:
-        reference = states.get(one)
-        state: Any = None if reference is None else reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            yield from getattr(group, "fsdp_params", ())
-
-
 # ---- checks of the training loop --------------------------------------------------------------
 
 
 class Guard:
-    """Watches optimizers while a window is open, and whose gradients the window adds to."""
+    """Watches the gradients of a window, and the optimizers that may step inside it.
+
+    It knows the parameters of guarded optimizers and modules, those that the graph of the first
+    loss leads to, and those that ``finish`` was given.
+    """
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
+        self._left: dict[int, weakref.ref[Tensor]] = {}  # their gradients after the last window
         self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
-        self._handle: weakref.finalize[Any, Any] | None = None  # of the hook before steps
-        self._warned = False
-        # These describe the open window.
-        self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
-        self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
-        # One parameter with a gradient, and the gradient's version after the last backward.
-        self._kept: tuple[weakref.ref[Tensor], int] | None = None
+        self._warned = self._dropped = self._has_looked = False
+        self.watches_writes = False  # whether a write into .grad inside a window is an error
+        self._why_no_step: Any = lambda: None  # WeakMethod of the open window
+        self._hooks: list[Any] = []
+        self._start()
+        _watch_steps()
 
     def __reduce__(self) -> Any:
         return Guard, ()  # a copy of an accumulator guards nothing yet
+
+    def _start(self) -> None:
+        """What describes the open window."""
+        self._streams, self._is_new = False, True
+        self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
+        self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
+        self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
+        self._given: set[int] | None = None  # ids of the parameters that finish was given
+        # Gradients before the window: their versions, and norms () where they should be zero.
+        self._before: dict[int, int] = {}
+        self._stale: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}  # of the gradients after the last backward
+        self._backward = -1  # its id
+        self._in_backward = self._foreign = False
+        self._found: list[tuple[Callable[..., Exception], Tensor]] = []  # errors, where () is true
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -193,71 +191,103 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
+        self.watches_writes = True
+        self._know_guarded()
 
-    # ---- steps ------------------------------------------------------------------------------
+    # ---- parameters -------------------------------------------------------------------------
 
-    def watch(self, incomplete: Callable[[], str | None]) -> None:
-        """Report optimizer steps while the method ``incomplete`` gives a reason, until stopped."""
-        if self._handle is not None:
-            return
-        asked, me = weakref.WeakMethod(incomplete), weakref.ref(self)
+    def _know(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these parameters too; FSDP1 exchanges the gradients of its own as it likes."""
+        for p in parameters:
+            if not getattr(p, "_fsdp_flattened", False):
+                self._known[id(p)] = weakref.ref(p)
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            ask, guard = asked(), me()
-            if ask is None or guard is None:
-                return
-            if (why := ask()) is not None:
-                guard._stepped(optimizer, why)
-            elif optimizer in guard._optimizers:
-                guard._kept = None  # the step uses the gradients, so zero_grad may follow it
+    def _know_guarded(self) -> None:
+        self._know(p for x in self._optimizers for g in x.param_groups for p in g["params"])
+        self._know(p for module in self._modules for p in module.parameters())
 
-        hook = register_optimizer_step_pre_hook(before_step)
-        self._handle = weakref.finalize(self, hook.remove)  # a call removes the hook, too
+    def _with_grad(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yield each known parameter that has a gradient, the gradient, and its version."""
+        for ref in self._known.values():
+            p = ref()
+            if p is not None and (grad := p.grad) is not None:
+                yield p, grad, getattr(grad, "_local_tensor", grad)._version  # of the shard
 
-    def on_open(self) -> None:
-        """Start the checks of a new window."""
+    # ---- a window opens and ends ----------------------------------------------------------------
+
+    def check_ready(self, alone: bool) -> None:
+        """Raise ``RuntimeError`` where no window may open: under ``Join``, over FSDP2's leftovers.
+
+        DDP's ``Join`` lets ranks run out of micro-batches by design. A loss does not know its DDP
+        module, so the process is searched for such modules, once.
+        """
+        if self._replicas is None and not alone:
+            self._replicas = weakref.WeakSet(_instances(DistributedDataParallel))
+        models = (*self._modules, *(self._replicas or ()))
+        joined = (getattr(x, "_join_config", None) for x in models)
+        if not alone and any(getattr(x, "enable", False) for x in joined):
+            raise RuntimeError(
+                "Join lets a rank leave while others train on; a LossAccumulator needs each "
+                "rank in every window, the others would wait for it. Without Join, give the "
+                "rank that has run out micro-batches whose labels are all ignore_index. (A "
+                "Join that is over leaves its mark on the model until it is told otherwise: "
+                "Join([model], enable=False))"
+            )
+        if self._dropped and held_by_fsdp2():
+            raise RuntimeError(
+                "FSDP2 still holds gradients of micro-batches that were dropped "
+                "(set_requires_gradient_sync(False)), where zero_grad does not reach them, and "
+                "would add them to this window: call acc.discard_window(model) first"
+            )
+
+    def open(self, why_no_step: Callable[[], str | None], streams: bool) -> None:
+        """Start the checks of a window whose method ``why_no_step`` says if no step may follow."""
+        self._held = {id(p) for p in held_by_fsdp2()}
         self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
-        self._kept = None
+        self._streams, self._why_no_step = streams, weakref.WeakMethod(why_no_step)
+        self._know_guarded()
+        _OPEN[id(self)] = self
+        if streams and self.watches_writes:
+            self._hook_some()
 
-    def stop_watching(self) -> None:
-        """End the checks of the window."""
-        if self._handle is not None:
-            self._handle()
-            self._handle = None
-        self._shared = {}
-        self.streams(False)
+    def _hook_some(self) -> None:
+        """Notice backwards that are not the window's, at some of the parameters."""
+        found = [p for ref in self._known.values() if (p := ref()) is not None]
+        found = [p for p in found if p.requires_grad and p.is_leaf and not is_dtensor(p)]
+        me = weakref.ref(self)
 
-    def note_gradient(self) -> None:
-        """Remember, after a backward, one parameter with a gradient and the gradient's version."""
-        p = None if self._kept is None else self._kept[0]()
-        if p is None:
-            p = next((p for p in self._parameters() if p.grad is not None), None)
-        if p is not None and p.grad is not None:
-            self._kept = weakref.ref(p), local_of(p.grad)._version
+        def accumulated(p: Tensor) -> None:
+            guard = me()
+            if guard is not None and not guard._in_backward:
+                guard._foreign = True
 
-    def check_gradients_kept(self, faults: _faults.Faults, n_tokens: Callable[[], Tensor]) -> None:
-        """Raise, or note in ``faults``, that gradients of this window's micro-batches are gone.
+        for p in found[:: max(len(found) // _HOOKED, 1)]:
+            self._hooks.append(p.register_post_accumulate_grad_hook(accumulated))
 
-        A gradient's version is compared on the host. Only if it was written into since the last
-        backward, all gradients are compared with zero, on their device.
+    def close(self, dropped: bool) -> None:
+        """End the checks of the window; ``dropped`` if its gradients are not to be used."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _OPEN.pop(id(self), None)
+        self._dropped = dropped
+        self._left = {id(p): weakref.ref(grad) for p, grad, _ in self._with_grad()}
+        self._known = {i: ref for i, ref in self._known.items() if ref() is not None}
+        self._start()
+
+    def drop(self, module: torch.nn.Module) -> None:
+        """Forget the gradients of a dropped window."""
+        drop_gradients(module)
+        self._dropped = False
+
+    def check_end(self, trained: list[Tensor] | None) -> None:
+        """Raise where gradients of the window are not what an optimizer should see.
 
         Args:
-            faults: the errors of the window.
-            n_tokens: gives the number ``()`` of valid tokens so far; without any, zeros are right.
+            trained: what ``finish`` was given; ``None`` for declared counts.
         """
-        p, version = (None, 0) if self._kept is None else (self._kept[0](), self._kept[1])
-        if p is None:
-            return
-        if p.grad is None:
-            raise _faults.gradients_gone()
-        if local_of(p.grad)._version != version:
-            of_window = n_tokens()
-            grads = {id(x): local_of(x.grad) for x in self._parameters() if x.grad is not None}
-            left = [_faults.moved(grad.any(), of_window.device) for grad in grads.values()]
-            faults.note(_faults.gradients_gone, ~torch.stack(left).any() & (of_window > 0))
-
-    def check_reduced(self) -> None:
-        """Raise ``RuntimeError`` if DDP has reduced nothing since the window was opened."""
+        if trained is not None:
+            self._check_given(trained)
         for ddp in self._ddp():
             before = self._reduced.get(id(ddp))
             grads = any(p.grad is not None for p in ddp.parameters())
@@ -267,6 +297,170 @@ class Guard:
                     f"its own: call the {type(ddp).__name__} module itself in the last "
                     f"micro-batch, not its .module or a method of it, and not inside no_sync()"
                 )
+        held = [p for p in held_by_fsdp2() if id(p) not in self._held]
+        if held:
+            raise RuntimeError(
+                f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
+                f"optimizer would step without them: call set_requires_gradient_sync(True) before "
+                f"the last micro-batch of a window (and discard_window(model) to drop these)"
+            )
+
+    def _check_given(self, trained: list[Tensor]) -> None:
+        """Raise if ``finish`` would correct too few gradients, or another accumulator's."""
+        self._given = {id(p) for p in trained}
+        names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
+        missing = [
+            names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
+            for p, _, version in self._with_grad()
+            if id(p) not in self._given and self._before.get(id(p)) != version
+        ]
+        if missing:
+            raise RuntimeError(
+                f"parameters: {len(missing)} that have a .grad were not given to finish, and would "
+                f"be trained with the gradients of an estimate: {', '.join(missing[:3])}"
+            )
+        if any((ref := self._shared.get(id(p))) is not None and ref() is p for p in trained):
+            raise RuntimeError(
+                "two accumulators share gradients while one of them streams: its finish() would "
+                "multiply those of the other one too. Use one accumulator, whose window has "
+                'several losses: `with acc.window({"next": [...], "second": [...]}):`'
+            )
+        self._know(trained)
+
+    def mark_shared(self, gradients_of: Iterable[Tensor]) -> None:
+        """Tell other streaming accumulators which gradients this one adds to as well."""
+        if others := [guard for guard in _open() if guard._streams and guard is not self]:
+            found = {id(p): weakref.ref(p) for p in gradients_of}
+            for guard in others:
+                guard._shared |= found
+
+    def place(self) -> int:
+        """The place of this window among the streaming ones opened since the last call."""
+        found = [x for x in _open() if x._streams and (x._is_new or x is self)]
+        for guard in found:
+            guard._is_new = False  # one that was given up does not count for the next
+        return found.index(self) if self in found else 0
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise for a step inside an open window, or warn once if the optimizer is not guarded."""
+        if (ask := self._why_no_step()) is None:
+            return
+        guarded = optimizer in self._optimizers
+        why = ask()
+        if why is None:
+            if guarded:
+                self._versions = {}  # zero_grad may follow the step
+            return
+        text = (
+            f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
+            f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "
+            f"leave the `with` block, before the step"
+        )
+        if guarded:
+            raise RuntimeError(text)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{text}. (acc.guard(optimizer) makes this an error; ignore it for an "
+                f"optimizer of other parameters.)",
+                stacklevel=5,
+            )
+
+    # ---- gradients that are left, gone or written into ----------------------------------------
+
+    def before_backward(self, roots: Sequence[Any], backward: int) -> None:
+        """Look at the gradients as a backward through ``roots`` begins."""
+        if self._backward == -1:
+            self._look_before(roots)
+        elif backward != self._backward:
+            self._look(others=backward != self._backward + 1)
+        self._backward, self._in_backward = backward, True
+        self.mark_shared(_leaves(roots))
+
+    def after_backward(self) -> None:
+        """Remember the versions of the gradients after a backward."""
+        mine = ((id(p), n) for p, _, n in self._with_grad() if self._before.get(id(p)) != n)
+        self._versions = dict(mine if self.watches_writes else islice(mine, _HOOKED))
+        self._in_backward = False
+
+    def _look_before(self, roots: Sequence[Any]) -> None:
+        """Note the gradients that the window finds: those of the step before, or of others."""
+        if not self._has_looked and not _composable_state._module_state_mapping:
+            self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
+        self._has_looked = True
+        found = list(self._with_grad())
+        self._before = {id(p): version for p, _, version in found}
+        stale = [
+            p
+            for p, grad, _ in found
+            if self._streams or ((left := self._left.get(id(p))) and left() is grad)
+        ]
+        self._stale = dict(zip(map(id, stale), _norms(stale), strict=True))
+
+    def _look(self, others: bool = True, at_end: bool = False) -> None:
+        """Note whether gradients of this window's micro-batches are gone, or were written into.
+
+        Their versions are compared on the host. Only if one differs, the gradients are compared
+        with zero, on their device. ``others``: whether another backward may have run since.
+        """
+        now = {id(p): version for p, _, version in self._with_grad()}
+        alive = (i for i, ref in self._known.items() if i in self._versions and ref() is not None)
+        if all(now.get(i) == self._versions[i] for i in alive):
+            return
+        norms = _norms([p for p, *_ in self._with_grad() if id(p) in self._versions])
+        gone = torch.tensor(True, device="cpu")
+        if norms:
+            gone = (_faults.together(norms) == 0).all()
+        self._found.append((_faults.gradients_gone, gone))
+        if self.watches_writes and not at_end and (self._streams or not others):
+            self._found.append((_faults.gradients_written, ~gone))
+
+    def faults(self, n_tokens: Tensor) -> list[Tensor]:
+        """Rows of :mod:`faults` of a window of ``n_tokens ()``; without tokens, zeros are right."""
+        self._look(at_end=True)
+        now = {id(p): version for p, _, version in self._with_grad()}
+        for i, norm in self._stale.items():
+            added = self._before[i] != now.get(i) if self._given is None else i in self._given
+            if added:
+                self._found.append((_faults.gradients_left, norm != 0))
+        if self._foreign:
+            self._found.append((_faults.gradients_written, torch.tensor(True, device="cpu")))
+        some = n_tokens > 0
+        return [
+            _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
+            for kind, x in self._found
+        ]
+
+    # ---- factors ----------------------------------------------------------------------------
+
+    def unexpected(self, arrived: Tensor, upstreams: Tensor) -> tuple[Tensor, Tensor]:
+        """Which gradients ``arrived (M,)`` are none of ``upstreams (M, U)`` times a loss scale.
+
+        Loss scales are those of ``GradScaler`` objects in this process. Without any, on a device
+        whose values cannot be read here and with DeepSpeed, a power of two is accepted too: the
+        loss scalers of other libraries use these.
+
+        Returns:
+            ``(M,)`` bool, and the factors ``(M,)`` over the likeliest upstream.
+        """
+        readable = _faults.readable(arrived.device)
+        factors = arrived[:, None] / _faults.moved(upstreams, arrived.device)
+        fits = ((factors - 1).abs() <= _TOLERANCE) | factors.isnan()
+        if not readable or not fits.any(1).all():
+            if readable or self._scalers is None:
+                self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
+            scales = [x._scale for x in self._scalers if x._scale is not None]
+            for scale in scales:
+                scaled = factors / _faults.moved(scale, arrived.device).double()
+                fits |= (scaled - 1).abs() <= _TOLERANCE
+            if not scales and (not readable or "deepspeed" in sys.modules):
+                mantissa, exponent = torch.frexp(factors)
+                fits |= (mantissa == 0.5) & (exponent > 1)
+        return ~fits.any(1), factors[:, 0].contiguous()
+
+    # ---- what it knows ----------------------------------------------------------------------
 
     def reduces(self) -> bool:
         """Whether a guarded DDP adds gradients of other ranks at the end of a backward."""
@@ -278,108 +472,6 @@ class Guard:
         several = (x for x in found if isinstance(x, DistributedDataParallel))
         return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
 
-    def _parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of guarded optimizers and modules; some come twice."""
-        yield from (p for x in self._optimizers for g in x.param_groups for p in g["params"])
-        yield from (p for module in self._modules for p in module.parameters())
-
-    def _stepped(self, optimizer: Optimizer, why: str) -> None:
-        """Raise for a step inside an open window, or warn once if the optimizer is not guarded."""
-        text = (
-            f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
-            f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "
-            f"leave the `with` block, before the step"
-        )
-        if optimizer in self._optimizers:
-            raise RuntimeError(text)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{text}. (acc.guard(optimizer) makes this an error; ignore it for an "
-                f"optimizer of other parameters.)",
-                stacklevel=5,
-            )
-
-    def check_join(self) -> None:
-        """Raise under DDP's ``Join``, whose ranks run out of micro-batches by design.
-
-        A loss does not know its DDP module, so the process is searched for such modules, once.
-        """
-        if self._replicas is None:
-            self._replicas = weakref.WeakSet(_instances(DistributedDataParallel))
-        for module in (*self._modules, *self._replicas):
-            if getattr(getattr(module, "_join_config", None), "enable", False):
-                raise RuntimeError(
-                    "Join lets a rank leave while others train on; a LossAccumulator needs each "
-                    "rank in every window, the others would wait for it. Without Join, give the "
-                    "rank that has run out micro-batches whose labels are all ignore_index. (A "
-                    "Join that is over leaves its mark on the model until it is told otherwise: "
-                    "Join([model], enable=False))"
-                )
-
-    # ---- factors ----------------------------------------------------------------------------
-
-    def is_expected(self, grad: Tensor, upstream: Sequence[float]) -> Tensor:
-        """``()`` bool: whether a loss's gradient ``()`` is one of ``upstream``, times a loss scale.
-
-        Loss scales are those of ``GradScaler`` objects in this process. Without any, on a device
-        whose values cannot be read here and with DeepSpeed, a power of two is accepted too: the
-        loss scalers of other libraries use these.
-        """
-        factors = torch.stack([grad.detach().double() / x for x in upstream])
-        readable = _faults.readable(grad.device)
-        if readable and ((factors - 1).abs() <= _TOLERANCE).any():
-            return torch.tensor(True, device=grad.device)
-        if readable or self._scalers is None:
-            self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
-        scales = (x._scale for x in self._scalers if x._scale is not None)
-        known = [_faults.moved(x, grad.device).double() for x in scales]
-        loss_scales = torch.stack([torch.ones_like(factors[0]), *known])
-        fits = ((factors / loss_scales[:, None] - 1).abs() <= _TOLERANCE) | factors.isnan()
-        if not known and (not readable or "deepspeed" in sys.modules):
-            mantissa, exponent = torch.frexp(factors)
-            fits = fits | ((mantissa == 0.5) & (exponent > 1))
-        return fits.any()
-
-    # ---- gradients --------------------------------------------------------------------------
-
-    def check_all_given(self, given: Iterable[Tensor]) -> None:
-        """Raise if a guarded optimizer or module has a gradient that ``finish`` was not given."""
-        known = {id(p) for p in given}
-        names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
-        missing = {
-            id(p): names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
-            for p in self._parameters()
-            if p.grad is not None and id(p) not in known
-        }
-        if missing:
-            raise RuntimeError(
-                f"parameters: {len(missing)} that have a .grad were not given to finish, and would "
-                f"be trained with the gradients of an estimate: "
-                f"{', '.join(list(missing.values())[:3])}"
-            )
-
-    def streams(self, now: bool) -> None:
-        """Declare whether the open window corrects its gradients at the end (streaming)."""
-        (_STREAMING.add if now else _STREAMING.discard)(self)
-
-    def mark_shared(self, gradients_of: Callable[[], Iterable[Tensor]]) -> None:
-        """Tell other streaming accumulators which gradients this one adds to as well."""
-        others = [guard for guard in _STREAMING if guard is not self]
-        if others:
-            tensors = list(gradients_of())
-            for guard in others:
-                guard._shared |= {id(p): weakref.ref(p) for p in tensors}
-
-    def check_own(self, trained: Iterable[Tensor]) -> None:
-        """Raise if another accumulator has added to these gradients, or corrected them."""
-        if any((ref := self._shared.get(id(p))) is not None and ref() is p for p in trained):
-            raise RuntimeError(
-                "two accumulators share gradients while one of them streams: its finish() would "
-                "multiply those of the other one too. Use one accumulator, whose window has "
-                'several losses: `with acc.window({"next": [...], "second": [...]}):`'
-            )
-
 
 def _instances(kind: type) -> list[Any]:
     """Find all objects of a class and its subclasses in this process."""
@@ -389,12 +481,45 @@ def _instances(kind: type) -> list[Any]:
     return [x for x in gc.get_referrers(*kinds) if isinstance(x, kind)]
 
 
+def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors whose ``.grad`` a backward through these nodes of a graph adds to."""
+    new, visited = {node for node in nodes if node is not None}, set()
+    while new:
+        yield from (node.variable for node in new if hasattr(node, "variable"))
+        visited |= new
+        new = {x for node in new for x, _ in node.next_functions if x is not None} - visited
+
+
 def _backward_stats(ddp: DistributedDataParallel) -> Any:
     """DDP's times of its last reduced backward, by parameter; ``None`` if torch keeps none."""
     stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
     return None if stats is None else stats()
 
 
-_STREAMING: weakref.WeakSet[Guard] = weakref.WeakSet()
+def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """``()`` for each gradient, 0 where all of it is zero."""
+    grads = [local_of(p.grad) for p in parameters]
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    return list(torch._foreach_norm(grads, 1)) if grads else []
+
+
+# Guards of the open windows, in their order.
+_OPEN: weakref.WeakValueDictionary[int, Guard] = weakref.WeakValueDictionary()
 if hasattr(os, "register_at_fork"):  # the open windows belong to the parent process
-    os.register_at_fork(after_in_child=_STREAMING.clear)
+    os.register_at_fork(after_in_child=_OPEN.clear)
+
+
+def _open() -> list[Guard]:
+    """The guards of the open windows. Other threads open and close theirs meanwhile."""
+    return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Tell the guards of open windows each optimizer's step, from now on."""
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        for guard in _open():
+            guard.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

@@ -61,6 +61,7 @@ class Audit:
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
         self._ended: list[_Open] = []  # the micro-batches of each step that was made
         self._now = _Open()
+        self._unseen = 0  # optimizer steps without a micro-batch
         self._backward = -1  # id of the backward that runs, or ran last
         # Parameters, and copies of their gradients after that backward.
         self._grads: list[tuple[Tensor, Tensor]] = []
@@ -86,7 +87,6 @@ class Audit:
             handle.remove()
         if error is None:
             self._add_up()
-            logger.warning("%s", self)
 
     def log(self, loss: float | Tensor) -> None:
         """Record the loss that the loop logs for the coming (or just made) optimizer step."""
@@ -111,6 +111,7 @@ class Audit:
 
             def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 report.__exit__(None, None, None)
+                logger.warning("%s", report)
 
         return AuditCallback()
 
@@ -232,6 +233,7 @@ class Audit:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End the open step, after the optimizer's: its closure may run the last backward."""
         mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
+        self._unseen += mine and not self._now.micro
         if mine and self._now.micro:
             self._count_lost()
             self._now.afterwards = self._factor_on_gradients()
@@ -266,7 +268,7 @@ class Audit:
 
     def verdict(self) -> str:
         """Say in one sentence what the loop does to the weight of tokens."""
-        return verdict(self.steps)
+        return verdict(self.steps, self._unseen)
 
     def __str__(self) -> str:
         return "\n".join(["", *table(self.steps), "", self.verdict()])
@@ -281,9 +283,10 @@ def audit(
     """Watch anyone's training loop: ``with fusedce.audit(model) as report: train()``.
 
     For each optimizer step: the true mean loss of its tokens, the loss whose gradient was taken,
-    what was logged, and by how much the gradient was off; as a table in the log when the block ends
-    (``print(report)``), and a verdict in words (``report.verdict()``). It works around plain loops,
-    accelerate, Lightning and Trainer (or with ``report.callback()``), with or without fusedce.
+    what was logged, and by how much the gradient was off; as a table (``print(report)``; a callback
+    writes it to the log when training ends), and a verdict in words (``report.verdict()``). It
+    works around plain loops, accelerate, Lightning and Trainer (or with ``report.callback()``),
+    with or without fusedce.
 
     It reads numbers at each micro-batch and keeps logits until backward: use it for a few steps,
     not for a training run.

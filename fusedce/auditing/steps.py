@@ -177,8 +177,19 @@ def _off(a: float, b: float) -> bool:
     return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)
 
 
-def verdict(steps: Sequence[Step]) -> str:
-    """Say in one sentence what the loop does to the weight of tokens."""
+def verdict(steps: Sequence[Step], unseen: int = 0) -> str:
+    """Say in one sentence what the loop does to the weight of tokens.
+
+    Args:
+        steps: those of whose micro-batches the model's forward has returned the loss.
+        unseen: optimizer steps without such a micro-batch.
+    """
+    if not steps and unseen:
+        return (
+            f"{unseen} optimizer steps were made, but the model itself was never called with "
+            f"gradients: a loop that calls fused_ce by hand needs a module whose forward returns "
+            f"its LossSum, and the audit needs that module"
+        )
     if not steps:
         return "no optimizer step was made: does the optimizer hold the model's parameters?"
     if lost := sum(step.lost for step in steps):

@@ -210,7 +210,7 @@ def _meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, Tensor) else x
 
 
-_ALWAYS = torch.empty(0, device="cpu", requires_grad=True)
+_ALWAYS = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 class Route(torch.autograd.Function):

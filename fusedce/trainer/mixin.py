@@ -26,6 +26,11 @@ from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)
 
+_CROSS_ENTROPY = (
+    ("transformers", "Trainer"),
+    ("trl", "SFTTrainer"),
+)  # whose loss the mixin replaces
+
 
 class FusedTrainerMixin:
     """``class MyTrainer(FusedTrainerMixin, Trainer)``: the fused loss, one denominator per step.
@@ -93,13 +98,19 @@ class FusedTrainerMixin:
                 f"class {cls.__name__}(FusedTrainerMixin, {cls.__bases__[0].__name__})"
             )
         for kind in behind:
-            own = "compute_loss" in vars(kind)
-            if own and kind.__module__.split(".")[0] not in ("transformers", "trl"):
-                raise TypeError(
-                    f"{kind.__name__} has a compute_loss of its own, which would never run behind "
-                    f"FusedTrainerMixin: write it in a class before the mixin, and call "
-                    f"super().compute_loss there, or leave the mixin out"
-                )
+            library = kind.__module__.split(".")[0]
+            if "compute_loss" not in vars(kind) or (library, kind.__name__) in _CROSS_ENTROPY:
+                continue
+            remedy = (
+                "its loss is another one (distillation, preferences): leave the mixin out"
+                if library in ("transformers", "trl")
+                else "write it in a class before the mixin, and call super().compute_loss there, "
+                "or leave the mixin out"
+            )
+            raise TypeError(
+                f"{kind.__name__} has a compute_loss of its own, which would never run behind "
+                f"FusedTrainerMixin: {remedy}"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -167,6 +178,12 @@ class FusedTrainerMixin:
                 totals.add((loss_sum, n_valid))
             if self._stats is not None:
                 self._stats.add(observer, inputs, outputs)
+        if denominator is not None and not observer.losses:
+            raise RuntimeError(
+                f"the loss of {type(model).__name__} has not run through its output head, so that "
+                f"no token was counted: code that patches the model's forward bypasses the head. "
+                f"Was it patched by Liger (apply_liger_kernel_to_...)? Leave its patch out"
+            )
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
 
@@ -320,6 +337,11 @@ def _refuse_other_settings(trainer: Any) -> None:
         "label_smoothing_factor": settings.label_smoothing_factor != 0,
         f"loss_type={loss_type!r}": loss_type not in (None, "nll"),
     }
+    if getattr(settings, "use_liger_kernel", False):
+        raise ValueError(
+            "use_liger_kernel=True patches the model's forward with Liger's fused loss, which "
+            "bypasses the head that FusedTrainerMixin replaces: set use_liger_kernel=False"
+        )
     if loss_type == "chunked_nll":
         raise ValueError(
             "loss_type='chunked_nll' patches the model's forward for TRL's own way to avoid "

@@ -117,7 +117,7 @@ def test_clipping_after_finish_sees_the_true_norm():
     weight.grad = None
     for one in micro:
         acc.backward(fused_ce(*_arguments(one, weight)))
-    assert distance(weight.grad, exact) > 1  # before finish the norm means nothing
+    assert distance(weight.grad, exact) > 0.9  # before finish the norm means nothing
     acc.finish([weight])
     norm = torch.nn.utils.clip_grad_norm_([weight], 0.1)
     assert norm == pytest.approx(exact.norm().item(), rel=1e-6)
@@ -179,6 +179,7 @@ def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
 
     acc = LossAccumulator()
     for _ in range(2):
+        weight.grad = None
         if run is run_window:
             with acc.window(counts):
                 scaled = [acc.scale(out) for out in outs]

@@ -74,11 +74,6 @@ def micro_batches_declared(acc, rank):
 
 
 @case
-def micro_batches_streamed(acc, rank):
-    stream(acc, [2] * (rank + 1), new_weight())
-
-
-@case
 def reads_metrics(acc, rank):
     if rank:
         acc.metrics()
@@ -207,17 +202,6 @@ def settings(rank):
     return found
 
 
-def estimates(rank):
-    """Rank 1 has loaded another state than rank 0, or none."""
-    found = []
-    for loaded in ((10, 12), (10, None), (10, 10)):
-        acc, weight = LossAccumulator(), new_weight()
-        if loaded[rank] is not None:
-            acc.load_state_dict(acc.state_dict() | {"previous_count": loaded[rank]})
-        found.append(ranks.timed(stream, acc, [3, 1], weight))
-    return found
-
-
 def on_a_device(rank):
     """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
     readable, _faults.readable = _faults.readable, lambda device: False
@@ -247,10 +231,8 @@ RAISES = {
     no_counts: "ValueError: counts must hold one number per micro-batch, got none at all",
     micro_batches_declared: "ranks have different numbers of micro-batches in this window: 1 on "
     "rank 0, 2 on rank 1",
-    micro_batches_streamed: "ranks have different numbers of micro-batches in this window: 1 on "
-    "rank 0, 2 on rank 1",
     reads_metrics: "at different places, 1 to open a window, 1 to read metrics",
-    finishes: "different numbers of micro-batches in this window: 0 on rank 1, 1 on rank 0",
+    finishes: "finish: no micro-batch since the last one: nothing to finish",
     metrics_in_a_window: "cannot read metrics inside a window: 1 of 2 declared",
     metrics_while_streaming: "cannot read metrics: 1 micro-batches since the last finish() are",
     other_count: "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
@@ -270,7 +252,7 @@ TOLD = {
 }
 
 
-QUICK = (*TOLD, other_bad_counts, settings, estimates, on_a_device)
+QUICK = (*TOLD, other_bad_counts, settings, on_a_device)
 
 
 @functools.cache
@@ -329,15 +311,6 @@ def test_settings_that_differ():
         assert a[name][0] == b[name][0]
         assert words[name.partition(",")[0]] in a[name][0]
         assert max(a[name][1], b[name][1]) < ranks.SOON
-
-
-def test_estimates_of_other_states():
-    a, b = ranks.of(results(), "estimates")
-    for (one, fast), (two, _) in zip(a[:2], b[:2], strict=True):
-        assert one == two
-        assert "ranks stream from different estimates" in one
-        assert fast < ranks.SOON
-    assert a[2][0] is None
 
 
 def test_on_a_device_it_is_raised_where_metrics_are_read():

@@ -132,7 +132,7 @@ def accelerate_errors(rank):
         "megatron": refused(distributed_type=SimpleNamespace(value="MEGATRON_LM")),
         "sequence parallel": refused(parallelism_config=SimpleNamespace(sp_enabled=True)),
         "not one": ranks.error_of(LossAccumulator.from_accelerator, model),
-        "ranks": LossAccumulator.from_accelerator(engine)._lifecycle.tokens.size(),
+        "ranks": LossAccumulator.from_accelerator(engine)._tokens.size(),
     }
 
 

@@ -124,10 +124,7 @@ def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
     ):
         with acc.window([3, 5]):
             acc.scale(out_of(weight, micro[0]))
-            with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss"):
-                acc.backward(out_of(weight, micro[1]))
-            acc._lifecycle.window._begun = []  # this test is about the other error
-            acc._lifecycle.window.n_done = 1
+            acc.backward(out_of(weight, micro[1]))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -218,16 +215,6 @@ def test_a_loss_of_a_window_that_was_closed_is_refused():
     with pytest.raises(RuntimeError, match="after the window that has scaled it was closed"):
         late.backward()
     torch.testing.assert_close(weight.grad, before, rtol=0, atol=0)
-
-
-def test_gradients_asked_for_by_hand_count():
-    micro = batches([3, 5])
-    weight, exact, _ = weight_and_grad(micro)
-    weight = torch.nn.Parameter(weight.detach())
-    acc = LossAccumulator()
-    with acc.window([3, 5]):
-        grads = [torch.autograd.grad(acc.scale(out_of(weight, one)), weight)[0] for one in micro]
-    assert distance(sum(grads), exact) < 1e-6
 
 
 def test_gradients_of_inputs_alone_are_no_training():

@@ -62,6 +62,7 @@ def test_a_guarded_optimizer_does_not_step_inside_a_window():
     torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
     acc.finish([weight])
     optimizer.step()
+    optimizer.zero_grad()
     with acc.window([2, 2]):
         acc.backward(a_loss(weight))
         with pytest.raises(RuntimeError, match="1 of 2 declared micro-batches"):
@@ -101,7 +102,10 @@ def test_finish_knows_the_parameters_that_are_guarded():
     train(acc)
     with pytest.raises(RuntimeError, match=r"parameters: 1 that have a \.grad were not given"):
         acc.finish(model[0].parameters())
-    acc.finish(model[1].parameters())  # the optimizer's own are all there
+    with pytest.raises(RuntimeError, match=r"parameters: 2 that have a \.grad were not given"):
+        acc.finish(model[1].parameters())  # the loss has trained others, too
+    acc.finish(model.parameters())
+    model.zero_grad()
     acc = LossAccumulator()
     acc.guard(optimizer, model)
     train(acc)

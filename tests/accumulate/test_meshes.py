@@ -120,7 +120,7 @@ def accelerate_mesh(rank):
     alone = LossAccumulator.from_accelerator(
         SimpleNamespace(**vars(engine) | {"torch_device_mesh": only_tp})
     )
-    return acc._lifecycle.tokens.size(), alone._lifecycle.tokens.size()
+    return acc._tokens.size(), alone._tokens.size()
 
 
 TENSOR = {

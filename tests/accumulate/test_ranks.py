@@ -126,6 +126,7 @@ def collectives(rank):
         acc.metrics(reset=True)
         counted("add", lambda: acc.add(a_loss(3)))
         counted("metrics after add", lambda: acc.metrics(reset=True))
+        weight.grad = None
         counted("micro-batches", lambda: [acc.backward(a_loss(n, weight)) for n in (1, 2)])
         counted("finish", lambda: acc.finish([weight]))
     finally:
@@ -149,10 +150,12 @@ def monitored(rank):
     with acc.window([6, 4 * rank]):
         acc.backward(loss(0, 6, every))
         acc.backward(loss(1, 4 * rank, every))
+    weight.grad = None
     for seed in (2, 3):
         acc.backward(loss(seed, 3 + rank, every))
     acc.finish([weight])
     found = acc.metrics()
+    weight.grad = None
     state = acc.state_dict()
     again = LossAccumulator()
     again.load_state_dict(state)
@@ -288,6 +291,7 @@ def overlap(rank):
     store = dist.distributed_c10d._get_default_store()
     acc, weight = LossAccumulator(), new_weight()
     run_window(acc, weight, batches([1]))
+    weight.grad = None
     if rank:
         store.wait(["opened"])
     with acc.window([3]):

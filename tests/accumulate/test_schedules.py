@@ -52,6 +52,9 @@ def random_schedule(seed, rank):
         if error is None:
             dist.all_reduce(weight.grad)
             parts = [batches(sizes[r], 1000 * seed + 10 * window + r) for r in range(world)]
+            if failing is not None and streaming:  # any number of micro-batches is right
+                whole = parts[failing]
+                parts[failing] = whole[:where] if kind == "before" else other_number(whole, kind)
             _, exact, _ = weight_and_grad(list(itertools.chain(*parts)))
             found.append((None, distance(weight.grad, exact), seconds))
         else:
@@ -60,14 +63,15 @@ def random_schedule(seed, rank):
     return found, acc.state_dict()
 
 
+def other_number(micro, kind):
+    return {"more": [*micro, micro[0]], "fewer": micro[:-1]}.get(kind, micro)
+
+
 def one_window(acc, weight, micro, streaming, failure, where):
     counts = [int((y != -100).sum()) for _, y in micro]
     if failure == "count":
         counts[where] += 1
-    if failure == "more":
-        micro = [*micro, micro[0]]
-    if failure == "fewer":
-        micro = micro[:-1]
+    micro = other_number(micro, failure)
     if failure == "elsewhere":
         acc.metrics() if not acc.state_dict()["n_windows"] else acc.finish([weight])
     if streaming:

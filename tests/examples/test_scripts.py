@@ -26,6 +26,7 @@ RUN = dict.fromkeys(
     ("ddp", "fsdp2", "pipeline", "tensor_parallel"), "torchrun --nproc-per-node 2"
 ) | {
     "accelerate_loop": "accelerate launch --cpu --num_processes 2",
+    "own_loop": "accelerate launch --cpu --num_processes 2",
     "fsdp2_tensor_parallel": "torchrun --nproc-per-node 4",
 }
 

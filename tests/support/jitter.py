@@ -65,11 +65,11 @@ def _in_another_order(first, second, kernel, keys, *args, **kwargs):
 
 def shuffled(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Operands ``(..., m, k)`` and ``(..., k, n)`` or ``(k,)`` whose product is the same sum."""
-    k = a.shape[-1]
-    if not SEED or k < 2:
+    k, inner = a.shape[-1], max(b.ndim - 2, 0)
+    if not SEED or k < 2 or b.shape[inner] != k:  # torch says what does not fit
         return a, b
     order = permutation(k)
-    return a.index_select(a.ndim - 1, order), b.index_select(max(b.ndim - 2, 0), order)
+    return a.index_select(a.ndim - 1, order), b.index_select(inner, order)
 
 
 @functools.cache

@@ -53,12 +53,14 @@ def weight_and_grad(micro):
 
 
 def run_window(acc, weight, micro):
+    weight.grad = None
     with acc.window([count_valid(y, offset=0) for _, y in micro]):
         for hidden, labels in micro:
             acc.backward(fused_ce(hidden, weight, labels))
 
 
 def run_streaming(acc, weight, micro):
+    weight.grad = None
     for hidden, labels in micro:
         acc.backward(fused_ce(hidden, weight, labels))
     acc.finish([weight])

@@ -12,22 +12,19 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import VALUES
-from fusedce.accumulate.totals import UNNAMED, names_of
-from fusedce.accumulate.window import Losses
+from fusedce.accumulate.totals import KINDS, UNNAMED
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
-_MOST_LOSSES = VALUES // len(names_of([UNNAMED]))
+Losses = dict[str, MonitoredLossSum]
+"""The losses of a micro-batch by name: ``loss_sum ()`` and ``n_valid ()`` int64, and monitors."""
+_MOST_LOSSES = VALUES // len(KINDS)
+_SUM = "out must be (loss_sum, n_valid) as fused_ce returns it"
 
 
 def as_counts(counts: Any) -> list[Tensor]:
-    """Declared counts copied to ``()`` int64 tensors, so that the caller may reuse his.
-
-    Raises:
-        TypeError, ValueError: not iterable, not whole numbers, or negative (values in tensors on a
-            device are not read).
-    """
+    """Declared counts copied to ``()`` int64 tensors; values on a device are not read."""
     one = isinstance(counts, (str, bytes)) or (isinstance(counts, Tensor) and counts.dim() == 0)
     if one or not isinstance(counts, Iterable):
         raise TypeError(
@@ -38,71 +35,55 @@ def as_counts(counts: Any) -> list[Tensor]:
 
 
 def _as_count(i: int, count: Any) -> Tensor:
-    if isinstance(count, Tensor):
-        if count.is_floating_point() or count.dtype == torch.bool or count.numel() != 1:
-            raise TypeError(f"counts[{i}] must be one integer, got {describe(count)}")
-        count = count.detach().reshape(()).to(torch.int64, copy=True)
-    else:
-        try:
-            # numpy's integers and 0-d arrays have an index as well, and its old booleans.
-            boolean = isinstance(count, bool) or str(getattr(count, "dtype", "")) == "bool"
-            whole = None if boolean else operator.index(count)
-        except TypeError:
-            whole = None
-        if whole is None:
-            raise TypeError(f"counts[{i}] must be an integer or a tensor, got {describe(count)}")
-        if not 0 <= whole < 2**63:
-            what = ">= 0" if whole < 0 else "an int64"
-            raise ValueError(f"counts[{i}] must be {what}, got {whole}")
-        count = torch.tensor(whole, device="cpu")
+    dtype = str(getattr(count, "dtype", type(count).__name__))
+    try:
+        if "bool" in dtype:
+            raise TypeError
+        if isinstance(count, Tensor) and not count.is_floating_point() and count.numel() == 1:
+            count = count.detach().reshape(()).to(torch.int64, copy=True)
+        else:  # numpy's integers and 0-d arrays have an index as well
+            count = torch.tensor(operator.index(count), dtype=torch.int64, device="cpu")
+    except TypeError:
+        raise TypeError(f"counts[{i}] must be an integer, got {describe(count)}") from None
+    except (RuntimeError, OverflowError, ValueError):
+        raise ValueError(f"counts[{i}] must be an int64, got {count}") from None
     if _faults.readable(count.device) and count < 0:
         raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
     return count
 
 
-def as_window(counts: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, float], Any]:
-    """The weights of a window's losses by name, and ``(losses,)`` int64 for each micro-batch.
-
-    Raises:
-        TypeError, ValueError: as :func:`as_counts`; losses with different numbers of
-            micro-batches; weights that are not finite numbers, or of other losses.
-    """
+def as_window(
+    counts: Any, weights: Mapping[str, float] | None
+) -> tuple[dict[str, float], list[tuple[Tensor, ...]]]:
+    """The weights of a window's losses by name, and the count of each for each micro-batch."""
     if not isinstance(counts, Mapping):
         if weights is not None:
             raise ValueError("weights are for several losses: give counts as a dict, by name")
-        return {UNNAMED: 1.0}, [count[None] for count in as_counts(counts)]
+        return {UNNAMED: 1.0}, [(count,) for count in as_counts(counts)]
     names = list(counts)
     if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
         raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
     if weights is not None and not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a dict of numbers by loss, got {describe(weights)}")
-    if weights is not None and not set(weights) <= set(names):
-        raise ValueError(f"weights must be those of the losses {names}, got {list(weights)}")
-    found = {name: _as_weight(name, (weights or {}).get(name, 1.0)) for name in names}
+    found = dict.fromkeys(names, 1.0) | dict(weights or {})
+    if len(found) > len(names):
+        raise ValueError(f"weights must be those of the losses {names}, got {list(weights or ())}")
+    for name, weight in found.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise TypeError(f"weights[{name!r}] must be a number, got {describe(weight)}")
+        if not math.isfinite(weight):
+            raise ValueError(f"weights[{name!r}] must be finite, got {weight}")
     columns = [as_counts(counts[name]) for name in names]
-    if len({len(column) for column in columns}) > 1:
+    lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
+    if len({*lengths.values()}) > 1:
         raise ValueError(
-            f"counts must hold one number per micro-batch for each loss, got "
-            f"{ {name: len(column) for name, column in zip(names, columns, strict=True)} }"
+            f"counts must hold one number per micro-batch for each loss, got {lengths}"
         )
-    return found, [torch.stack(row) for row in zip(*columns, strict=True)]
-
-
-def _as_weight(name: str, weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(f"weights[{name!r}] must be a number, got {describe(weight)}")
-    if not math.isfinite(weight):
-        raise ValueError(f"weights[{name!r}] must be finite, got {weight}")
-    return float(weight)
+    return found, list(zip(*columns, strict=True))
 
 
 def unpack(out: Any, names: Iterable[str]) -> Losses:
-    """The losses of a micro-batch, by name, as :func:`fused_ce` returned them.
-
-    Raises:
-        TypeError: ``out`` is something else, or its sum has a dtype that cannot hold a sum.
-        ValueError: losses that the window does not have.
-    """
+    """The losses of a micro-batch by name, as :func:`fused_ce` returned them."""
     names = list(names)
     if not isinstance(out, Mapping) or hasattr(out, "loss"):
         if names != [UNNAMED]:
@@ -112,6 +93,39 @@ def unpack(out: Any, names: Iterable[str]) -> Losses:
         wanted = "one loss, no dict" if names == [UNNAMED] else f"a dict of the losses {names}"
         raise ValueError(f"out must be {wanted}, as the window declares, got {list(out)}")
     return {name: _unpack(out[name]) for name in names}
+
+
+def _unpack(out: Any) -> MonitoredLossSum:
+    if hasattr(out, "loss") and hasattr(out, "keys"):
+        raise TypeError(
+            f"out must be (loss_sum, n_valid), got a {type(out).__name__}, whose .loss is a mean: "
+            f"give (out.loss * n, n) with n = count_valid(labels), a tensor, or let a Trainer "
+            f"with fusedce.FusedTrainerMixin do it"
+        )
+    if isinstance(out, Tensor) and out.numel() == 1:
+        raise TypeError(
+            f"{_SUM}, got {describe(out)}, which looks like a mean: pass fused_ce(...) itself, "
+            f"without .mean(); the window divides"
+        )
+    pair = isinstance(out, tuple) and len(out) == 2
+    if (
+        not pair
+        or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out)
+        or ([x.is_floating_point() for x in out] != [True, False])
+    ):
+        raise TypeError(f"{_SUM}: a floating and an integer scalar tensor, got {describe(out)}")
+    if out[0].element_size() < 4:
+        raise TypeError(
+            f"out: loss_sum must be float32 or float64, got {out[0].dtype}, which cannot hold a "
+            f"sum over tokens. Has a wrapper cast it (FSDP's MixedPrecisionPolicy(output_dtype=), "
+            f"accelerate)? Let it return float32"
+        )
+    monitors = getattr(out, "monitors", {})
+    kind = LossSum if getattr(out, "is_whole", True) else ScaledLossSum
+    return MonitoredLossSum.of(
+        kind(*(x if x.dim() == 0 else x.reshape(()) for x in (out[0], out[1].long()))),
+        {name: monitors[name] for name in MONITORS if name in monitors},
+    )
 
 
 def check_whole(losses: Losses) -> None:
@@ -124,49 +138,10 @@ def check_whole(losses: Losses) -> None:
         )
 
 
-def _unpack(out: Any) -> MonitoredLossSum:
-    if hasattr(out, "loss") and hasattr(out, "keys"):
-        raise TypeError(
-            f"out must be (loss_sum, n_valid), got a {type(out).__name__}, whose .loss is a mean: "
-            f"give (out.loss * n, n) with n = count_valid(labels), a tensor, or let a Trainer "
-            f"with fusedce.FusedTrainerMixin do it"
-        )
-    if isinstance(out, Tensor) and out.numel() == 1:
-        raise TypeError(
-            f"out must be (loss_sum, n_valid) as fused_ce returns it, got {describe(out)}, which "
-            f"looks like a mean: pass fused_ce(...) itself, without .mean(); the window divides"
-        )
-    if (
-        not isinstance(out, tuple)
-        or len(out) != 2
-        or not all(isinstance(x, Tensor) and x.numel() == 1 for x in out)
-        or not out[0].is_floating_point()
-        or out[1].is_floating_point()
-    ):
-        raise TypeError(
-            f"out must be (loss_sum, n_valid) as fused_ce returns it: a floating and an integer "
-            f"scalar tensor, got {describe(out)}"
-        )
-    if out[0].element_size() < 4:
-        raise TypeError(
-            f"out: loss_sum must be float32 or float64, got {out[0].dtype}, which cannot hold a "
-            f"sum over tokens. Has a wrapper cast it (FSDP's MixedPrecisionPolicy(output_dtype=), "
-            f"accelerate)? Let it return float32"
-        )
-    monitors = getattr(out, "monitors", {})
-    kind = LossSum if getattr(out, "is_whole", True) else ScaledLossSum
-    return MonitoredLossSum.of(
-        kind(out[0].reshape(()), out[1].detach().reshape(()).long()),
-        {name: monitors[name] for name in MONITORS if name in monitors},
-    )
-
-
-def check_settings(grad_reduction: Any, on_empty: Any) -> None:
-    """Raise ``ValueError`` for an unknown ``grad_reduction`` or ``on_empty``."""
-    if grad_reduction not in ("mean", "sum"):
-        raise ValueError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}")
-    if on_empty not in ("zero", "skip", "raise"):
-        raise ValueError(f"on_empty must be 'zero', 'skip' or 'raise', got {on_empty!r}")
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def check_auxiliary(auxiliary: Any) -> None:

@@ -1,0 +1,74 @@
+"""The loss of a Hugging Face model in a loop of one's own: one denominator, on two ranks too."""
+
+import pytest
+import torch
+from support import ranks
+from support.engines import accelerator
+from support.loops import distance
+from support.tiny_trainer import V, llama
+
+import fusedce
+from fusedce import LossAccumulator, model_loss, replace_loss_head
+
+
+def micro_batches(rank):
+    rng = torch.Generator().manual_seed(rank)
+    ids = [torch.randint(V, (1, n), generator=rng) for n in (5, 17, 3)[: 3 - rank]]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def exact(world):
+    """Gradients of the sum over the count, in eager, and the loss."""
+    model, total, n = llama(), 0.0, 0
+    for rank in range(world):
+        for batch in micro_batches(rank):
+            total = total + model(**batch, num_items_in_batch=1).loss
+            n += int(fusedce.count_valid(batch["labels"]))
+    (total / n).backward()
+    return [p.grad for p in model.parameters()], float(total / n), n
+
+
+def check(grads, metrics, world):
+    eager, loss, n = exact(world)
+    for grad, one in zip(grads, eager, strict=True):
+        assert distance(grad, one) < 1e-5
+    assert metrics["n_tokens"] == n
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_model_loss_is_the_sum_over_the_count():
+    model, acc = replace_loss_head(llama()), LossAccumulator()
+    for batch in micro_batches(0):
+        acc.backward(model_loss(model, batch))
+    acc.finish(model.parameters())
+    check([p.grad for p in model.parameters()], acc.metrics(), 1)
+
+
+def prepared(rank):
+    engine = accelerator(rank)
+    model = replace_loss_head(llama())
+    model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    acc = LossAccumulator.from_accelerator(engine)
+    acc.guard(optimizer, model)
+    *others, last = micro_batches(rank)
+    for batch in others:
+        with engine.no_sync(model):
+            acc.backward(model_loss(model, batch))
+    acc.backward(model_loss(model, last))
+    acc.finish(model.parameters())
+    return [p.grad for p in model.parameters()], acc.metrics()
+
+
+def test_two_ranks_of_accelerate():
+    pytest.importorskip("accelerate")
+    for grads, metrics in ranks.of(ranks.run({"two": prepared}), "two"):
+        check(grads, metrics, 2)
+
+
+def test_a_head_that_is_not_replaced_is_refused():
+    with pytest.raises(ValueError, match=r"call fusedce.replace_loss_head\(model\) first"):
+        model_loss(llama(), micro_batches(0)[0])
+    with pytest.raises(ValueError, match='batch must hold "labels"'):
+        model_loss(llama(), {"input_ids": torch.zeros(1, 2)})
+    with pytest.raises(TypeError, match="batch must be a mapping"):
+        model_loss(llama(), [1])
