@@ -525,6 +525,7 @@ class LossAccumulator:
     def _sum_over_ranks(self) -> None:
         """Add the batches that each rank has evaluated to the totals: one all-gather."""
         bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
+        self._guard.place()  # as other ranks do, which may have come to `finish`
         with self._exchange.tell_peers_on_error(METRICS):
             self._refuse_open_window("read metrics")
         sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))

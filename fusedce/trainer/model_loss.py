@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.contract.results import LossSum
-from fusedce.head.report import LossObserver
+from fusedce.head.observe import LossObserver
 
 
 def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
