@@ -17,11 +17,12 @@ from fusedce.testing import Case, assert_matches_reference, cases, check
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["exact_bf16", "widened_bf16"])
+@pytest.fixture(params=["MKL's", "this CPU's", "widened"])
 def bf16_products(request, monkeypatch):
-    """The ways of computing bf16 on a CPU, whatever this one has."""
-    gemm = products._blas("gemm_bf16bf16f32") if request.param == "exact_bf16" else None
-    if request.param == "exact_bf16" and gemm is None:
+    """The ways of computing bf16 on a CPU."""
+    ways = {"MKL's": products.MKL, "this CPU's": products.bf16_gemm(), "widened": None}
+    gemm = ways[request.param]
+    if gemm is products.MKL and products._checked(gemm) is None:
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
 

@@ -36,13 +36,20 @@ def install(seed: int) -> None:
             _replace("aten", name, functools.partial(_in_another_order, a, b))
         if torch.backends.mkldnn.is_available():
             _replace("mkldnn", "_linear_pointwise", _linear_in_another_order)
-    call = products._call
+    products._call = _permuted(products._call)  # MKL's
+    onednn = products.ONEDNN
+    products.ONEDNN = onednn._replace(multiply=_permuted(onednn.multiply))
 
-    @functools.wraps(call)
-    def permuted(gemm, a, b, out, *, add=False):
-        return call(gemm, *shuffled(a, b), out, add=add)
 
-    products._call = permuted
+def _permuted(multiply):
+    """A product ``(..., a, b, out)`` of the library's, in another order."""
+
+    @functools.wraps(multiply)
+    def call(*args, add=False):
+        *gemm, a, b, out = args
+        return multiply(*gemm, *shuffled(a, b), out, add=add)
+
+    return call
 
 
 def _replace(namespace, name, function):
