@@ -26,7 +26,6 @@ def epochs(draw):
     return windows
 
 
-@pytest.mark.slow
 @RUNS
 @settings(max_examples=40, deadline=None)
 @given(windows=epochs())

@@ -260,7 +260,6 @@ def results(slow=False):
     return ranks.run({f.__name__: f for f in (warm_up, *(RAISES if slow else QUICK))})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("f", RAISES, ids=lambda f: f.__name__)
 def test_all_ranks_raise_the_same(f):
     (a, fast, after), (b, fast_too, _) = ranks.of(results(slow=True), f.__name__)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support import parallel, ranks
 from support.loops import batches, distance, new_weight, run_streaming, run_window
+from support.params import slow
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedce import LossAccumulator, fused_ce
@@ -206,8 +207,7 @@ def results(world):
     return ranks.run({f.__name__: f for f in QUICK[world]}, world)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 @pytest.mark.parametrize("name", EQUAL)
 def test_ranks_are_one_big_batch(name, world):
     for found in ranks.of(slow_results(world), name):

@@ -186,7 +186,6 @@ def results(world):
     return ranks.run(CASES if world == 2 else OF_FOUR, world)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_model_on_one_rank(name):
     a, b = ranks.of(results(2), name)

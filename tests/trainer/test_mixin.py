@@ -230,7 +230,6 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
 
 
-@pytest.mark.slow
 def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
     """Its loss is that of the batch, whatever the micro-batches of a step, and counts nowhere."""
 
@@ -253,7 +252,6 @@ def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_a_loss_that_was_not_counted_stays_the_trainers_own(tmp_path):
     """Seq2SeqTrainer does not call compute_loss where it generates."""
 
@@ -391,7 +389,6 @@ def evaluated_on_two_ranks(shifted, folder, rank):
         fusedce.LossAccumulator.add = add
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shifted", [False, True])
 def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
     data = Dataset(7)
