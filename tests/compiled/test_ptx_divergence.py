@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.bounds import STATISTIC
 
 from fusedce import fused_kl, reference_kl
 
@@ -49,8 +50,10 @@ def compare(dtype, kind, tensors, chunk_tokens=None, **options):
         k: x.double() if isinstance(x, torch.Tensor) else x for k, x in options.items()
     }
     exact = gradients(reference_kl, wide, divergence=kind, **exact_options)
-    torch.testing.assert_close(ours[0].double(), exact[0], rtol=2e-6, atol=2e-6)
-    rounding = max(4 * torch.finfo(dtype).eps, 1e-5)
+    of_two_heads = 2 * STATISTIC  # each head's log-sum-exp keeps what is promised of one
+    torch.testing.assert_close(ours[0].double(), exact[0], rtol=of_two_heads, atol=of_two_heads)
+    # Of float32: logits of both heads, of size up to 10, are rounded, and then subtracted.
+    rounding = max(4 * torch.finfo(dtype).eps, 80 * torch.finfo(torch.float32).eps)
     for a, b in zip(ours[1:], exact[1:], strict=True):
         assert (a.double() - b).norm() <= rounding * b.norm()
 
