@@ -25,12 +25,14 @@ def errs_like(
     exact: Tensor | Sequence[Tensor],
     *,
     times: float = 2.0,
-    roundings: float = 4.0,
+    roundings: float = 8.0,
 ) -> None:
     """Assert that each tensor errs at most ``times`` as much as eager code, both from ``exact``.
 
     Errors are Euclidean norms. ``eager`` has the dtype of ``got`` and ``exact`` is in float64; a
-    floor of ``roundings`` of the dtype, of the size of ``exact``, is for where eager was lucky.
+    floor of ``roundings`` of the dtype, of the size of ``exact``, is for where eager was lucky. A
+    kernel makes eight: the logit, its product with log2(e), the difference from a reference, the
+    power, the sum, its logarithm, back to nats, and the difference from the label's logit.
     """
     if isinstance(got, Tensor):
         got, eager, exact = [got], [eager], [exact]
