@@ -65,8 +65,12 @@ def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | No
 
 
 def capped_smoothing(problem: Problem) -> bool:
-    """Whether labels are smoothed and logits capped: then no chunk's exponentials suffice."""
-    return problem.softcap is not None and problem.label_smoothing > 0
+    """Whether labels are smoothed and logits capped: then no chunk's exponentials suffice.
+
+    Those of the Triton backend; the torch backend keeps logits.
+    """
+    capped = problem.softcap is not None and problem.label_smoothing > 0
+    return capped and problem.backend == "triton"
 
 
 def token_losses(problem: Problem) -> Tensor:

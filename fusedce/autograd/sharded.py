@@ -27,7 +27,7 @@ from fusedce.autograd.dispatch import NOTHING, Monitored, capped_smoothing
 from fusedce.autograd.summed import with_gradients
 from fusedce.autograd.token_ops import Upstreams, Values, upstream_of
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.backends.gradients import Dtypes, Gradients, check_budget
+from fusedce.backends.gradients import Dtypes, check_budget
 from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.sharded.collectives import (
     Shard,
@@ -231,15 +231,15 @@ class _Values(torch.autograd.Function):
         *of_stats, of_z = upstream
         problem = ctx.options.but(**dict(zip(ctx.names, tensors, strict=True)))
         wanted = Wanted(*ctx.needs_input_grad[:3])
-        values = Values(nll_here, lse, entropy, zmean)
+        values = Values(nll_here, lse, entropy, zmean, z)
         with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
             made = _grads_here(
                 Local(problem, y, here, ctx.shard.first),
                 wanted,
                 values,
-                Upstreams(*of_stats),
+                Upstreams(*of_stats, of_z),
                 ctx.shard,
-                (classes, z, of_z),
+                classes.masked_fill(classes == problem.ignore_index, -1),
             )
             if wanted.hidden:
                 d_hidden = sum_over_ranks(made[0], ctx.rows, ctx.N, ctx.n_here, ctx.shard)
@@ -256,7 +256,7 @@ def _grads_here(
     values: Values,
     upstreams: Upstreams,
     shard: Shard,
-    of_classes: tuple[Tensor, Tensor, Tensor | None],  # classes here, logits, upstream: (n, K)
+    classes: Tensor,  # (n, K) rows here, -1 for none
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's addend of ``d_hidden (n, H)``, float32 or better; gradients of its classes."""
     problem = local.problem
@@ -266,21 +266,11 @@ def _grads_here(
         # Not like hidden: a collective sends memory as it lies, and columns may lie side by side.
         d_hidden = problem.hidden.new_zeros(problem.hidden.shape, dtype=acc)
         return d_hidden, torch.zeros_like(problem.weight), problem.weight.new_zeros(0)
-    upstream = upstream_of(problem, values, upstreams, classes=shard.V, here=local.here)
-    backend = get_backend(problem.backend)
-    classes, z, of_z = of_classes
-    dtypes = Dtypes(acc, dtype, dtype)
-    if of_z is not None:
-        dtypes = class_logits.dtypes_of_sums(problem, wanted)._replace(hidden=acc)
-    made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
-    if of_z is None:
-        return made
-    grads = Gradients(problem, Wanted(), dtypes=dtypes, chunks=0)
-    grads.hidden, grads.weight, grads.bias = (
-        x if want else None for x, want in zip(made, wanted.gradients(), strict=True)
+    upstream = upstream_of(
+        problem, values, upstreams, classes=shard.V, here=local.here, chosen=classes
     )
-    class_logits.add_gradients(problem, grads, classes, z, of_z)
-    return grads.written()
+    backend = get_backend(problem.backend)
+    return backend.token_grads(problem, wanted, values.lse, upstream, Dtypes(acc, dtype, dtype))
 
 
 class _Total(torch.autograd.Function):

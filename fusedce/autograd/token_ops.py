@@ -27,7 +27,7 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import of_inputs
 from fusedce.contract.objective import Stats, Upstream, token_losses
-from fusedce.contract.problem import Problem, Wanted, records, schema_of
+from fusedce.contract.problem import Problem, Projection, Wanted, records, schema_of
 from fusedce.contract.rounding import acc_dtype
 
 
@@ -44,6 +44,16 @@ def losses(problem: Problem, wanted: Wanted) -> tuple[Tensor, Stats]:
 
 def token_stats(problem: Problem, wanted: Wanted) -> Stats:
     """Statistics in one pass; all but argmax are differentiable in hidden, weight and bias."""
+    return class_stats(problem, None, problem.hidden.new_empty(0), wanted)[0]
+
+
+def class_stats(
+    problem: Problem,
+    classes: Tensor | None,  # (N, K) rows of weight, -1 for none
+    z: Tensor,  # (N, K) their logits; (0,) for none
+    wanted: Wanted,
+) -> tuple[Stats, Tensor]:
+    """:func:`token_stats`, and ``z``, differentiable as well."""
     gradients = wanted_gradients(problem)
     train = any(gradients)
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
@@ -53,11 +63,11 @@ def token_stats(problem: Problem, wanted: Wanted) -> Stats:
         wanted = wanted.but(hidden=hidden, weight=weight, bias=bias, lse=wanted.lse or train)
         stats = Stats(*torch.ops.fusedce.token_stats(*detached(problem), *wanted))
     if not train:
-        return stats
-    values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean)
+        return stats, z
+    values = Values(stats.nll, stats.lse, stats.entropy, stats.zmean, z)
     attach = TokenValues.apply if transformed() else torch.ops.fusedce.token_values
-    nll, lse, entropy, zmean = attach(*problem, *values)
-    return Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax)
+    nll, lse, entropy, zmean, z = attach(*problem, *values, classes)
+    return Stats(nll, lse, entropy, zmean, stats.n_valid, stats.argmax), z
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -97,6 +107,7 @@ class Values(NamedTuple):
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,)
     zmean: Tensor  # (N,), or (0,)
+    z: Tensor  # (N, K) logits of chosen classes, or (0,)
 
 
 class Upstreams(NamedTuple):
@@ -106,12 +117,18 @@ class Upstreams(NamedTuple):
     lse: Tensor | None
     entropy: Tensor | None
     zmean: Tensor | None
+    z: Tensor | None
 
 
 @torch.library.custom_op(
     "fusedce::token_values",
     mutates_args=(),
-    schema=schema_of(Problem, Values, returns="(Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of(
+        Problem,
+        Values,
+        more="Tensor? classes",
+        returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    ),
 )
 def _token_values(*flat: Any) -> tuple[Tensor, ...]:
     return tuple(x.clone() for x in _problem_and_values(flat)[1])
@@ -124,7 +141,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 
 def _problem_and_values(flat: tuple[Any, ...]) -> tuple[Any, Any]:
     end = len(Problem._fields)
-    return Problem(*flat[:end]), Values(*flat[end:])
+    return Problem(*flat[:end]), Values(*flat[end : end + len(Values._fields)])
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -135,20 +152,21 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     tensors = {k: x for k, x in problem._asdict().items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
     ctx.options = problem.but(**dict.fromkeys(tensors))
-    ctx.save_for_backward(*tensors.values(), *output)
+    ctx.save_for_backward(*tensors.values(), *output, inputs[-1])
 
 
 def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
     """Gradients for the arguments of ``token_values``, computed by ``grads_op``."""
     nothing: Any = [None] * len(Problem._fields)
-    values: Any = [None] * len(Values._fields)
+    values: Any = [None] * (len(Values._fields) + 1)
     wanted = ctx.wanted
     if all(u is None for u in upstream) or not any(wanted):
         return (*nothing, *values)
     saved = iter(ctx.saved_tensors)
     problem = ctx.options.but(**{name: next(saved) for name in ctx.names})
     names = ("hidden", "weight", "bias")
-    made = grads_op(*problem, *wanted, *Values(*saved), *Upstreams(*upstream))
+    *of_tokens, classes = saved
+    made = grads_op(*problem, *wanted, *of_tokens, *Upstreams(*upstream), classes)
     grads: dict[str, Any] = dict(zip(names, made, strict=True))
     unwanted = {name: None for name in names if not getattr(wanted, name)}
     return (*Problem(*nothing).but(**{**grads, **unwanted}), *values)
@@ -166,14 +184,21 @@ _token_values.register_autograd(_backward, setup_context=setup_context)
 @torch.library.custom_op(
     "fusedce::token_grads",
     mutates_args=(),
-    schema=schema_of(Problem, Wanted, Values, Upstreams, returns="(Tensor, Tensor, Tensor)"),
+    schema=schema_of(
+        Problem,
+        Wanted,
+        Values,
+        Upstreams,
+        more="Tensor? classes",
+        returns="(Tensor, Tensor, Tensor)",
+    ),
 )
 def _token_grads(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, rest = records(flat)
     end = len(Values._fields)
-    values, upstreams = Values(*rest[:end]), Upstreams(*rest[end:])
+    values, upstreams, classes = Values(*rest[:end]), Upstreams(*rest[end:-1]), rest[-1]
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        upstream = upstream_of(problem, values, upstreams)
+        upstream = upstream_of(problem, values, upstreams, chosen=classes)
         dtypes = of_inputs(problem)
         backend = get_backend(problem.backend)
         return backend.token_grads(problem, wanted, values.lse, upstream, dtypes)
@@ -197,6 +222,7 @@ def upstream_of(
     *,
     classes: int | None = None,
     here: Tensor | None = None,  # (N,) bool: whether the label is a row of weight; None: all are
+    chosen: Tensor | None = None,  # (N, K) the classes of values.z, rows of weight; -1 for none
 ) -> Upstream:
     """Factors of the gradient of a row of logits, by
 
@@ -248,7 +274,17 @@ def upstream_of(
         alpha, at_label = alpha * sharp, at_label * sharp
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
-    return Upstream(alpha, beta, gamma, at_label, used, -torch.expm1(-nll))
+    at_classes = None
+    if upstreams.z is not None and chosen is not None:
+        head, t = Projection.of(problem), problem.temperature
+        none = chosen < 0
+        at_classes = upstreams.z.double().masked_fill(none, 0) * head.scale
+        t = 1.0 if t is None else t.double()[:, None].masked_fill(none, 1)
+        slope = head.slope(values.z.masked_fill(none, 0) * t)
+        at_classes = at_classes / t if slope is None else at_classes / t * slope
+        used = used | (at_classes != 0).any(1)
+    others = -torch.expm1(-nll)
+    return Upstream(alpha, beta, gamma, at_label, used, others, chosen, at_classes)
 
 
 # ---- inside transforms of torch.func ------------------------------------------------------------
@@ -292,7 +328,7 @@ class TokenValues(torch.autograd.Function):
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, ...]:
         """Copies of the statistics."""
-        return tuple(x.clone() for x in flat[_BEFORE:])
+        return tuple(x.clone() for x in flat[_BEFORE:-1])
 
     setup_context = staticmethod(setup_context)
 
@@ -308,7 +344,7 @@ class TokenValues(torch.autograd.Function):
         if not _share_the_head(in_dims):
             return _one_by_one(TokenValues.apply, B, in_dims, flat)
         values = TokenValues.apply(*_flattened(B, in_dims, flat))
-        return tuple(x.view(B, -1) for x in values), (0,) * 4
+        return tuple(x.view(B, len(x) // B) for x in values), (0,) * 5
 
 
 class TokenGrads(torch.autograd.Function):

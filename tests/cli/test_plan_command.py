@@ -77,7 +77,7 @@ def test_a_time_stands_in_its_range():
 
 def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
     """This holds on a CPU, where the chunk can be watched."""
-    from fusedce.backends.torch import training
+    from fusedce.backends.torch import cross_entropy as training
     from fusedce.tools import plan
 
     sizes = []

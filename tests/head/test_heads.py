@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
-from fusedce.backends.torch import training
+from fusedce.backends.torch import cross_entropy as training
 from fusedce.head.lazy.logits import LazyLogits
 from fusedce.head.recipe import memory_budget_of_head
 

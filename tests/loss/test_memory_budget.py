@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends import plan
-from fusedce.backends.torch import products, stats_and_grads, training
+from fusedce.backends.torch import cross_entropy, products
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
@@ -47,7 +47,7 @@ def taken(monkeypatch):
         return plan.way_of(*args, **kwargs)
 
     monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
-    for module in (training, triton_training):
+    for module in (cross_entropy, triton_training):
         monkeypatch.setattr(module, "way_of", watched)
     return names
 
@@ -58,9 +58,9 @@ def tiles_alone(monkeypatch, R, T):
     def way(call, **asked):
         return plan._by_tiles(call, R, T)
 
-    for module in (training, triton_training):
+    for module in (cross_entropy, triton_training):
         monkeypatch.setattr(module, "way_of", way)
-    for module in (stats_and_grads, vocab_tiles):
+    for module in (cross_entropy, vocab_tiles):
         monkeypatch.setattr(module, "tiles_of", way)
 
 

@@ -7,7 +7,7 @@ from support.rounding import Draw
 
 from fusedce import fused_ce, fused_logprobs, reference_ce
 from fusedce.backends import gradients, mean_logit
-from fusedce.backends.torch import logit_tiles, products
+from fusedce.backends.torch import products
 
 # In the median, and in one of a hundred.
 BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
@@ -171,7 +171,6 @@ def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, maske
     """It is found where the sample did not look: at a class of the third tile, of some tokens."""
     monkeypatch.setattr(mean_logit, "SAMPLE", 2)
     monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
-    monkeypatch.setattr(logit_tiles, "_LEAST", 100)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(40, 32, generator=rng), torch.randn(430, 32, generator=rng) / 6
     hidden[:, 0] = torch.where(torch.arange(40) % 3 == 0, 1.0, 0.0)

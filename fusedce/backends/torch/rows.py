@@ -61,7 +61,12 @@ def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
         missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE
         if missing:
             yield torch.cat([block, block[-1:].expand(missing)])
-        elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
-            yield slice(int(block[0]), int(block[-1]) + 1)
         else:
-            yield block
+            yield as_slice(block)
+
+
+def as_slice(rows: Tensor) -> Rows:
+    """``rows`` as a slice, where they stand side by side on a CPU."""
+    if rows.device.type == "cpu" and rows[-1] - rows[0] == len(rows) - 1:
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
