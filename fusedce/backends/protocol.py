@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes
-from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 
 
 class Summed(NamedTuple):
@@ -37,10 +37,10 @@ class Diverged(NamedTuple):
 class Backend(Protocol):
     """``argmax (N,)`` int64, where given, is filled: with -1 at positions left out."""
 
-    def loss(self, problem: Problem) -> tuple[Tensor, Tensor]:
+    def loss(self, task: Task) -> tuple[Tensor, Tensor]:
         """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
 
-    def loss_and_grads(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
+    def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
         """The sum and its wanted gradients; with a soft-cap there is no label smoothing."""
 
     def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
@@ -56,9 +56,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with factors of each token's own, from logits computed anew."""
 
-    def divergence_and_grads(
-        self, problem: Problem, divergence: Divergence, wanted: Wanted
-    ) -> Diverged:
+    def divergence_and_grads(self, task: Task) -> Diverged:
         """Divergences from a teacher, with the student's gradients that are wanted."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:

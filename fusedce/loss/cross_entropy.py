@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, divergence
+from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_reduction, check_tensor_types, checked
 from fusedce.contract.divergence import checked_targets
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task
 from fusedce.loss.sharded import reduced
 from fusedce.loss.sharded_problem import is_sharded
 
@@ -111,12 +112,12 @@ def fused_cross_entropy(
     check_reduction(reduction)
     problem = checked(problem)
     if reduction == "none":
-        return dispatch.token_losses(problem).view(labels.shape)
+        return dispatch.token_losses(Task(problem)).view(labels.shape)
     if reduction == "sum":
-        return dispatch.loss_sum(problem)[0].loss_sum
+        return dispatch.loss_sum(Task(problem))[0].loss_sum
     denominator = _denominator(problem)
     problem = problem.but(expected_upstream=1 / denominator)
-    return dispatch.loss_sum(problem)[0].loss_sum / denominator
+    return dispatch.loss_sum(Task(problem))[0].loss_sum / denominator
 
 
 def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
@@ -138,13 +139,13 @@ def _of_probabilities(
     check_tensor_types(problem)
     problem, targets = checked_targets(problem, labels)
     if reduction == "none":
-        return divergence.token_losses(problem, targets).view(labels.shape[:-1])
+        return dispatch.token_losses(Task(problem, divergence=targets)).view(labels.shape[:-1])
     if reduction == "sum":
-        return divergence.loss_sum(problem, targets).loss_sum
+        return dispatch.loss_sum(Task(problem, divergence=targets))[0].loss_sum
     positions = max(len(problem.labels), 1)
     factor = problem.hidden.new_full((), 1 / positions, dtype=acc_dtype(problem.hidden.dtype))
     problem = problem.but(expected_upstream=factor)
-    return divergence.loss_sum(problem, targets).loss_sum / positions
+    return dispatch.loss_sum(Task(problem, divergence=targets))[0].loss_sum / positions
 
 
 def _denominator(problem: Problem) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded
-from fusedce.autograd.summed import SumWithGrads
+from fusedce.autograd import dispatch
+from fusedce.autograd.sums import SumWithGrads
 from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
@@ -17,6 +17,7 @@ from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 
@@ -148,7 +149,7 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(problem, wanted)
+    out, values = dispatch.loss_sum(Task(problem, wanted))
     if monitor:
         out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
     _fill(argmax_out, values)  # now that labels, whose memory it may be, were read
@@ -176,12 +177,12 @@ def sharded_loss_sum(
     problem, shard = agree_on_problem(
         problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
     )
-    out, values = sharded.loss_sum(problem, shard, wanted)
+    out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     found = sums(problem, monitor, *values) if monitor else {}
     _fill(argmax_out, values)
     if not monitor:
         return out
-    total = sharded.total(torch.stack(list(found.values())), shard)
+    total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
 
 

@@ -7,11 +7,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from fusedce.autograd import divergence as operators
+from fusedce.autograd import dispatch
+from fusedce.backends.choose import resolve_backend
+from fusedce.backends.sharded.agreement import DIVERGENCE, groups_of, tell_peers_on_error
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
+from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+from fusedce.contract.task import Task
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 Kind = Literal["forward", "reverse", "jsd"]
 
@@ -39,6 +44,8 @@ def fused_kl(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
 ) -> LossSum:
     """Sum over positions of the divergence of a student from a teacher, without the logits.
 
@@ -80,6 +87,8 @@ def fused_kl(
         chunk_tokens: positions whose logits are held at a time; ``None`` chooses.
         memory_budget: bytes beside inputs and gradients; a small one makes small chunks.
         backend: as in :func:`fused_ce`.
+        process_group, tokens_sharded: as in :func:`fusedce.sharded.sharded_ce`, by the torch
+            backend; both heads' rows are split alike.
 
     Returns:
         :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
@@ -95,14 +104,15 @@ def fused_kl(
         >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
         >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
     """
-    return operators.loss_sum(*_asked(
+    return dispatch.loss_sum(_asked(
         hidden, weight, teacher_hidden, teacher_weight, labels,
         divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
         bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
         logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
         ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
-    ))  # fmt: skip
+        process_group=process_group, tokens_sharded=tokens_sharded,
+    ))[0]  # fmt: skip
 
 
 @takes_arguments_of(fused_kl)
@@ -130,8 +140,8 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    asked = _asked(hidden, weight, teacher_hidden, teacher_weight, labels, **options)
-    return operators.token_losses(*asked).view(hidden.shape[:-1])
+    task = _asked(hidden, weight, teacher_hidden, teacher_weight, labels, **options)
+    return dispatch.token_losses(task).view(hidden.shape[:-1])
 
 
 # Arguments that are not the student's, and the fields of `Divergence` that hold them.
@@ -147,14 +157,33 @@ def _asked(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     labels: Tensor | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
     **options: Any,
-) -> tuple[Problem, Divergence]:
+) -> Task:
     """Checked records of the arguments; without labels every position gets a valid one."""
     of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)
     if labels is None and isinstance(hidden, Tensor):
         zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         student = student.but(labels=zeros, ignore_index=None)
-    return checked_divergence(
-        student, Divergence(teacher_hidden, teacher_weight, **of_teacher), labels
+    divergence = Divergence(teacher_hidden, teacher_weight, **of_teacher)
+    if not is_sharded(weight, process_group):
+        problem, divergence = checked_divergence(student, divergence, labels)
+        return Task(problem, divergence=divergence)
+    with tell_peers_on_error(groups_of(weight, process_group), device_of(student.labels)):
+        here = student.but(**{
+            name: local_of(x) for name, x in student._asdict().items() if is_dtensor(x)
+        })  # fmt: skip
+        of_teacher = {name: local_of(x) for name, x in divergence._asdict().items() if is_dtensor(x)}
+        problem, divergence = checked_divergence(here, divergence.but(**of_teacher), labels)
+        if resolve_backend(problem.backend, problem.hidden) == "triton":
+            raise RuntimeError(
+                "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
+                "do not merge it over ranks"
+            )
+    settings = (divergence.kind, divergence.beta, divergence.temperature, divergence.ce_weight)
+    problem, shard = agree_on_problem(
+        student, process_group, tokens_sharded, function=DIVERGENCE, beside=str(settings)
     )
+    return Task(problem, divergence=divergence, shard=shard)

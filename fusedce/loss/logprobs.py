@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded
+from fusedce.autograd import dispatch
 from fusedce.backends.sharded.agreement import (
     ARGMAX,
     MEAN_LOGIT,
@@ -28,6 +28,7 @@ from fusedce.contract.groups import local_of
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import (
     agree_on_problem,
     device_of,
@@ -157,10 +158,8 @@ def fused_logprobs(
         problem = problem.but(temperature=t)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if several:
-        logprob, stats = dispatch.class_stats(problem, labels.reshape(-1, labels.shape[-1]), wanted)
-    else:
-        stats = dispatch.token_stats(problem, wanted)
-        logprob = -stats.nll
+        problem = problem.but(labels=labels.reshape(-1, labels.shape[-1]))
+    logprob, stats = dispatch.token_stats(Task(problem, wanted))
     return _shaped(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
 
 
@@ -206,7 +205,7 @@ def fused_argmax(
         hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
     )  # fmt: skip
-    argmax = dispatch.token_stats(checked(problem), Wanted(argmax=True)).argmax
+    argmax = dispatch.token_stats(Task(checked(problem), Wanted(argmax=True)))[1].argmax
     assert argmax is not None
     return argmax.view(labels.shape)
 
@@ -323,7 +322,7 @@ def sharded_argmax(
         backend=backend,
     )  # fmt: skip
     problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, ARGMAX)
-    argmax = sharded.token_stats(problem, shard, Wanted(argmax=True)).argmax
+    argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
     return argmax.view(tokens_of(labels))
 
@@ -344,11 +343,7 @@ def _sharded_stats(
     function = MEAN_LOGIT if mean_logit else STATISTICS
     problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    if problem.labels.dim() == 2:
-        logprob, stats = sharded.class_stats(problem, shard, wanted)
-    else:
-        stats = sharded.token_stats(problem, shard, wanted)
-        logprob = -stats.nll
+    logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     tokens = local_of(hidden).shape[:-1]
     return _shaped(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
 

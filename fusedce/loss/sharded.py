@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import sharded
+from fusedce.autograd import dispatch
 from fusedce.backends.sharded.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_reduction
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, tokens_of
 
 
@@ -119,9 +120,8 @@ def sharded_ce(
         softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    return sharded.loss_sum(*agree_on_problem(problem, process_group, tokens_sharded, vocab_size))[
-        0
-    ]
+    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size)
+    return dispatch.loss_sum(Task(problem, shard=shard))[0]
 
 
 @explains_names
@@ -217,19 +217,19 @@ def reduced(
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(labels)):
         check_reduction(reduction)
     if problem.class_weight is None and reduction != "none":
-        agreed = agree_on_problem(
+        problem, shard = agree_on_problem(
             problem, process_group, tokens_sharded, vocab_size, SUM, reduction
         )
-        out, _ = sharded.loss_sum(*agreed)
+        out, _ = dispatch.loss_sum(Task(problem, shard=shard))
         return out.loss_sum if reduction == "sum" else out.mean()
     problem, shard = agree_on_problem(
         problem, process_group, tokens_sharded, vocab_size, LOSSES, reduction
     )
-    losses, _ = sharded.losses(problem, shard)
+    losses = dispatch.token_losses(Task(problem, shard=shard))
     if reduction == "none":
         return losses.view(tokens_of(labels))
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
-    loss_sum, weights, count = sharded.total(mine, shard).unbind()
+    loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
     if reduction == "mean":
         loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
     return loss_sum.to(losses.dtype)

@@ -18,7 +18,6 @@ from fusedce.backends.sharded.agreement import (
     layout_of,
     tell_peers_on_error,
 )
-from fusedce.backends.sharded.collectives import Shard
 from fusedce.contract.checks import (
     autocast,
     check_flag,
@@ -30,6 +29,7 @@ from fusedce.contract.checks import (
 )
 from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
+from fusedce.contract.task import Shard
 
 
 def is_sharded(weight: object, process_group: object) -> bool:

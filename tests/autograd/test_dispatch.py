@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedce
-from fusedce.autograd import dispatch, summed
+from fusedce.autograd import dispatch, sums as summed
 from fusedce.backends.choose import get_backend
 from fusedce.contract.problem import Problem, Wanted
 
@@ -29,7 +29,7 @@ def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monk
         return get_backend(name)
 
     monkeypatch.setattr(dispatch, "resolve_backend", resolve)
-    for module in (summed, __import__("fusedce.autograd.token_ops", fromlist=["x"])):
+    for module in (summed, __import__("fusedce.autograd.tokens", fromlist=["x"])):
         monkeypatch.setattr(module, "get_backend", backend_of)
     out = fusedce.fused_ce(*inputs, backend=None, **options)
     (out.loss_sum * 3).backward()

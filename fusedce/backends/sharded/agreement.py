@@ -18,17 +18,19 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, device_for, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
+from fusedce.backends.sharded.collectives import waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
+from fusedce.contract.task import Shard
 
-FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
+FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX, DIVERGENCE = (
     "a sum of losses",
     "losses of tokens",
     "statistics of tokens",
     "statistics of tokens with mean_logit",
     "likeliest classes",
+    "a divergence",
 )
 # A rank sends the number of its rows of the vocabulary, of its tokens, of those that are computed
 # and of those that are valid; its bytes for a chunk's logits; checksums of labels, weights and
@@ -260,7 +262,7 @@ def agree(
             f"{tuple(problem.class_weight.shape)}"
         )
     return Shard(
-        group=group,
+        name=group.group_name,
         first=sum(rows[: dist.get_rank(group)]),
         V=classes,
         largest=max(rows),

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.sharded.collectives import Shard, all_gather
+from fusedce.backends.sharded.collectives import all_gather
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Shard
 
 
 class Local(NamedTuple):
@@ -45,13 +46,6 @@ class Local(NamedTuple):
         return Local(self.problem.but(labels=labels), y, here, self.first)
 
 
-class Merged(NamedTuple):
-    """Statistics over all classes, and this rank's own that backward needs."""
-
-    stats: Stats
-    nll_here: Tensor  # (n,) -log p of the row that is the label here
-
-
 def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> Local:
     """The problem of the tokens at ``rows`` and the rows of ``weight`` that are classes."""
     real = shard.real(problem)
@@ -71,15 +65,15 @@ def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> Local:
     return Local(local, y, y, shard.first).with_labels(y)
 
 
-def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
-    """Statistics over all ranks' classes; they are equal on all ranks but for ``nll_here``.
+def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Stats:
+    """Statistics over all ranks' classes; they are equal on all ranks.
 
     Collectives: one all-gather of float64 numbers a token: two, one more for each of entropy and
     mean logit, two more for argmax.
     """
     n = len(local.y)
     acc = acc_dtype(local.problem.hidden.dtype)
-    z_here, mine = _of_here(local, shard, wanted)
+    mine = _of_here(local, shard, wanted)
     k, ranks = len(mine), dist.get_world_size(shard.group)
     of_ranks = all_gather(torch.stack(mine), shard.group).view(ranks, k, n).unbind(1)
     others, z_labels, *more = of_ranks  # (ranks, n) each
@@ -94,8 +88,7 @@ def stats_over_ranks(local: Local, shard: Shard, wanted: Wanted) -> Merged:
         tops, classes = more
         argmax = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
     n_valid = torch.full((), n, dtype=torch.int64, device=lse.device)
-    stats = Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
-    return Merged(stats, torch.where(local.here, nll, lse - z_here).to(acc))
+    return Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
 
 
 def nll_and_lse(
@@ -113,8 +106,8 @@ def nll_and_lse(
     return torch.logaddexp(gap, torch.zeros_like(gap)), torch.logaddexp(z_label, others)
 
 
-def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
-    """``(n,)`` logit of the row that is the label here; numbers for the other ranks, float64.
+def _of_here(local: Local, shard: Shard, wanted: Wanted) -> list[Tensor]:
+    """Numbers for the other ranks, ``(n,)`` float64 each.
 
     These are the log-sum-exp of the logits but the label's, the label's logit where it lies here,
     entropy, sum of the logits, the largest logit and its class.
@@ -124,7 +117,7 @@ def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[T
         nowhere = torch.full((n,), -math.inf, dtype=torch.float64, device=device)
         none = torch.zeros_like(nowhere)
         more = [none] * (wanted.entropy + wanted.zmean)
-        return nowhere, [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]]
+        return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]]
     argmax = torch.empty(n, dtype=torch.int64, device=device) if wanted.argmax else None
     backend = get_backend(local.problem.backend)
     found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
@@ -143,7 +136,7 @@ def _of_here(local: Local, shard: Shard, wanted: Wanted) -> tuple[Tensor, list[T
         mine.append(found.zmean.double() * len(local.problem.weight))
     if argmax is not None and found.top is not None:
         mine += [found.top.double(), (argmax + shard.first).double()]
-    return z, mine
+    return mine
 
 
 def _entropy(

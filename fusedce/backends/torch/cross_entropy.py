@@ -14,28 +14,26 @@ tokens come from upstream.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends import two_passes
-from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget, waiting
-from fusedce.backends.plan import TILES, Way, tiles_of, way_of
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
+from fusedce.backends.plan import Way, tiles_of
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
 from fusedce.backends.torch.outliers import P
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import Rows, as_slice, blocks_of, chunks_of, valid_rows
-from fusedce.backends.torch.walk import by_chunks, by_tiles
+from fusedce.backends.torch.rows import Rows, blocks_of, chunks_of, valid_rows
+from fusedce.backends.torch.walk import by_tiles
 from fusedce.backends.two_passes import losses_and_upstream
-from fusedce.contract.objective import Stats, Upstream, expected_upstream, token_losses
+from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
-_NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
+if TYPE_CHECKING:
+    from fusedce.backends.sharded.merge import Merge
 
-Merge = Callable[["Seen"], None]  # statistics over the ranks of a sharded vocabulary
+_NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 
 
 class Mass(NamedTuple):
@@ -219,14 +217,13 @@ class SumOfLosses:
         labels: Tensor,  # (C,) among all classes
         factor: Tensor,
         *,
-        argmax: bool = False,
-        first: int = 0,  # the class of the first row here
-        V: int | None = None,  # classes, where not all of them lie here
-        merge: Merge | None = None,
+        argmax: bool,
+        first: int,  # the class of the first row here
+        V: int,  # classes, of which not all may lie here
+        merge: Merge | None,  # over the ranks of a sharded vocabulary
     ) -> None:
         self.problem, self.rows, self.labels, self.factor = problem, rows, labels, factor
-        self.V = len(problem.weight) if V is None else V
-        self.label, self._merge = labels - first, merge
+        self.V, self.label, self._merge = V, labels - first, merge
         known = (labels >= 0) & (labels < self.V)
         smoothing = problem.label_smoothing > 0
         self.seen = Seen(problem, self.label, moments=argmax, zmean=smoothing, known=known)
@@ -236,15 +233,19 @@ class SumOfLosses:
         """Losses, and the factors of their gradients."""
         seen, problem = self.seen, self.problem
         if self._merge is not None:
-            self._merge(seen)
+            self._merge.seen(seen)
         seen.finish()
         self.nll, lse = seen.nll(), seen.lse()
         zmean = None if seen.zsum is None else seen.zsum / self.V
-        self.losses, upstream = losses_and_upstream(
+        self.lost, upstream = losses_and_upstream(
             problem, self.labels.clamp(0, self.V - 1), self.nll, lse, zmean, self.factor, self.V
         )
         factors = Factors(problem, self.rows, self.label, lse, upstream)
         self.gradient, self.large, self.y = factors.gradient, factors.large, factors.y
+
+    def losses(self) -> Tensor:
+        """``(C,)`` float64."""
+        return self.lost
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
@@ -274,7 +275,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     return stats
 
 
-def loss(problem: Problem) -> tuple[Tensor, Tensor]:
+def loss_of(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n_valid = valid_rows(problem)
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
@@ -339,36 +340,6 @@ def _at(upstream: Upstream, rows: Rows) -> Upstream:
             for x in chosen
         ]
     return Upstream(*chosen)  # type: ignore[arg-type]
-
-
-def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
-    """The sum and its wanted gradients; holds the logits of one chunk."""
-    rows, n_valid = valid_rows(problem)
-    products = Products.of(problem.hidden)
-    call = call_of(problem, wanted, len(rows), waiting(problem), logit=products.acc.itemsize)
-    way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
-    if way.name == TILES:
-        return two_passes.loss_and_grads(token_stats, token_grads, problem, wanted, argmax)
-    way = way._replace(tokens=min(way.tokens, max(len(rows), 1)))
-    chunks = [as_slice(chunk) for chunk in chunks_of(rows, way.tokens)]
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
-    factor = expected_upstream(problem, n_valid)
-    total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
-    if argmax is not None:
-        argmax.fill_(-1)
-
-    def objective(chunk: Rows, h: Tensor) -> SumOfLosses:
-        labels = problem.labels[chunk].long()
-        return SumOfLosses(problem.rows(chunk), chunk, labels, factor, argmax=argmax is not None)
-
-    def written(of: SumOfLosses) -> None:
-        total.add_(of.losses.sum())
-        if argmax is not None:
-            argmax[of.rows] = of.seen.mass.best
-
-    logits = Logits(Projection.of(problem), products)
-    by_chunks(problem, logits, chunks, way, grads, objective, written)
-    return Summed(total.to(products.acc), n_valid, factor, *grads.written())
 
 
 def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:

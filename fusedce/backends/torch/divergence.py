@@ -15,54 +15,29 @@ difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the large
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import compared_classes, way_of_divergence
-from fusedce.backends.protocol import Diverged
+from fusedce.backends.plan import Call, Way, compared_classes
 from fusedce.backends.torch.cross_entropy import Seen
 from fusedce.backends.torch.logit_tiles import Logits, label_entry
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import Rows, as_slice, chunks_of, valid_rows
-from fusedce.backends.torch.walk import by_chunks
+from fusedce.backends.torch.rows import Rows
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
-from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem
+
+if TYPE_CHECKING:
+    from fusedce.backends.sharded.merge import Merge
 
 
-def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
-    rows, n_valid = valid_rows(problem)
-    products = Products.of(problem.hidden)
-    call = call_of(problem, wanted, len(rows), waiting(problem))
-    way = way_of_divergence(
-        call,
-        divergence.teacher_size(),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
-    way = way._replace(tokens=min(way.tokens, max(len(rows), 1)))
-    chunks = [as_slice(chunk) for chunk in chunks_of(rows, way.tokens)]
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
-    factor = expected_upstream(problem, n_valid)
-    losses = problem.hidden.new_zeros(len(problem.hidden), dtype=products.acc)
+def compared(divergence: Divergence, call: Call, way: Way) -> Any:
+    """The class of objectives, up to the arguments that depend on a chunk."""
     kind = _ToTargets if divergence.kind == TARGETS else _ToTeacher
-    step = compared_classes(call, way)
-    outer = factor.double() / divergence.temperature * problem.logit_scale
-
-    def objective(chunk: Rows, h: Tensor) -> _Compared:
-        return kind(problem.rows(chunk), divergence, chunk, outer, way.tokens, step)
-
-    def written(of: _Compared) -> None:
-        losses[of.rows] = of.weighted(of.losses()).to(losses.dtype)
-
-    by_chunks(
-        problem, Logits(divergence.student(problem), products), chunks, way, grads, objective, written
-    )
-    return Diverged(losses, n_valid, factor, *grads.written())
+    return functools.partial(kind, divergence, compared_classes(call, way))
 
 
 class _Compared:
@@ -72,22 +47,28 @@ class _Compared:
 
     def __init__(
         self,
-        problem: Problem,  # token weights are the chunk's
         divergence: Divergence,
-        rows: Rows,
-        outer: Tensor,  # () float64, of the gradient
-        tokens: int,  # of the largest chunk
         step: int,  # classes that are compared at a time: they stay in a core's own cache
+        problem: Problem,  # token weights are the chunk's
+        rows: Rows,
+        labels: Tensor,  # (C,) among all classes
+        factor: Tensor,
+        *,
+        argmax: bool,  # (not asked for)
+        first: int,
+        V: int,
+        merge: Merge | None,
     ) -> None:
         self.problem, self.divergence, self.rows, self.step = problem, divergence, rows, step
         self.student = divergence.student(problem)
-        self.V, self.acc = len(problem.weight), self.student.acc
-        labels = problem.labels[rows].long()
+        self.here, self.acc = len(problem.weight), self.student.acc
+        self.V, self._merge = V, merge
         self.label = torch.full_like(labels, -1)
+        outer = factor.double() / divergence.temperature * problem.logit_scale
         self.of_rows = self.weighted(torch.ones_like(labels, dtype=torch.float64) * outer)
-        self.start(labels)
+        self.start(labels - first, (labels >= 0) & (labels < V))
 
-    def start(self, labels: Tensor) -> None:
+    def start(self, labels: Tensor, known: Tensor) -> None:
         """Before the first tile."""
 
     def weighted(self, x: Tensor) -> Tensor:
@@ -118,18 +99,19 @@ class _Compared:
 class _ToTeacher(_Compared):
     """Beside a teacher's logits, which wait as the student's do."""
 
-    def start(self, labels: Tensor) -> None:
+    def start(self, labels: Tensor, known: Tensor) -> None:
         divergence, problem = self.divergence, self.problem
         teacher = divergence.teacher()
         self.head = Logits(teacher.projection, Products.of(teacher.hidden))
         self.there = self.head.operand(teacher.hidden[self.rows])
-        self.t = torch.empty(self.V, len(labels), dtype=self.acc, device=labels.device)
+        self.t = torch.empty(self.here, len(labels), dtype=self.acc, device=labels.device)
         self.seen, self.seen_there = (
             Seen(problem, self.label, moments=False, zmean=False) for _ in range(2)
         )
         self.ce = None
         if divergence.ce_weight:
-            self.labels, self.ce = labels, Seen(problem, labels, moments=False, zmean=False)
+            self.labels = labels
+            self.ce = Seen(problem, labels, moments=False, zmean=False, known=known)
 
     def see(self, s: Tensor, begin: int) -> None:
         """Make the teacher's tile, too."""
@@ -144,6 +126,8 @@ class _ToTeacher(_Compared):
 
     def merge(self, z: Tensor) -> None:
         """The divergence itself, where its gradient needs it."""
+        if self._merge is not None:
+            self._merge.seen(self.seen, self.seen_there, *([] if self.ce is None else [self.ce]))
         if self.ce is not None:
             self.ce.finish()
         lse, lse_t = self.seen.lse(), self.seen_there.lse()
@@ -153,21 +137,28 @@ class _ToTeacher(_Compared):
         self.kind = self.divergence.kind
         if self.kind == FORWARD:
             return
-        for begin in range(0, self.V, self.step):
+        for begin in range(0, self.here, self.step):
             s = z[begin : begin + self.step]
             part, q, x = self._terms(s, self.t[begin : begin + self.step])
             self.kl += part.sum(0)
             self.mean += (q * x).sum(0)
             if self.kind == JSD:
                 total += q.sum(0)
+        if self._merge is not None:
+            self.kl, self.mean, total = self._merge.sums(self.kl, self.mean, total)
         # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
         # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
         self.mean *= (self.lse - lse).clamp_(-1, 1).exp_() if self.kind == REVERSE else 1 / total
 
     def losses(self) -> Tensor:
         """``(C,)`` float64."""
-        loss = self.kl.masked_fill(self.kl >= INFINITE, torch.inf)
-        return loss if self.ce is None else loss + self.divergence.ce_weight * self.ce.nll()
+        kl = self.kl
+        if self._merge is not None and self.kind == FORWARD:
+            (kl,) = self._merge.sums(kl)
+        loss = kl.masked_fill(kl >= INFINITE, torch.inf)
+        if self.ce is not None:
+            loss += self.divergence.ce_weight * self.ce.nll()
+        return self.weighted(loss)
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
         """The derivative by finished logits over the temperature."""
@@ -230,7 +221,7 @@ class _ToTargets(_Compared):
     ``t`` and ``y`` its largest class: where the student is sure of ``y``, nothing cancels.
     """
 
-    def start(self, labels: Tensor) -> None:
+    def start(self, labels: Tensor, known: Tensor) -> None:
         tops, total = [], torch.zeros_like(labels, dtype=torch.float64)
         for begin in range(0, self.V, self.step):
             t = self._weighed(begin, begin + self.step)
@@ -258,7 +249,7 @@ class _ToTargets(_Compared):
 
     def losses(self) -> Tensor:
         """``(C,)`` float64."""
-        return self.loss.masked_fill(self.loss >= INFINITE, torch.inf)
+        return self.weighted(self.loss.masked_fill(self.loss >= INFINITE, torch.inf))
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
         """The derivative by finished logits."""

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor
 
 from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.sharded.collectives import Shard, all_gather
+from fusedce.backends.sharded.collectives import all_gather
+from fusedce.contract.task import Shard
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,

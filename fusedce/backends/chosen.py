@@ -4,51 +4,23 @@ Their rows of the head are read one by one, for as many tokens at a time as fit 
 nothing of the size ``(N, K, H)`` is held. The code is plain torch for every backend: beside the
 product with the whole head this is ``K / V`` of the work.
 
-One operator attaches them to the graph together with the tokens' statistics: a tile of the
-gradient holds both addends before it is rounded.
+A tile of the gradient holds the addends of the tokens' statistics and theirs before it is rounded.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.autograd import token_ops
-from fusedce.autograd.derivatives import detached, transformed
+from fusedce.backends.gradients import call_of, check_budget
 from fusedce.contract.labels import bad_label_code, bad_label_message
-from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Problem, Projection, Wanted, schema_of
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Projection, Wanted
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget
-_END = len(Problem._fields)
-
-
-def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
-    """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
-    if transformed():
-        raise RuntimeError(
-            "labels must have the shape (...) inside transforms of torch.func, got (..., K)"
-        )
-    result: Tensor = torch.ops.fusedce.chosen_logits(*detached(problem), classes)
-    return result
-
-
-def with_stats(
-    problem: Problem,  # its labels are one of each token's classes
-    classes: Tensor,  # (N, K)
-    z: Tensor,  # (N, K), their logits
-    wanted: Wanted,
-) -> tuple[Tensor, Stats]:
-    """``z`` and the statistics of the tokens, both differentiable."""
-    valid, rows = in_range(problem, classes)
-    stats, z = token_ops.class_stats(problem, rows.masked_fill(~valid, -1), z, wanted)
-    return z, stats
 
 
 def likeliest(z: Tensor, valid: Tensor) -> Tensor:
@@ -69,26 +41,41 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
     return (gap - nll[:, None]).masked_fill(~valid, 0)
 
 
+def one_class(problem: Problem, z: Tensor) -> Problem:
+    """The problem with the likeliest of each token's classes as its label; ``z`` their logits."""
+    classes = problem.labels
+    best = likeliest(z, problem.valid())
+    return problem.but(labels=classes.gather(1, best)[:, 0])
+
+
+def with_what_is_left(problem: Problem, wanted: Wanted) -> Problem:
+    """The problem with the budget that its ``labels (N, K)`` leave to the statistics.
+
+    Raises:
+        ValueError: it is too small; the message names the whole.
+    """
+    if problem.memory_budget is None:
+        return problem
+    beside = bytes_beside(problem, problem.labels.shape[1])
+    call = call_of(problem, wanted, len(problem.labels), triton=problem.backend == "triton")
+    check_budget(problem, call._replace(fixed=beside))
+    return problem.but(memory_budget=problem.memory_budget - beside)
+
+
 def bytes_beside(problem: Problem, K: int) -> int:
     """Bytes that ``K`` classes a token hold beside the other statistics."""
     in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits and their gradient
     return len(problem.hidden) * K * (in_range + upstream) + _LEAST
 
 
-@torch.library.custom_op(
-    "fusedce::chosen_logits",
-    mutates_args=(),
-    schema=schema_of(Problem, more="Tensor classes", returns="Tensor"),
-)
-def _chosen_logits(*flat: Any) -> Tensor:
-    problem, classes = Problem(*flat[:_END]), flat[_END]
+def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
+    """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
     head = Projection.of(problem)
     valid, y = in_range(problem, classes)
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
-    with torch.autocast(z.device.type, enabled=False):
-        for rows in _chunks(problem, classes):
-            h = _rows(problem, rows, valid[rows])
-            z[rows] = _products(problem.weight[y[rows]].to(head.acc), h[:, None], 2)
+    for rows in _chunks(problem, classes):
+        h = _rows(problem, rows, valid[rows])
+        z[rows] = _products(problem.weight[y[rows]].to(head.acc), h[:, None], 2)
     if problem.bias is not None:
         z += problem.bias[y].to(head.acc)
     z *= problem.logit_scale
@@ -98,13 +85,6 @@ def _chosen_logits(*flat: Any) -> Tensor:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
     return z.masked_fill_(~valid, 0)
-
-
-@_chosen_logits.register_fake
-def _(*flat: Any) -> Tensor:
-    problem, classes = Problem(*flat[:_END]), flat[_END]
-    wide = acc_dtype(problem.hidden.dtype)
-    return problem.hidden.new_empty(classes.shape, dtype=wide)
 
 
 def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
