@@ -39,7 +39,7 @@ FIRST = {
     "contract/test_bad_values.py loss/test_options.py",
     "autograd/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
     "autograd": "autograd loss/test_logprobs.py loss/test_several_classes.py loss/test_kl.py",
-    "backends/sharded": "loss/test_sharded.py loss/test_sharded_agreement.py",
+    "backends/shards": "loss/test_sharded.py loss/test_sharded_agreement.py",
     "backends/torch/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
     "backends/triton/sharded": "loss/test_sharded_triton.py",
     "backends/triton/rank": "loss/test_sharded_triton.py",

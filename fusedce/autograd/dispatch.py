@@ -4,6 +4,7 @@
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
 options or argmax without gradient    sum of the tokens' losses, from their statistics
+a sharded vocabulary by Triton        the same; by torch, chunks of this rank's logits
 entropy or log-sum-exp monitored      the same
 inside torch.func                     the same: it alone allows a factor per sample
 label smoothing of capped logits      the same: its gradient is no function of the exponentials
@@ -22,7 +23,7 @@ from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wante
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.plan import TILES, way_of
-from fusedce.backends.sharded.collectives import all_reduce, sharded_call
+from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
@@ -74,7 +75,7 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if shard is None:
         return not (train or (problem.plain() and not any(monitored)))
-    if monitored.argmax and not train:
+    if problem.backend == "triton":
         return True
     if problem.memory_budget is None:
         return False

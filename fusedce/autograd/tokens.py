@@ -76,10 +76,10 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
         if divergence is not None:
             found = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            nothing = (found.losses.new_empty(0) for _ in range(4))
-            return found.losses, *nothing, found.n_valid, labels.new_empty(0, dtype=torch.int64)
+            nothing = (found.loss.new_empty(0) for _ in range(4))
+            return found.loss, *nothing, found.n_valid, labels.new_empty(0, dtype=torch.int64)
         if shard is not None:
-            from fusedce.backends.sharded import tokens
+            from fusedce.backends.shards import tokens
 
             return tokens.stats(task, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
@@ -130,7 +130,9 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     alone = task.shard is None or task.shard.tokens is None
     if (alone and all(u is None for u in upstream)) or not any(wanted):
         return tuple(nothing)
-    made = grads_op(*task.but(wanted=wanted).flat(*saved[len(ctx.at) :], *Upstreams(*upstream)))
+    hidden, weight, bias = wanted.gradients()
+    task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
+    made = grads_op(*task.flat(*saved[len(ctx.at) :], *Upstreams(*upstream)))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
@@ -160,7 +162,7 @@ def _grads(*flat: Any) -> tuple[Tensor, ...]:
             made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
             return tuple(x.to(dtype) for x in made[3:])
         if shard is not None:
-            from fusedce.backends.sharded import tokens
+            from fusedce.backends.shards import tokens
 
             return tokens.grads(task, shard, values, upstreams)
         classes = None

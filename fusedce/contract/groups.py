@@ -11,6 +11,18 @@ from torch import Tensor
 from fusedce.agreement import timeout_of
 
 ALONE = object()  # every other rank holds the same tokens
+_GROUPS: dict[str, dist.ProcessGroup] = {}  # by name; operators take no groups as arguments
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name by which :func:`group_named` finds the group."""
+    _GROUPS[group.group_name] = group
+    return str(group.group_name)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that :func:`name_of` was last asked for under that name."""
+    return _GROUPS[name]
 
 
 class Ranks:

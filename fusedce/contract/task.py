@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.contract.divergence import Divergence
+from fusedce.contract.groups import group_named
 from fusedce.contract.problem import SCHEMA, Problem, Wanted
 
 _DEVICE_BUDGET = 2**30
@@ -34,7 +35,7 @@ class Shard(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
-        return dist.distributed_c10d._resolve_process_group(self.name)
+        return group_named(self.name)
 
     def real(self, problem: Problem) -> int:
         """The number of rows of ``problem.weight`` that are classes, the first ones."""

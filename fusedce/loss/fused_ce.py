@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.autograd.sums import SumWithGrads
-from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
+from fusedce.backends.shards.agreement import groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.sharded.agreement import DIVERGENCE, groups_of, tell_peers_on_error
+from fusedce.backends.shards.agreement import DIVERGENCE, groups_of, tell_peers_on_error
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import is_dtensor, local_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.sharded.agreement import (
+from fusedce.backends.shards.agreement import (
     ARGMAX,
     MEAN_LOGIT,
     STATISTICS,

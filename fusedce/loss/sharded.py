@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.sharded.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
+from fusedce.backends.shards.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
 from fusedce.contract.checks import check_reduction
 from fusedce.contract.explain import explains_names
 from fusedce.contract.objective import weights_and_count

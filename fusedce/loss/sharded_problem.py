@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.sharded.agreement import (
+from fusedce.backends.shards.agreement import (
     MEAN_LOGIT,
     STATISTICS,
     SUM,
@@ -57,7 +57,7 @@ def agree_on_problem(
 
     Args:
         problem, process_group, tokens_sharded, vocab_size: as given to the public function.
-        function: one of :data:`fusedce.backends.sharded.agreement.FUNCTIONS`.
+        function: one of :data:`fusedce.backends.shards.agreement.FUNCTIONS`.
         reduction: that of the public function, if it has one.
         beside: names of the statistics and outputs that are asked for beside the loss.
 
@@ -67,7 +67,7 @@ def agree_on_problem(
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
-    Collectives: see :func:`fusedce.backends.sharded.agreement.agree`.
+    Collectives: see :func:`fusedce.backends.shards.agreement.agree`.
     """
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)

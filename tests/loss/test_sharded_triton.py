@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends import plan
-from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.backends.sharded.collectives import REDUCE_SCATTER
+from fusedce.backends.shards.agreement import LENGTH
+from fusedce.backends.shards.collectives import REDUCE_SCATTER
 from fusedce.loss.sharded import sharded_ce
 
 FLOOR = {torch.float32: 3e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}

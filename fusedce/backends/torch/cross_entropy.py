@@ -31,7 +31,7 @@ from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
 if TYPE_CHECKING:
-    from fusedce.backends.sharded.merge import Merge
+    from fusedce.backends.shards.merge import Merge
 
 _NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 
@@ -43,6 +43,14 @@ class Mass(NamedTuple):
     rest: Tensor  # the others' exponentials relative to the largest; -1 for no logit at all
     moment: Tensor  # sum of exp(z - top) * (top - z)
     best: Tensor  # int64: the class of the largest
+
+    def lse(self) -> Tensor:
+        """Their log-sum-exp."""
+        return self.top + self.rest.log1p()
+
+    def entropy(self) -> Tensor:
+        """That of their softmax."""
+        return self.rest.log1p() + self.moment / (1 + self.rest)
 
 
 def merged(a: Mass, b: Mass) -> Mass:
@@ -131,11 +139,11 @@ class Seen:
 
     def lse(self) -> Tensor:
         """``(C,)`` float64."""
-        return self.mass.top + self.mass.rest.log1p()
+        return self.mass.lse()
 
     def entropy(self) -> Tensor:
         """``(C,)`` float64, with ``moments``."""
-        return self.mass.rest.log1p() + self.mass.moment / (1 + self.mass.rest)
+        return self.mass.entropy()
 
 
 class Factors:
@@ -275,7 +283,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     return stats
 
 
-def loss_of(problem: Problem) -> tuple[Tensor, Tensor]:
+def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n_valid = valid_rows(problem)
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)

@@ -31,7 +31,7 @@ from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS
 from fusedce.contract.problem import Problem
 
 if TYPE_CHECKING:
-    from fusedce.backends.sharded.merge import Merge
+    from fusedce.backends.shards.merge import Merge
 
 
 def compared(divergence: Divergence, call: Call, way: Way) -> Any:

@@ -2,7 +2,7 @@
 
 Every loss goes this way, an :class:`Objective` each: of labels, beside a teacher, beside given
 probabilities. With a sharded vocabulary the walk is over this rank's rows, and the ranks merge
-between its two looks (:mod:`fusedce.backends.sharded.merge`). Its rows of the weight gradient are
+between its two looks (:mod:`fusedce.backends.shards.merge`). Its rows of the weight gradient are
 complete, its part of ``d_hidden`` is added to the others' while the next chunk is computed. In
 float32: bfloat16 halves the traffic, and makes the error 1.4 times that of torch's whole bfloat16
 loss on 2 ranks, 1.8 on 4, 2.3 on 8.
@@ -19,8 +19,8 @@ from torch import Tensor
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import TILES, Call, Way, way_of, way_of_divergence
-from fusedce.backends.protocol import Diverged, Summed
-from fusedce.backends.sharded.collectives import (
+from fusedce.backends.protocol import Summed
+from fusedce.backends.shards.collectives import (
     RunningSums,
     all_tokens,
     gather_tokens,
@@ -28,8 +28,8 @@ from fusedce.backends.sharded.collectives import (
     of_classes,
     sharded_call,
 )
-from fusedce.backends.sharded.merge import Merge
-from fusedce.backends.torch.cross_entropy import SumOfLosses, loss_of, token_grads, token_stats
+from fusedce.backends.shards.merge import Merge
+from fusedce.backends.torch.cross_entropy import SumOfLosses, token_grads, token_stats
 from fusedce.backends.torch.divergence import compared
 from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.backends.torch.products import Products
@@ -60,16 +60,11 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     return _summed(task, argmax, None)
 
 
-def loss(task: Task) -> tuple[Tensor, Tensor]:
-    """``loss_sum ()`` and ``n_valid ()`` int64, without gradients."""
-    return loss_of(task.problem) if task.shard is None else _summed(task, None, None)[:2]
-
-
-def divergence_and_grads(task: Task) -> Diverged:
+def divergence_and_grads(task: Task) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
     losses = task.problem.hidden.new_zeros(len(task.problem.labels), dtype=_acc(task))
     summed = _summed(task, None, losses)
-    return Diverged(losses, *summed[1:])
+    return summed._replace(loss=losses)
 
 
 def _acc(task: Task) -> torch.dtype:

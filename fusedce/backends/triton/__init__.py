@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedce.backends.protocol import Diverged, Summed
-from fusedce.backends.triton import archs, divergence, forward, sharded_sum, training
-from fusedce.backends.triton.forward import token_stats
+from fusedce.backends.protocol import Summed
+from fusedce.backends.triton import archs, divergence, training
+from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on
 from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.contract.task import Task
@@ -22,27 +22,17 @@ __all__ = [
 ]
 
 
-def loss(task: Task) -> tuple[Tensor, Tensor]:
-    """Plain cross-entropy without gradients."""
-    if task.shard is not None:
-        return sharded_sum.loss(task.problem, task.shard)
-    return forward.loss(task.problem)
-
-
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
-    """The sum and its wanted gradients."""
-    problem, wanted, _, shard = task
-    if shard is not None:
-        return sharded_sum.loss_and_grads(problem, shard, wanted, argmax)
-    return training.loss_and_grads(problem, wanted, argmax)
+    """The sum and its wanted gradients; of a whole vocabulary."""
+    assert task.shard is None, "the sum over ranks is that of the tokens' losses"
+    return training.loss_and_grads(task.problem, task.wanted, argmax)
 
 
-def divergence_and_grads(task: Task) -> Diverged:
+def divergence_and_grads(task: Task) -> Summed:
     """Each token's divergence, and the wanted gradients of their sum."""
-    problem, wanted, of, shard = task
-    assert of is not None
-    assert shard is None, "refused before"
-    return divergence.divergence_and_grads(problem, of, wanted)
+    assert task.divergence is not None
+    assert task.shard is None, "sharded divergences are the torch backend's"
+    return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

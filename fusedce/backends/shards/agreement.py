@@ -18,8 +18,8 @@ from torch import Tensor
 from fusedce.agreement import TEXT, Told, device_for, differing, failure_of, row, send, words_of
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.collectives import waiting_for_ranks
-from fusedce.contract.groups import Ranks, is_dtensor
+from fusedce.backends.shards.collectives import waiting_for_ranks
+from fusedce.contract.groups import Ranks, is_dtensor, name_of
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 from fusedce.contract.task import Shard
@@ -262,7 +262,7 @@ def agree(
             f"{tuple(problem.class_weight.shape)}"
         )
     return Shard(
-        name=group.group_name,
+        name=name_of(group),
         first=sum(rows[: dist.get_rank(group)]),
         V=classes,
         largest=max(rows),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.sharded.collectives import RunningSums, all_gather, all_reduce
+from fusedce.backends.shards.collectives import RunningSums, all_gather, all_reduce
 from fusedce.backends.torch.cross_entropy import Seen, merged
 from fusedce.contract.task import Shard
 

@@ -1,34 +1,59 @@
 """Statistics of tokens on a sharded vocabulary, and their gradients.
 
-In the forward pass each rank gives its own classes to the backend as a problem, and the ranks
-exchange a few numbers a token. In backward each rank computes the logits of its classes again, with
-the log-sum-exp of all classes, and the ranks' addends of ``d_hidden`` are summed once.
+The backend gets a rank's own rows as a vocabulary of its own. It needs a label of every token:
+where the label lies on another rank, the first row here stands in for it, and backward gives that
+row the gradient of any other. The ranks exchange a few numbers a token, which merge as those of
+tiles do; the label's own exponential stays out of the sums, so that nothing cancels at p -> 1. In
+backward each rank computes the logits of its classes again, with the log-sum-exp of all classes,
+and the ranks' addends of ``d_hidden`` are summed once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Dtypes, check_budget
-from fusedce.backends.sharded.collectives import (
+from fusedce.backends.shards.collectives import (
     all_gather,
     all_reduce,
     all_tokens,
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.sharded.merged_stats import Local, local_problem, stats_over_ranks
+from fusedce.backends.torch.cross_entropy import Mass, merged
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
-from fusedce.contract.problem import Problem
+from fusedce.contract.objective import Stats
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Shard, Task
+
+
+class _Local(NamedTuple):
+    """The classes that lie here as a problem of their own, for tokens that all count."""
+
+    problem: Problem  # labels are rows here
+    y: Tensor  # (n,) int64 labels among all classes
+    here: Tensor  # (n,) bool: the label lies here, else its row stands in for it
+    first: int  # the class of the first row here
+
+    def rows_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the classes ``y`` where they lie here, 0 elsewhere; and whether they do."""
+        here = (y >= self.first) & (y < self.first + len(self.problem.weight))
+        return torch.where(here, y - self.first, 0), here
+
+    def with_labels(self, y: Tensor) -> _Local:
+        """The same tokens with the labels ``y (n,)`` int64 among all classes."""
+        labels, here = self.rows_of(y)
+        return _Local(self.problem.but(labels=labels), y, here, self.first)
 
 
 class _Counted(NamedTuple):
@@ -51,12 +76,12 @@ class _Counted(NamedTuple):
 def stats(task: Task, shard: Shard) -> tuple[Tensor, ...]:
     """What the operator returns, of this rank's tokens."""
     wanted, counted = task.wanted, _counted(task.problem, shard)
-    local = local_problem(counted.problem, counted.rows, shard)
+    local = _local_problem(counted.problem, counted.rows, shard)
     z = _class_logits(local, counted)
     if counted.classes.shape[1]:
         best = chosen.likeliest(z, counted.problem.but(labels=counted.classes).valid())
         local = local.with_labels(counted.classes.gather(1, best)[:, 0])
-    of_all = stats_over_ranks(local, shard, wanted)
+    of_all = _stats_over_ranks(local, shard, wanted)
     values = [
         counted.own(x) if want else x.new_empty(0)
         for x, want in (
@@ -77,12 +102,12 @@ def grads(
     problem, wanted = task.problem, task.wanted
     counted = _counted(problem, shard)
     if shard.tokens is not None:
-        values, upstreams = _of_all_ranks(values, upstreams, shard)
+        values, upstreams = _of_all_ranks(task, values, upstreams, shard)
     values = Values(*(x[counted.rows] if len(x) else x for x in values))
     upstreams = Upstreams(
         *(x[counted.rows] if x is not None and len(x) else None for x in upstreams)
     )
-    local = local_problem(counted.problem, counted.rows, shard)
+    local = _local_problem(counted.problem, counted.rows, shard)
     here = _classes_here(local, counted.classes)
     if here.shape[1]:
         best = chosen.likeliest(values.z, counted.problem.but(labels=counted.classes).valid())
@@ -119,6 +144,97 @@ def grads(
     )
 
 
+def _local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
+    """The problem of the tokens at ``rows`` and the rows of ``weight`` that are classes."""
+    real = shard.real(problem)
+    classes = slice(shard.first, shard.first + real)
+    bias, c, t = problem.bias, problem.class_weight, problem.temperature
+    y = problem.labels[rows].long()
+    local = problem.but(
+        hidden=problem.hidden if len(rows) == len(problem.labels) else problem.hidden[rows],
+        weight=problem.weight[:real],
+        bias=None if bias is None else bias[:real],
+        class_weight=None if c is None else c[classes],
+        temperature=None if t is None else t[rows],
+        token_weight=None,
+        ignore_index=-100,
+    )
+    return _Local(local, y, y, shard.first).with_labels(y)
+
+
+def _stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
+    """Statistics over all ranks' classes; they are equal on all ranks.
+
+    Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and mean
+    logit, two more for argmax.
+    """
+    n = len(local.y)
+    acc = acc_dtype(local.problem.hidden.dtype)
+    mine = _of_here(local, shard, wanted)
+    ranks = dist.get_world_size(shard.group)
+    table = all_gather(torch.stack(mine), shard.group).view(ranks, len(mine), n)
+    others, z_labels, *more = table.unbind(1)  # (ranks, n) each
+    known = (local.y >= 0) & (local.y < shard.V)
+    z_label = z_labels.amax(0).masked_fill(~known, math.nan)
+    none = torch.zeros_like(z_label)
+
+    def mass(lse: Tensor, entropy: Tensor = none, rest: Tensor | None = None) -> Mass:
+        empty = lse == -math.inf  # all its classes are masked, or there are none
+        rest = none.masked_fill(empty, -1) if rest is None else rest
+        lse = lse.clamp(min=torch.finfo(acc).min)
+        return Mass(lse, rest, entropy.masked_fill(empty, 0), none)
+
+    of_all = functools.reduce(merged, map(mass, others))
+    of_all = merged(of_all, mass(z_label, rest=none))
+    lse = of_all.lse()
+    nll = (of_all.top - z_label) + of_all.rest.log1p()
+    entropy = zmean = lse.new_empty(0)
+    argmax = None
+    if wanted.entropy:
+        shards = zip(torch.logaddexp(others, z_labels), more.pop(0), strict=True)
+        entropy = functools.reduce(merged, [mass(*x) for x in shards]).entropy()
+    if wanted.zmean:
+        zmean = more.pop(0).sum(0) / shard.V
+    if wanted.argmax:
+        tops, classes = more
+        argmax = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
+    n_valid = torch.full((), n, dtype=torch.int64, device=lse.device)
+    return Stats(nll.to(acc), lse.to(acc), entropy.to(acc), zmean.to(acc), n_valid, argmax)
+
+
+def _of_here(local: _Local, shard: Shard, wanted: Wanted) -> list[Tensor]:
+    """Numbers for the other ranks, ``(n,)`` float64 each.
+
+    These are the log-sum-exp of the logits but the label's, the label's logit where it lies here,
+    entropy, sum of the logits, the largest logit and its class.
+    """
+    n, device = len(local.y), local.y.device
+    if not len(local.problem.weight):
+        nowhere = torch.full((n,), -math.inf, dtype=torch.float64, device=device)
+        none = torch.zeros_like(nowhere)
+        more = [none] * (wanted.entropy + wanted.zmean)
+        return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]]
+    argmax = torch.empty(n, dtype=torch.int64, device=device) if wanted.argmax else None
+    backend = get_backend(local.problem.backend)
+    found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
+    nll, lse = found.nll.double(), found.lse.double()
+    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # all classes masked
+    # log(exp(lse) - exp(z)), by the formula that is exact: for p of the label near 1, or far from 1
+    others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
+    others = others.masked_fill(lse == -math.inf, -math.inf)
+    mine = [
+        torch.where(local.here, others, lse),
+        torch.where(local.here, z, -math.inf),
+    ]
+    if wanted.entropy:
+        mine.append(found.entropy.double())
+    if wanted.zmean:
+        mine.append(found.zmean.double() * len(local.problem.weight))
+    if argmax is not None and found.top is not None:
+        mine += [found.top.double(), (argmax + shard.first).double()]
+    return mine
+
+
 def _counted(problem: Problem, shard: Shard) -> _Counted:
     n_here = len(problem.labels)
     if shard.tokens is not None:
@@ -139,7 +255,7 @@ def _counted(problem: Problem, shard: Shard) -> _Counted:
     return _Counted(problem, shard, rows, n_here, classes[rows])
 
 
-def _class_logits(local: Local, counted: _Counted) -> Tensor:
+def _class_logits(local: _Local, counted: _Counted) -> Tensor:
     """``(n, K)`` finished logits of the counted tokens' classes; NaN for a class out of range.
 
     One all-reduce of a number a class: each logit comes from the rank that holds its row.
@@ -156,7 +272,7 @@ def _class_logits(local: Local, counted: _Counted) -> Tensor:
     return z.masked_fill_(bad, math.nan)
 
 
-def _classes_here(local: Local, classes: Tensor) -> Tensor:
+def _classes_here(local: _Local, classes: Tensor) -> Tensor:
     """``classes`` as rows of this rank's weight, the ignored label where they lie elsewhere."""
     rows, here = local.rows_of(classes)
     assert local.problem.ignore_index is not None
@@ -164,7 +280,7 @@ def _classes_here(local: Local, classes: Tensor) -> Tensor:
 
 
 def _of_all_ranks(
-    values: Values, upstreams: Upstreams, shard: Shard
+    task: Task, values: Values, upstreams: Upstreams, shard: Shard
 ) -> tuple[Values, Upstreams]:
     """Those of all ranks' tokens; each rank brings its own.
 
@@ -174,12 +290,14 @@ def _of_all_ranks(
 
     Collectives: one all-gather of the statistics and their gradients, two numbers each a token.
     """
-    there = [i for i, x in enumerate(values) if len(x) or x.dim() == 2 or i < 2]
+    wanted, several = task.wanted, task.problem.labels.dim() == 2
+    made = (True, wanted.lse, wanted.entropy, wanted.zmean, several)  # the same on all ranks
+    there = [i for i, x in enumerate(made) if x]
     columns = []
     for i in there:
         x, u = values[i], upstreams[i]
         columns += [x, torch.zeros_like(x) if u is None else u]
-    flat = [x.reshape(len(x), -1) for x in columns]
+    flat = [x if x.dim() == 2 else x[:, None] for x in columns]
     assert shard.tokens is not None
     mine = flat[0].new_zeros(max(shard.tokens), sum(x.shape[1] for x in flat))
     mine[: len(flat[0])] = torch.cat(flat, 1)
