@@ -29,6 +29,7 @@ from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Shard, Task
 
+
 class Monitored(NamedTuple):
     """Statistics asked for beside the loss, ``(N,)`` each, without gradient; else ``None``."""
 

@@ -175,7 +175,9 @@ def _asked(
         here = student.but(**{
             name: local_of(x) for name, x in student._asdict().items() if is_dtensor(x)
         })  # fmt: skip
-        of_teacher = {name: local_of(x) for name, x in divergence._asdict().items() if is_dtensor(x)}
+        of_teacher = {
+            name: local_of(x) for name, x in divergence._asdict().items() if is_dtensor(x)
+        }
         problem, divergence = checked_divergence(here, divergence.but(**of_teacher), labels)
         if resolve_backend(problem.backend, problem.hidden) == "triton":
             raise RuntimeError(

@@ -28,7 +28,7 @@ from fusedce.backends.shards.collectives import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.torch.cross_entropy import Mass, merged
+from fusedce.backends.shards.merge import Mass, merged
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats

@@ -14,13 +14,13 @@ tokens come from upstream.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
 from fusedce.backends.plan import Way, tiles_of
+from fusedce.backends.shards.merge import Mass, Merge, merged
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
 from fusedce.backends.torch.outliers import P
 from fusedce.backends.torch.products import Products
@@ -30,45 +30,7 @@ from fusedce.backends.two_passes import losses_and_upstream
 from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
-if TYPE_CHECKING:
-    from fusedce.backends.shards.merge import Merge
-
 _NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
-
-
-class Mass(NamedTuple):
-    """``exp(top) * (1 + rest)``: some logits of each token, (C,) float64."""
-
-    top: Tensor
-    rest: Tensor  # the others' exponentials relative to the largest; -1 for no logit at all
-    moment: Tensor  # sum of exp(z - top) * (top - z)
-    best: Tensor  # int64: the class of the largest
-
-    def lse(self) -> Tensor:
-        """Their log-sum-exp."""
-        return self.top + self.rest.log1p()
-
-    def entropy(self) -> Tensor:
-        """That of their softmax."""
-        return self.rest.log1p() + self.moment / (1 + self.rest)
-
-
-def merged(a: Mass, b: Mass) -> Mass:
-    """Two disjoint sets of logits as one."""
-    gap = a.top - b.top
-    q = gap.abs().neg_().exp_()  # the lower one's factor
-    drop = torch.where(q == 0, 0.0, gap.abs() * q)
-    second = gap < 0
-    (rest, less), (moment, lower) = (
-        (torch.where(second, y, x), torch.where(second, x, y))
-        for x, y in ((a.rest, b.rest), (a.moment, b.moment))
-    )
-    return Mass(
-        torch.maximum(a.top, b.top),
-        rest + (1 + less) * q,
-        moment + lower * q + (1 + less) * drop,
-        torch.where(second, b.best, a.best),
-    )
 
 
 class Seen:
@@ -171,7 +133,8 @@ class Factors:
         below = k.double() - lse
         to_p = below.exp()
         alpha, beta, gamma = (
-            None if x is None else x.double() for x in (upstream.alpha, upstream.beta, upstream.gamma)
+            None if x is None else x.double()
+            for x in (upstream.alpha, upstream.beta, upstream.gamma)
         )
         self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)

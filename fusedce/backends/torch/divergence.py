@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.plan import Call, Way, compared_classes
+from fusedce.backends.shards.merge import Merge
 from fusedce.backends.torch.cross_entropy import Seen
 from fusedce.backends.torch.logit_tiles import Logits, label_entry
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
 from fusedce.contract.problem import Problem
-
-if TYPE_CHECKING:
-    from fusedce.backends.shards.merge import Merge
 
 
 def compared(divergence: Divergence, call: Call, way: Way) -> Any:
@@ -228,7 +226,9 @@ class _ToTargets(_Compared):
             tops.append(t.max(1))
             total += t.scatter_(1, tops[-1].indices[:, None], 0).sum(1)
         top, tile = torch.stack([x.values for x in tops]).double().max(0)
-        self.label = torch.stack([x.indices for x in tops]).gather(0, tile[None])[0] + tile * self.step
+        self.label = (
+            torch.stack([x.indices for x in tops]).gather(0, tile[None])[0] + tile * self.step
+        )
         others = torch.stack([x.values for x in tops]).double().sum(0) - top
         self.others, self.total = total + others, total + others + top
         self.seen = Seen(self.problem, self.label, moments=False, zmean=False)

@@ -37,7 +37,7 @@ from fusedce.backends.torch.rows import Rows, as_slice, chunks_of, counted_rows,
 from fusedce.backends.torch.walk import by_chunks
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection
 from fusedce.contract.task import Shard, Task
 
 
