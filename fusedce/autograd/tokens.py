@@ -23,7 +23,7 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import of_inputs
+from fusedce.backends.gradients import check_divergence_budget, of_inputs
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
 from fusedce.contract.problem import Problem, Wanted
@@ -75,9 +75,10 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
     labels, backend = problem.labels, get_backend(problem.backend)
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
         if divergence is not None:
-            found = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            nothing = (found.loss.new_empty(0) for _ in range(4))
-            return found.loss, *nothing, found.n_valid, labels.new_empty(0, dtype=torch.int64)
+            check_divergence_budget(task)
+            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
+            nothing = (loss.new_empty(0) for _ in range(4))
+            return loss, *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
         if shard is not None:
             from fusedce.backends.shards import tokens
 

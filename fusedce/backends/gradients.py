@@ -15,9 +15,11 @@ from fusedce.backends.plan import (
     is_small_head,
     least_of_tiles,
     tiles_of,
+    way_of_divergence,
 )
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task
 
 
 class Dtypes(NamedTuple):
@@ -95,6 +97,21 @@ def check_budget(problem: Problem, call: Call) -> None:
     if call.triton and call.n > 1 and (call.hidden or call.weight):
         calls.append(call._replace(n=call.n - 1))
     tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
+
+
+def check_divergence_budget(task: Task) -> None:
+    """Raise ValueError where the losses of a divergence's tokens, or backward, exceed the budget.
+
+    A shard's plan has room for all gradients from the start.
+    """
+    problem, wanted, divergence, shard = task
+    if problem.memory_budget is None or divergence is None or shard is not None:
+        return
+    n, triton = len(problem.labels), problem.backend == "triton"
+    call = call_of(problem, wanted, n, waiting(problem), triton=triton)
+    for few in {max(n - 1, 0), n}:  # backward gathers the tokens that have a gradient
+        size = divergence.teacher_size()
+        way_of_divergence(call._replace(n=few), size, memory_budget=problem.memory_budget)
 
 
 @functools.cache

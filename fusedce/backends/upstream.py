@@ -92,12 +92,13 @@ def upstream_of(
         gamma = None if gamma is None else gamma * sharp
     at_classes = None
     if upstreams.z is not None and chosen is not None:
-        head, t = Projection.of(problem), problem.temperature
-        none = chosen < 0
-        at_classes = upstreams.z.double().masked_fill(none, 0) * head.scale
-        t = 1.0 if t is None else t.double()[:, None].masked_fill(none, 1)
+        head, none = Projection.of(problem), chosen < 0
+        t = torch.ones_like(values.z, dtype=torch.float64)
+        if problem.temperature is not None:
+            t = problem.temperature.double()[:, None].masked_fill(none, 1)
+        at_classes = upstreams.z.double().masked_fill(none, 0) * head.scale / t
         slope = head.slope(values.z.masked_fill(none, 0) * t)
-        at_classes = at_classes / t if slope is None else at_classes / t * slope
+        at_classes = at_classes if slope is None else at_classes * slope
         used = used | (at_classes != 0).any(1)
     others = -torch.expm1(-nll)
     return Upstream(alpha, beta, gamma, at_label, used, others, chosen, at_classes)

@@ -91,13 +91,18 @@ _OF_PROBLEM, _OF_WANTED = len(Problem._fields), len(Wanted._fields)
 _OF_DIVERGENCE = len(Divergence._fields)
 
 
-def fields(*own: type[Any]) -> list[str]:
+def fields(*own: Any) -> list[str]:
     """Names of an operator's arguments."""
     return [
         name if record is Problem else f"{record.__name__.lower()}_{name}"
         for record in (Problem, Wanted, *own, Divergence, Shard)
         for name in record._fields
     ]
+
+
+def _of_default(kind: str) -> str:
+    """The kind of an argument that has a default, for which symbolic sizes cannot be given."""
+    return kind.replace("SymInt", "int").rstrip("?")
 
 
 def schema_of(*own: type[Any], returns: str) -> str:
@@ -108,7 +113,7 @@ def schema_of(*own: type[Any], returns: str) -> str:
         for name, hint in get_type_hints(record).items()
     ]
     optional = [
-        f"{SCHEMA[hint].replace('SymInt', 'int').rstrip('?')}? {record.__name__.lower()}_{name}=None"
+        f"{_of_default(SCHEMA[hint])}? {record.__name__.lower()}_{name}=None"
         for record in (Divergence, Shard)
         for name, hint in get_type_hints(record).items()
     ]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.choose import resolve_backend
-from fusedce.backends.shards.agreement import DIVERGENCE, groups_of, tell_peers_on_error
+from fusedce.contract.checks import check_whole
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
-from fusedce.contract.groups import is_dtensor, local_of
+from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Task
-from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
+from fusedce.loss.sharded_problem import divergence_over_ranks, is_sharded, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
 
@@ -46,6 +44,7 @@ def fused_kl(
     backend: str | None = None,
     process_group: Any = None,
     tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> LossSum:
     """Sum over positions of the divergence of a student from a teacher, without the logits.
 
@@ -87,8 +86,8 @@ def fused_kl(
         chunk_tokens: positions whose logits are held at a time; ``None`` chooses.
         memory_budget: bytes beside inputs and gradients; a small one makes small chunks.
         backend: as in :func:`fused_ce`.
-        process_group, tokens_sharded: as in :func:`fusedce.sharded.sharded_ce`, by the torch
-            backend; both heads' rows are split alike.
+        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
+            :mod:`fusedce.sharded`; both heads' rows are split alike. By the torch backend.
 
     Returns:
         :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
@@ -97,7 +96,8 @@ def fused_kl(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also for another
             number of classes of the teacher, an unknown ``divergence``, ``beta`` or ``temperature``
-            out of range, or ``ce_weight`` without labels. ``TypeError`` for a sharded head.
+            out of range, or ``ce_weight`` without labels; ``RuntimeError`` for a sharded
+            vocabulary with ``backend="triton"``.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
@@ -111,7 +111,7 @@ def fused_kl(
         logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
         ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
-        process_group=process_group, tokens_sharded=tokens_sharded,
+        process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
     ))[0]  # fmt: skip
 
 
@@ -140,8 +140,10 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    task = _asked(hidden, weight, teacher_hidden, teacher_weight, labels, **options)
-    return dispatch.token_losses(task).view(hidden.shape[:-1])
+    task = _asked(
+        hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none", **options
+    )
+    return dispatch.token_losses(task).view(local_of(hidden).shape[:-1])
 
 
 # Arguments that are not the student's, and the fields of `Divergence` that hold them.
@@ -159,33 +161,22 @@ def _asked(
     labels: Tensor | None = None,
     process_group: Any = None,
     tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+    reduction: str = "sum",
     **options: Any,
 ) -> Task:
     """Checked records of the arguments; without labels every position gets a valid one."""
     of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)
     if labels is None and isinstance(hidden, Tensor):
-        zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        student = student.but(labels=zeros, ignore_index=None)
+        student = student.but(labels=no_labels(hidden), ignore_index=None)
     divergence = Divergence(teacher_hidden, teacher_weight, **of_teacher)
-    if not is_sharded(weight, process_group):
-        problem, divergence = checked_divergence(student, divergence, labels)
-        return Task(problem, divergence=divergence)
-    with tell_peers_on_error(groups_of(weight, process_group), device_of(student.labels)):
-        here = student.but(**{
-            name: local_of(x) for name, x in student._asdict().items() if is_dtensor(x)
-        })  # fmt: skip
-        of_teacher = {
-            name: local_of(x) for name, x in divergence._asdict().items() if is_dtensor(x)
-        }
-        problem, divergence = checked_divergence(here, divergence.but(**of_teacher), labels)
-        if resolve_backend(problem.backend, problem.hidden) == "triton":
-            raise RuntimeError(
-                "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
-                "do not merge it over ranks"
-            )
-    settings = (divergence.kind, divergence.beta, divergence.temperature, divergence.ce_weight)
-    problem, shard = agree_on_problem(
-        student, process_group, tokens_sharded, function=DIVERGENCE, beside=str(settings)
-    )
-    return Task(problem, divergence=divergence, shard=shard)
+    if is_sharded(weight, process_group):
+        placed = process_group, tokens_sharded, vocab_size
+        return divergence_over_ranks(
+            student, placed, reduction,
+            lambda here: checked_divergence(here, divergence.local(), labels, shard=True)[1],
+        )  # fmt: skip
+    check_whole(tokens_sharded, vocab_size)
+    problem, divergence = checked_divergence(student, divergence, labels)
+    return Task(problem, divergence=divergence)

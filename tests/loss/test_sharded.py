@@ -30,7 +30,7 @@ from fusedce.agreement import ALL_GATHER
 from fusedce.autograd import dispatch
 from fusedce.backends import plan
 from fusedce.backends.shards.agreement import LENGTH
-from fusedce.loss.sharded import sharded_ce, sharded_cross_entropy
+from fusedce.sharded import sharded_ce, sharded_cross_entropy
 
 # ---- cases, each run by every rank ------------------------------------------------------------
 

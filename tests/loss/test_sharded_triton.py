@@ -26,7 +26,7 @@ from fusedce.agreement import ALL_GATHER
 from fusedce.backends import plan
 from fusedce.backends.shards.agreement import LENGTH
 from fusedce.backends.shards.collectives import REDUCE_SCATTER
-from fusedce.loss.sharded import sharded_ce
+from fusedce.sharded import sharded_ce
 
 FLOOR = {torch.float32: 3e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # 256 classes share a reference in the interpreter: some ranks have several such blocks.

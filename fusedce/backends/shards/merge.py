@@ -7,6 +7,7 @@ maximum (one rank alone has them), sums by addition.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,18 @@ class Merge:
             mine, table = table[:, : (n := len(_rows(seen, 0)))], table[:, n:]
             _take(seen, mine)
         self._running.start(self._before)  # after small messages, which must not wait for it
+
+    def largest(self, x: Tensor, row: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest ``x (C,)`` of a rank, its ``row``, and all else summed, ``others`` too.
+
+        The row is counted from the first one here. Collectives: one all-gather of 3 float64 a
+        token.
+        """
+        mine = torch.stack([x, (row + self.shard.first).double(), others])
+        values, rows, rest = all_gather(mine, self.shard.group).view(-1, 3, len(x)).unbind(1)
+        top, rank = values.max(0, keepdim=True)
+        rest = rest + values.scatter(0, rank, 0).masked_fill(values == -math.inf, 0)
+        return top[0], rows.gather(0, rank)[0].long() - self.shard.first, rest.sum(0)
 
     def sums(self, *x: Tensor) -> list[Tensor]:
         """Totals of float64 ``(C,)``. Collectives: one all-reduce of as many numbers a token."""

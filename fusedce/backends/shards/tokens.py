@@ -179,7 +179,7 @@ def _stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
     none = torch.zeros_like(z_label)
 
     def mass(lse: Tensor, entropy: Tensor = none, rest: Tensor | None = None) -> Mass:
-        empty = lse == -math.inf  # all its classes are masked, or there are none
+        empty = lse.eq(-math.inf)  # all its classes are masked, or there are none
         rest = none.masked_fill(empty, -1) if rest is None else rest
         lse = lse.clamp(min=torch.finfo(acc).min)
         return Mass(lse, rest, entropy.masked_fill(empty, 0), none)

@@ -69,6 +69,10 @@ class _Compared:
     def start(self, labels: Tensor, known: Tensor) -> None:
         """Before the first tile."""
 
+    def of_part(self, s: Tensor, begin: int) -> Tensor:
+        """The derivative of a part of a tile by finished logits."""
+        raise NotImplementedError
+
     def weighted(self, x: Tensor) -> Tensor:
         """``x (C,)`` times the tokens' weights."""
         w = self.problem.token_weight
@@ -220,18 +224,21 @@ class _ToTargets(_Compared):
     """
 
     def start(self, labels: Tensor, known: Tensor) -> None:
-        tops, total = [], torch.zeros_like(labels, dtype=torch.float64)
-        for begin in range(0, self.V, self.step):
-            t = self._weighed(begin, begin + self.step)
-            tops.append(t.max(1))
-            total += t.scatter_(1, tops[-1].indices[:, None], 0).sum(1)
-        top, tile = torch.stack([x.values for x in tops]).double().max(0)
-        self.label = (
-            torch.stack([x.indices for x in tops]).gather(0, tile[None])[0] + tile * self.step
-        )
-        others = torch.stack([x.values for x in tops]).double().sum(0) - top
-        self.others, self.total = total + others, total + others + top
-        self.seen = Seen(self.problem, self.label, moments=False, zmean=False)
+        wide = torch.zeros_like(labels, dtype=torch.float64)
+        top, self.label, others = wide - math.inf, torch.zeros_like(labels), wide
+        for begin in range(0, self.here, self.step):
+            t = self._weighed(begin, min(begin + self.step, self.here))
+            x, at = t.max(1)
+            others = others + t.scatter_(1, at[:, None], 0).sum(1)
+            less = torch.minimum(x, top)
+            others = others + less.masked_fill(less == -math.inf, 0)
+            self.label = torch.where(x > top, at + begin, self.label)
+            top = torch.maximum(x, top)
+        if self._merge is not None:
+            top, self.label, others = self._merge.largest(top, self.label, others)
+        self.others, self.total = others, others + top
+        self.apart = wide.clone()  # what the second walk adds
+        self.seen = Seen(self.problem, self.label, moments=False, zmean=False, known=known)
 
     def see(self, s: Tensor, begin: int) -> None:
         """Take in a tile."""
@@ -239,6 +246,8 @@ class _ToTargets(_Compared):
 
     def merge(self, z: Tensor) -> None:
         """Losses but for what the second walk adds."""
+        if self._merge is not None:
+            self._merge.seen(self.seen)
         self.seen.finish()
         nll, lse, z_loss = self.seen.nll(), self.seen.lse(), self.problem.z_loss
         self.lse, of_lse = lse.to(self.acc), 2 * z_loss * lse
@@ -249,12 +258,16 @@ class _ToTargets(_Compared):
 
     def losses(self) -> Tensor:
         """``(C,)`` float64."""
-        return self.weighted(self.loss.masked_fill(self.loss >= INFINITE, torch.inf))
+        apart = self.apart
+        if self._merge is not None:
+            (apart,) = self._merge.sums(apart)
+        loss = self.loss + apart
+        return self.weighted(loss.masked_fill(loss >= INFINITE, torch.inf))
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
         """The derivative by finished logits."""
         t = self._weighed(begin, begin + len(s)).t()
-        self.loss += (self.seen.z_label - s).mul_(t).sum(0)
+        self.apart += (self.seen.z_label - s).mul_(t).sum(0)
         g = (s - self.lse).exp_().mul_(self.alpha).sub_(t)
         at, inside = label_entry(self.label, begin, len(g))
         return g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])

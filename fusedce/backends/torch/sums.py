@@ -178,6 +178,10 @@ def _here(task: Task, shard: Shard) -> _Part:
         hidden=problem.hidden[rows], labels=problem.labels[rows], weight=problem.weight[:real],
         bias=None if problem.bias is None else problem.bias[:real],
     )  # fmt: skip
+    if divergence is not None and divergence.probabilities is not None:
+        divergence = divergence.but(probabilities=divergence.probabilities[rows])
+        if problem.class_weight is not None:
+            here = here.but(class_weight=problem.class_weight[shard.first : shard.first + real])
     if divergence is not None and divergence.hidden is not None and divergence.weight is not None:
         hidden, bias = divergence.hidden, divergence.bias
         if shard.tokens is not None:

@@ -40,7 +40,7 @@ from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
 from fusedce.head.report import LossObserver, Result, expected_factor
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
-from fusedce.loss.sharded import reduced
+from fusedce.loss.cross_entropy import reduced
 
 
 class FusedCall(NamedTuple):
