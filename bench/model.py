@@ -22,10 +22,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # run as a module, too
 
-from lib.tables import markdown  # noqa: E402
-
-from fusedce.backends.plan import tiles_of  # noqa: E402
-
 from lib.gpu_model import (  # noqa: E402
     DEVICES,
     METHODS,
@@ -41,6 +37,9 @@ from lib.gpu_model import (  # noqa: E402
     fused_ce,
     predict,
 )
+from lib.tables import markdown  # noqa: E402
+
+from fusedce.backends.plan import tiles_of  # noqa: E402
 
 Row = dict[str, str]
 

@@ -58,6 +58,7 @@ def _of_all_ranks(function: F) -> F:
                 raise ValueError("process_group: torch.distributed must be initialised, it is not")
         return function(hidden, weight, *labels, **options)
 
+    over_ranks.__name__ = over_ranks.__qualname__ = function.__name__.replace("fused", "sharded")
     return cast(F, over_ranks)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
+
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import power_of_2
 from fusedce.kernels.compact import compact_kernel
@@ -16,7 +18,6 @@ from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kerne
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel, scale_kernel
-from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
     label_logit_kernel,

@@ -44,7 +44,7 @@ def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
     With a sharded vocabulary the sum is of all ranks' tokens, the statistics are of this rank's.
     """
     task = _prepared(task)
-    problem, monitored, divergence, shard = task
+    problem, monitored, _, shard = task
     wanted = wanted_gradients(problem)
     if _by_tokens(task, train=any(wanted)):
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory

@@ -244,5 +244,5 @@ def checked_targets(
             "labels of class probabilities must not require grad, or have a tangent: they receive "
             "no gradient here. Detach them"
         )
-    given = probabilities.detach().reshape(-1, V)
+    given = probabilities.detach().reshape(labels.numel(), V)
     return problem, Divergence(kind=TARGETS, probabilities=given)

@@ -147,7 +147,7 @@ def reduced(
     vocab_size: int | None = None,
 ) -> Tensor:
     """The losses, their sum or their mean over ranks, of arguments as they were given."""
-    placed, shape = (process_group, tokens_sharded, vocab_size), local_of(problem.labels).shape
+    placed, labels = (process_group, tokens_sharded, vocab_size), problem.labels
     function = SUM if problem.class_weight is None and reduction != "none" else LOSSES
     problem, shard = agree_on_problem(problem, *placed, function, reduction=reduction)
     if function == SUM:
@@ -155,7 +155,7 @@ def reduced(
         return out.loss_sum if reduction == "sum" else out.mean()
     losses = dispatch.token_losses(Task(problem, shard=shard))
     if reduction == "none":
-        return losses.view(shape)
+        return losses.view(local_of(labels).shape)
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
     loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
     if reduction == "mean":

@@ -59,7 +59,10 @@ class Merge:
         self.shard, self._running, self._before = shard, running, before
 
     def seen(self, *of: Any) -> None:
-        """Merge the statistics of a `Seen` each. Collectives: one all-gather of 3 float64 a token each, or 4 to 6."""
+        """Merge the statistics of a `Seen` each.
+
+        Collectives: one all-gather of 3 float64 a token each, or 4 to 6.
+        """
         rows = [row for seen in of for row in _rows(seen, self.shard.first)]
         table = all_gather(torch.stack(rows), self.shard.group).view(-1, len(rows), len(of[0].y))
         for seen in of:

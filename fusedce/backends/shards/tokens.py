@@ -120,7 +120,7 @@ def grads(
         nll_here = torch.where(local.here, values.nll, values.lse - z_here)
         upstream = upstream_of(
             local.problem, values._replace(nll=nll_here), upstreams, classes=shard.V,
-            here=local.here, chosen=here.masked_fill(here == local.problem.ignore_index, -1),
+            here=local.here, chosen=here.masked_fill(~local.problem.but(labels=here).valid(), -1),
         )  # fmt: skip
         backend = get_backend(problem.backend)
         made = backend.token_grads(
@@ -179,7 +179,7 @@ def _stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
     none = torch.zeros_like(z_label)
 
     def mass(lse: Tensor, entropy: Tensor = none, rest: Tensor | None = None) -> Mass:
-        empty = lse.eq(-math.inf)  # all its classes are masked, or there are none
+        empty = lse.isneginf()  # all its classes are masked, or there are none
         rest = none.masked_fill(empty, -1) if rest is None else rest
         lse = lse.clamp(min=torch.finfo(acc).min)
         return Mass(lse, rest, entropy.masked_fill(empty, 0), none)

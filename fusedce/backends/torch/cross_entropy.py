@@ -14,6 +14,8 @@ tokens come from upstream.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,10 +134,9 @@ class Factors:
         # exp(z - lse) is exp(z - k) times a factor, and differences to 0 are exact.
         below = k.double() - lse
         to_p = below.exp()
-        alpha, beta, gamma = (
-            None if x is None else x.double()
-            for x in (upstream.alpha, upstream.beta, upstream.gamma)
-        )
+        alpha, beta, gamma = upstream.alpha.double(), upstream.beta, upstream.gamma
+        beta = None if beta is None else beta.double()
+        gamma = None if gamma is None else gamma.double()
         self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)
         self.beta = None if beta is None else (-scale * to_p * beta).to(acc)
@@ -168,7 +169,12 @@ class Factors:
             g.mul_(slope)
         if self.at_classes is not None:
             at, inside = label_entry(self.y[1:], begin, len(g))
-            g.scatter_add_(0, at, self.at_classes.masked_fill(~inside, 0))
+            entries = self.at_classes.masked_fill(~inside, 0)
+            # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation
+            # would add the two in any order.
+            step = len(at) if g.device.type == "cpu" else 1
+            for some, x in zip(at.split(step), entries.split(step), strict=True):
+                g.scatter_add_(0, some, x)
         return g
 
     def large(self) -> Tensor:
@@ -257,7 +263,9 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     return total.to(Projection.of(problem).acc), n_valid
 
 
-def _seen(problem: Problem, blocks, way: Way, wanted: Wanted):
+def _seen(
+    problem: Problem, blocks: Iterable[Rows], way: Way, wanted: Wanted
+) -> Iterator[tuple[Rows, Seen]]:
     """Each block, and the statistics of its tokens."""
     logits = Logits(Projection.of(problem), Products.of(problem.hidden))
     t = problem.temperature
@@ -290,7 +298,7 @@ def token_grads(
     )
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     t, y = problem.temperature, problem.labels.long().clamp(0, len(problem.weight) - 1)
-    blocks = [
+    blocks: list[Any] = [
         Factors(problem, block, y[block], lse[block], _at(upstream, block),
                 None if t is None else t[block])
         for block in blocks_of(rows, way.tokens)

@@ -195,7 +195,9 @@ class _ToTeacher(_Compared):
             return torch.addcmul(gap, half, gap - both), q, gap
         return (gap + both).mul_(half).sub_(gap), q, half.mul_(2)
 
-    def _jsd(self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+    def _jsd(
+        self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         beta = self.divergence.beta
         d = (t - s).sub_(self.half_shift, alpha=2)  # log p - log q
         big = torch.maximum(log_q, log_p).exp_()

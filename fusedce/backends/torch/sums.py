@@ -89,7 +89,9 @@ def _summed(task: Task, argmax: Tensor | None, losses: Tensor | None) -> Summed:
     n = len(problem.hidden)
     found = None if losses is None else losses.new_zeros(n)
     best = None if argmax is None else argmax.new_full((n,), -1)
-    make = SumOfLosses if divergence is None else compared(part.divergence, part.call, way)
+    make: Any = SumOfLosses
+    if part.divergence is not None:
+        make = compared(part.divergence, part.call, way)
 
     def objective(chunk: Rows, h: Tensor) -> Any:
         merge = None

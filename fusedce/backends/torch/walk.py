@@ -20,6 +20,7 @@ from fusedce.backends.gradients import Gradients
 from fusedce.backends.plan import Way
 from fusedce.backends.torch.logit_tiles import Logits, tiles
 from fusedce.backends.torch.outliers import Outliers
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows
 from fusedce.contract.problem import Problem
 
@@ -116,7 +117,7 @@ def by_tiles(
             sums.add(of, g, begin, first=number == 0, last=number == len(blocks) - 1)
 
 
-def add_to_rows(products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
+def add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
     """``total[rows] += tile.T @ w``."""
     if isinstance(rows, slice):
         products(tile.t(), w, total[rows], add=True)

@@ -38,9 +38,8 @@ from fusedce.head.lazy.logits import LazyLogits, LogitsSource, Memory
 from fusedce.head.lazy.steps import Bias, LogitsSteps, Projected, as_options
 from fusedce.head.recipe import Recipe, memory_budget_of_head, no_autocast
 from fusedce.head.report import LossObserver, Result, expected_factor
-from fusedce.loss.cross_entropy import fused_cross_entropy
+from fusedce.loss.cross_entropy import fused_cross_entropy, reduced
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
-from fusedce.loss.cross_entropy import reduced
 
 
 class FusedCall(NamedTuple):
