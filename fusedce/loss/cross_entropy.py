@@ -194,9 +194,9 @@ def _of_probabilities(task: Task, reduction: str, shape: torch.Size) -> Tensor:
         return dispatch.token_losses(task).view(shape)
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
-    positions = max(len(problem.labels), 1)
-    factor = problem.hidden.new_full((), 1 / positions, dtype=acc_dtype(problem.hidden.dtype))
-    task = task.but(problem=problem.but(expected_upstream=factor))
+    positions = weights_and_count(problem.but(class_weight=None))[1].clamp(min=1)
+    positions = positions.to(acc_dtype(problem.hidden.dtype))
+    task = task.but(problem=problem.but(expected_upstream=1 / positions))
     return dispatch.loss_sum(task)[0].loss_sum / positions
 
 
