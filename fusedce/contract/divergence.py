@@ -21,7 +21,7 @@ from fusedce.contract.checks import (
     with_a_row,
 )
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Projection
+from fusedce.contract.problem import NUMBERS, Problem, Projection
 from fusedce.contract.rounding import acc_dtype
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
@@ -205,6 +205,9 @@ def checked_divergence(
     )
 
 
+_OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}  # what their loss computes
+
+
 def checked_targets(
     problem: Problem, probabilities: Tensor, *, shard: bool = False
 ) -> tuple[Problem, Divergence]:
@@ -223,6 +226,9 @@ def checked_targets(
             f"ignore_index must be negative or None for labels of class probabilities, which hold "
             f"no index to ignore, got {problem.ignore_index}: give positions a token_weight of 0"
         )
+    for name in {*NUMBERS} - _OF_TARGETS:
+        if getattr(problem, name) != Problem._field_defaults[name]:
+            raise ValueError(f"{name} is of class indices, the labels are class probabilities")
     V, leading = problem.weight.shape[:1].numel(), labels.shape
     problem = problem.but(labels=labels, ignore_index=None)
     problem = checked(with_a_row(problem.but(class_weight=None)) if shard else problem)
