@@ -280,6 +280,9 @@ def budgets(rank):
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
         small = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**16))
         other = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**20 + rank))
+        patch.setenv("FUSEDCE_MEMORY_BUDGET", str(2**20 + rank))
+        of_environment = ranks.error_of(functools.partial(sharded_ce, **x))
+        patch.delenv("FUSEDCE_MEMORY_BUDGET")
         capped = functools.partial(sharded_cross_entropy, **x, reduction="none", softcap=5.0)
         least = re.search(r"at least (\d+) bytes", ranks.error_of(capped, memory_budget=1))
         assert least is not None
@@ -296,7 +299,7 @@ def budgets(rank):
     for found in grads:  # of each way, within two roundings
         for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
             assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
-    return taken, small, other
+    return taken, small, other, of_environment
 
 
 CASES = {
@@ -345,10 +348,11 @@ def test_only_a_chunk_of_logits_is_held(world):
 
 @WORLDS
 def test_a_budget_decides_the_way_on_all_ranks(world):
-    for taken, small, other in ranks.of(results(world), "budgets"):
+    for taken, small, other, of_environment in ranks.of(results(world), "budgets"):
         assert taken == ["one chunk", "chunks", "tiles"]
         assert "ValueError: memory_budget must be at least" in small
         assert "memory_budget must be the same on all ranks" in other
+        assert "memory_budget must be the same on all ranks" in of_environment
 
 
 @WORLDS
