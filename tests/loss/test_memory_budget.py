@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.backends import plan
-from fusedce.backends.torch import cross_entropy, products
+from fusedce.backends.torch import cross_entropy, products, sums
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
@@ -48,7 +48,7 @@ def taken(monkeypatch):
         return plan.way_of(*args, **kwargs)
 
     monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
-    for module in (cross_entropy, triton_training):
+    for module in (sums, triton_training):
         monkeypatch.setattr(module, "way_of", watched)
     return names
 
@@ -59,7 +59,7 @@ def tiles_alone(monkeypatch, R, T):
     def way(call, **asked):
         return plan._by_tiles(call, R, T)
 
-    for module in (cross_entropy, triton_training):
+    for module in (sums, triton_training):
         monkeypatch.setattr(module, "way_of", way)
     for module in (cross_entropy, vocab_tiles):
         monkeypatch.setattr(module, "tiles_of", way)
