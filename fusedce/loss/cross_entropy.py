@@ -98,8 +98,7 @@ def fused_cross_entropy(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
-            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more, and
-            ``RuntimeError`` inside transforms of ``torch.func``.
+            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
