@@ -104,7 +104,7 @@ def agree_on_problem(
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
         check_flag("tokens_sharded", tokens_sharded)
-    shard = agree(layout, vocab_size, function=function, monitor=monitor, **asked)
+    shard = agree(layout, vocab_size, function=function, monitor=monitor or "", **asked)
     return flat, shard
 
 

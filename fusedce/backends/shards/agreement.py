@@ -68,7 +68,7 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: Any) -> dict[str,
             asked["function"] != SUM
             or problem.memory_budget is not None
             or problem.backend == "triton"
-            or asked["monitor"] is not None
+            or asked["monitor"] != ""
         ),
         "tokens_sharded": layout.tokens_sharded,
         "H": problem.hidden.shape[-1],
