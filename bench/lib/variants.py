@@ -33,7 +33,6 @@ KERNELS = (
     "divergence",
     "scale",
     "compact",
-    "shards",
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
