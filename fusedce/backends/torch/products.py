@@ -1,18 +1,21 @@
 """Matrix products: how this CPU multiplies inputs of a dtype.
 
 A loss needs products of bfloat16 matrices with float32 results, which no operator of torch has on a
-CPU. MKL has one, ``gemm_bf16bf16f32``; torch's library carries it and exports its name, so it is
-called from here. It reads bfloat16, adds in float32 and changes no setting of the process. With AMX
-it takes about as long as a bfloat16 product; without, longer than a float32 one.
+CPU. Two libraries that torch carries have them. MKL's ``gemm_bf16bf16f32`` takes about as long as a
+bfloat16 product with AMX; without, longer than a float32 one. oneDNN's ``brgemm`` does with AVX-512
+and bfloat16 instructions (`fusedce.backends.torch.brgemm`). Both read bfloat16, add in float32 and
+change no setting of the process.
 
-===============  ===================================  ============================================
-inputs           logits                               gradients
-===============  ===================================  ============================================
-bf16, AMX, CUDA  bf16 operands, float32 result        bf16 operands, float32 result
-bf16 otherwise   widened to float32                   widened to float32
-fp16             widened (CUDA: as bf16)              widened to float32
-fp32, fp64       as they are                          as they are
-===============  ===================================  ============================================
+=====================  ===============================  ===============================
+inputs                 logits                           gradients
+=====================  ===============================  ===============================
+bf16, AMX              MKL: float32 results             MKL: float32 results
+bf16, AVX512_BF16      oneDNN: float32 results          oneDNN: float32 results
+bf16, CUDA             bf16 operands, float32 result    bf16 operands, float32 result
+bf16 otherwise         widened to float32               widened to float32
+fp16                   widened (CUDA: as bf16)          widened to float32
+fp32, fp64             as they are                      as they are
+=====================  ===============================  ===============================
 
 Products of bfloat16 have float32 results: one that is rounded before the labels' rows are taken
 away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
@@ -36,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.torch import brgemm
 from fusedce.contract.rounding import acc_dtype
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
@@ -75,7 +79,7 @@ class Products(NamedTuple):
             return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
         if gemm is not None:
-            return _call(gemm, a, b, out, add=add)
+            return gemm.multiply(a, b, out, add=add)
         step = max(_BLOCK // max(b.shape[1], 1), 1)
         for rows, some in zip(a.split(step), out.split(step), strict=True):
             if widened:
@@ -109,28 +113,54 @@ class Products(NamedTuple):
         return widened and w.is_cpu and _mkl_beside_onednn()
 
 
+class Bf16(NamedTuple):
+    """A product of bf16 matrices with a float32 result."""
+
+    name: str
+    multiply: Callable[..., Tensor]  # (a, b, out, add=False)
+
+
+def bf16_gemm() -> Bf16 | None:
+    """The product of bf16 with float32 results that is fast on this CPU; ``None``: none is.
+
+    Asked of what does not change from run to run, not of a clock: a busy machine must not choose
+    other bits.
+    """
+    if _amx_for_mkl():
+        return _checked(MKL)
+    return _checked(ONEDNN) if brgemm.usable() else None
+
+
+def _by_mkl(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    gemm = _blas("gemm_bf16bf16f32")
+    assert gemm is not None
+    return _call(gemm, a, b, out, add=add)
+
+
+MKL = Bf16("MKL's gemm_bf16bf16f32 (AMX)", _by_mkl)
+ONEDNN = Bf16("oneDNN's brgemm (AVX512_BF16)", brgemm.multiply)
+
+
 @functools.cache
-def bf16_gemm() -> Callable[..., None] | None:
-    """MKL's product of bf16 matrices with a float32 result; ``None`` where AMX does not run it."""
-    gemm = _blas("gemm_bf16bf16f32") if _amx_for_mkl() else None
-    if gemm is None:
+def _checked(gemm: Bf16) -> Bf16 | None:
+    """The product, if it is there and right."""
+    if gemm is MKL and _blas("gemm_bf16bf16f32") is None:
         return None
     # A user's default dtype and device are not those of the library.
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     a = torch.linspace(-1, 1, 48 * 100, **cpu).view(48, 100).bfloat16()
     b = torch.linspace(1, -2, 100 * 32, **cpu).view(100, 32).bfloat16()
-    exact = a.double() @ b.double()
-    found = _call(gemm, a, b, torch.full((48, 32), torch.nan, **cpu))
-    right = torch.allclose(found.double(), exact, 1e-5, 1e-4)
-    return gemm if right else None
+    for add in (False, True):
+        exact = a.double() @ b.double() + add
+        found = torch.ones(48, 32, **cpu) if add else torch.full((48, 32), torch.nan, **cpu)
+        gemm.multiply(a, b, found, add=add)
+        if not torch.allclose(found.double(), exact, 1e-5, 1e-4):
+            return None
+    return gemm
 
 
 def _amx_for_mkl() -> bool:
-    """Whether MKL uses AMX here: this CPU and system have it, and no variable limits MKL.
-
-    Asked of what does not change from run to run, not of a clock: a busy machine must not choose
-    other bits.
-    """
+    """Whether MKL uses AMX here: this CPU and system have it, and no variable limits MKL."""
     if not (_cpu_has("_is_amx_tile_supported") and _cpu_has("_init_amx")):
         return False
     limits = (os.environ.get(name, "") for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"))
