@@ -22,7 +22,6 @@ from fusedce.backends.plan import (
     Way,
     device_budget,
     exp_block,
-    is_small_head,
     rows_of_hidden,
     tile_shape,
     way_of,
@@ -204,17 +203,16 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 
 
 def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    N: int, H: int, V: int, b: int = 2, *, cpu: bool = False,
     device: Device | None = None,
 ) -> Call:  # fmt: skip
     """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
 
     A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
-    wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
     return Call(
-        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        N, N, V, H, b, logit, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
         gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
     )  # fmt: skip
@@ -233,7 +231,7 @@ def fused_ce(
     """This library's loss: `forward_kernel`, or the way that the backend takes in the budget."""
     if not training:
         return _with_range(lambda assumed: _forward(N, H, V, device, assumed), assumed, "own_gemm")
-    asked = call(N, H, V, 2, memory_budget, device=device)
+    asked = call(N, H, V, 2, device=device)
     if asked.gemm_block:
         assumed = assumed._replace(one_gemm=True)
     way = way_of(asked, memory_budget=memory_budget)
@@ -332,7 +330,7 @@ def fused_kl(
     memory_budget: int | None = None,
 ) -> Prediction:
     """The forward divergence from a teacher of the same sizes: four products, one kernel."""
-    way = way_of_divergence(call(N, H, V, 2, memory_budget), H, memory_budget=memory_budget)
+    way = way_of_divergence(call(N, H, V, 2), H, memory_budget=memory_budget)
     C = min(way.tokens, N)
     chunks = -(-N // C)
     terms = {"logits products": 2 * product(device, C, V, H) * (N / C)}

@@ -41,13 +41,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def report() -> dict[str, Any]:
     """The findings of `fusedce doctor` as JSON values; ``"right"`` is the verdict."""
     devices = [_device(device) for device in _devices()]
+    gemm = bf16_gemm()
     return {
         "fusedce": fusedce.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": [_version(name, *tested) for name, tested in TESTED.items()],
         "triton_kernels": _triton(),
-        "fast_bfloat16_on_cpu": bf16_gemm() is not None,
+        "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
         "tuned": _tuned(),
         "peers": {name: missing(name) for name in IMPLEMENTATIONS if name != "fused_ce"},
@@ -64,7 +65,8 @@ def text(found: dict[str, Any]) -> str:
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
     if found["tuned"]:
         lines.append(f"  tuned: {found['tuned']}")
-    fast = "fast" if found["fast_bfloat16_on_cpu"] else "slow, computed in float32 instead"
+    gemm = found["fast_bfloat16_on_cpu"]
+    fast = f"fast: {gemm}" if gemm else "slow, computed in float32 instead"
     lines.append(f"  bfloat16 products on this CPU are {fast}")
     backends = ", ".join(found["distributed"]) or "none"
     lines.append(f"  torch.distributed back ends: {backends}")

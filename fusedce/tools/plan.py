@@ -154,7 +154,7 @@ def ours(
     N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
 ) -> Way:
     """The way that our training pass takes (:func:`fusedce.backends.plan.way_of`)."""
-    asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
+    asked = call(N, H, V, b, cpu=device is None, device=device)
     return way_of(asked, memory_budget=memory_budget)
 
 
@@ -174,7 +174,7 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
 
     The last is the first in which all logits are one chunk.
     """
-    asked = call(N, H, V, b, 1, cpu=device is None, device=device)
+    asked = call(N, H, V, b, cpu=device is None, device=device)
     budget, found = least_bytes(asked), list[Point]()
     while not found or found[-1].way != ONE_CHUNK:
         way = ours(N, H, V, b, device, budget)

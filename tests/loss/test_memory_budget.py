@@ -140,7 +140,7 @@ def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
     assert (gradient(torch.float16, backend="triton") - exact).norm() <= 2e-3 * exact.norm()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["triton"])
 def test_a_sure_and_wrong_token_costs_no_rounding(monkeypatch, backend):
     """bf16 keeps the label's entry and the likeliest other's apart, since they are the largest."""
     tiles_alone(monkeypatch, 64, 100)

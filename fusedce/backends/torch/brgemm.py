@@ -78,6 +78,8 @@ def multiply(
     add: bool = False,
 ) -> Tensor:
     """``out (+)= a @ b``."""
+    if not usable():
+        raise RuntimeError("oneDNN was switched off while a loss was computed")
     (m, k), n = a.shape, b.shape[1]
     if not m * n * k:
         return out if add else out.zero_()
@@ -107,7 +109,8 @@ def _multiply_packed(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     assert found is not None
     kernel, parallel = found
     (m, k), n = a.shape, out.shape[1]
-    blocks = list(itertools.product(range(0, m, _ROWS), range(0, n, _COLUMNS)))
+    columns_first = itertools.product(range(0, n, _COLUMNS), range(0, m, _ROWS))
+    blocks = [(row, column) for column, row in columns_first]
     of_a, of_b, of_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     stride_a, stride_out = a.stride(0), out.stride(0)
 

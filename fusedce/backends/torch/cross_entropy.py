@@ -25,7 +25,6 @@ from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget,
 from fusedce.backends.plan import TILES, Way, tiles_of, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
-from fusedce.backends.torch.outliers import P
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, as_slice, blocks_of, chunks_of, valid_rows
 from fusedce.backends.torch.walk import by_chunks, by_tiles
@@ -165,16 +164,14 @@ class Factors:
         below = k.double() - lse
         to_p = below.exp()
         alpha, beta, gamma = (
-            None if x is None else x.double() for x in (upstream.alpha, upstream.beta, upstream.gamma)
+            None if x is None else x.double()
+            for x in (upstream.alpha, upstream.beta, upstream.gamma)
         )
         self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)
         self.beta = None if beta is None else (-scale * to_p * beta).to(acc)
         self.gamma = None if gamma is None else (scale * gamma).to(acc)
         self.at_label = (scale * upstream.at_label).to(acc)
-        large = P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
-        large = (large * abs(scale)).to(acc)
-        self._large = large.masked_fill(large == 0, math.inf)
 
     def gradient(self, z: Tensor, begin: int) -> Tensor:
         """The derivative by the products."""
@@ -201,10 +198,6 @@ class Factors:
             at, inside = label_entry(self.y[1:], begin, len(g))
             g.scatter_add_(0, at, self.at_classes.masked_fill(~inside, 0))
         return g
-
-    def large(self) -> Tensor:
-        """The size of entries of the gradient that must not be rounded."""
-        return self._large
 
 
 class SumOfLosses:
@@ -244,7 +237,7 @@ class SumOfLosses:
             problem, self.labels.clamp(0, self.V - 1), self.nll, lse, zmean, self.factor, self.V
         )
         factors = Factors(problem, self.rows, self.label, lse, upstream)
-        self.gradient, self.large, self.y = factors.gradient, factors.large, factors.y
+        self.gradient, self.y = factors.gradient, factors.y
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:

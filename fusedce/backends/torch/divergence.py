@@ -15,8 +15,6 @@ difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the large
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -60,7 +58,13 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         losses[of.rows] = of.weighted(of.losses()).to(losses.dtype)
 
     by_chunks(
-        problem, Logits(divergence.student(problem), products), chunks, way, grads, objective, written
+        problem,
+        Logits(divergence.student(problem), products),
+        chunks,
+        way,
+        grads,
+        objective,
+        written,
     )
     return Diverged(losses, n_valid, factor, *grads.written())
 
@@ -97,12 +101,8 @@ class _Compared:
 
     @property
     def y(self) -> Tensor:
-        """No label's entry stands out."""
-        return self.label[None][:0]
-
-    def large(self) -> Tensor:
-        """No entry."""
-        return torch.full_like(self.of_rows, math.inf).to(self.acc)
+        """``(1, C)`` classes whose entries stand out; out of range for none."""
+        return self.label[None]
 
     def gradient(self, s: Tensor, begin: int) -> Tensor:
         """The derivative by the products."""
@@ -130,6 +130,7 @@ class _ToTeacher(_Compared):
         self.ce = None
         if divergence.ce_weight:
             self.labels, self.ce = labels, Seen(problem, labels, moments=False, zmean=False)
+            self.label = labels
 
     def see(self, s: Tensor, begin: int) -> None:
         """Make the teacher's tile, too."""
@@ -237,7 +238,9 @@ class _ToTargets(_Compared):
             tops.append(t.max(1))
             total += t.scatter_(1, tops[-1].indices[:, None], 0).sum(1)
         top, tile = torch.stack([x.values for x in tops]).double().max(0)
-        self.label = torch.stack([x.indices for x in tops]).gather(0, tile[None])[0] + tile * self.step
+        self.label = (
+            torch.stack([x.indices for x in tops]).gather(0, tile[None])[0] + tile * self.step
+        )
         others = torch.stack([x.values for x in tops]).double().sum(0) - top
         self.others, self.total = total + others, total + others + top
         self.seen = Seen(self.problem, self.label, moments=False, zmean=False)

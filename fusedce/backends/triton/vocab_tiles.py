@@ -11,8 +11,6 @@ changes their sum; the difference is added to d_hidden times the mean row of the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

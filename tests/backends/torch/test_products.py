@@ -7,23 +7,28 @@ import torch
 import torch.nn.functional as F
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
-from fusedce.backends.torch import products
+from fusedce.backends.torch import brgemm, products
 from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
 H = 96
-WAYS = ("bf16 with float32 results", "widened bf16")
+WAYS = {"MKL": products.MKL, "oneDNN": products.ONEDNN, "widened bf16": None}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Each way to multiply bfloat16, on any CPU."""
-    mkl = products._blas("gemm_bf16bf16f32")
-    if request.param == WAYS[0] and mkl is None:
+    gemm = WAYS[request.param]
+    if gemm is products.MKL and products._blas("gemm_bf16bf16f32") is None:
         pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(products, "bf16_gemm", lambda: mkl if request.param == WAYS[0] else None)
+    if gemm is products.ONEDNN and not brgemm.usable():
+        pytest.skip("oneDNN has no kernel for this CPU")
+    off = products.ONEDNN  # where a test switches oneDNN off
+    monkeypatch.setattr(
+        products, "bf16_gemm", lambda: None if gemm is off and not brgemm.usable() else gemm
+    )
     return request.param
 
 
@@ -115,18 +120,58 @@ def test_a_limit_on_mkl_is_obeyed(monkeypatch):
 
 
 def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
-    right = products._blas("gemm_bf16bf16f32")
-    if right is None:
+    if products._blas("gemm_bf16bf16f32") is None:
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(products, "_amx_for_mkl", lambda: True)
-    products.bf16_gemm.cache_clear()
+    products._checked.cache_clear()
     try:
-        assert products.bf16_gemm() is right
-        products.bf16_gemm.cache_clear()
+        assert products.bf16_gemm() is products.MKL
+        products._checked.cache_clear()
         monkeypatch.setattr(products, "_blas", lambda name: lambda *args: None)
         assert products.bf16_gemm() is None
     finally:
-        products.bf16_gemm.cache_clear()
+        products._checked.cache_clear()
+
+
+def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
+    """Where it cannot, it ends the process instead of raising."""
+    found = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}
+    monkeypatch.setattr(brgemm, "_cpu_has", lambda name: found[name])
+    monkeypatch.setattr(brgemm, "library", lambda: (None, None))
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        for limit, allowed in (("AVX2", False), ("avx512_core_vnni", False), ("all", True),
+                               ("AVX512_CORE_BF16", True), ("AVX2_VNNI_2", False)):  # fmt: skip
+            with monkeypatch.context() as patch:
+                patch.setenv(name, limit)
+                assert brgemm.usable() == allowed, (name, limit)
+    assert brgemm.usable()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not brgemm.usable()
+    found["_is_amx_tile_supported"] = True
+    assert not brgemm.usable()
+    found.update(dict.fromkeys(found, False))
+    assert not brgemm.usable()
+
+
+@pytest.mark.skipif(not brgemm.usable(), reason="oneDNN has no kernel for this CPU")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_of_onednns_products_meet(threads):
+    """Rows, columns and inner entries of several blocks and a rest; an odd number of pairs."""
+    rng = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for m, k, n in ((600, 1541, 1030), (257, 513, 1025), (1, 1025, 7)):
+            a, b = (torch.randn(x, generator=rng).bfloat16() for x in ((m, k), (k, n)))
+            exact = a.double() @ b.double()
+            for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+                out = brgemm.multiply(x, y, torch.full((m, n), torch.nan))
+                brgemm.multiply(x, y, out, add=True)
+                torch.testing.assert_close(out.double(), 2 * exact, rtol=1e-5, atol=1e-3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(
