@@ -208,7 +208,8 @@ def test_a_budget_that_forward_accepts_suffices_for_backward(name, backend, dtyp
     with torch.no_grad():
         without_graph = least_budget(loss)
         loss(without_graph)
-    assert (without_graph < least) == (backend == "triton" or dtype == torch.bfloat16)
+    if name != "capped":  # torch's loss has chunks in training, and tiles without a graph
+        assert (without_graph < least) == (backend == "triton" or dtype == torch.bfloat16)
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
         loss(least - 1)
     for ignored in (0, 12):

@@ -45,18 +45,6 @@ MUTANTS = [
         "head/test_heads.py -k budget",
     ),
     Mutant(
-        "budget: beside it a small head waits in float32",
-        "return memory_budget is None and elements <= small",
-        "return elements <= small",
-        "backends/test_gradients.py -k small_heads_gradient",
-    ),
-    Mutant(
-        "two passes: the denominator is forgotten",
-        "outer = nothing + factor",
-        "outer = nothing + 1",
-        TILES,
-    ),
-    Mutant(
         "two passes: the mean logit's slope dropped at the label",
         "at_label = at_label + by.zmean * c / V",
         "pass",
@@ -73,12 +61,6 @@ MUTANTS = [
         "missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE",
         "missing = 0",
         f"{BUDGET} -k same_bits_in_every_batch",
-    ),
-    Mutant(
-        "tiles, torch: blocks overwrite each other",
-        "hidden.to(gemm), d_weight, add=number > 0",
-        "hidden.to(gemm), d_weight",
-        TILES,
     ),
     Mutant(
         "tiles, triton: blocks overwrite each other",

@@ -67,7 +67,6 @@ MUTANTS = [
         "    if True:\n        mine",
         f"{AGREE} -k before_they_meet",
     ),
-    Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",
         "self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))",
@@ -78,18 +77,6 @@ MUTANTS = [
         "shards: the last chunk's d_hidden of this rank only",
         "self.start(len(self._d_rows))",
         "pass",
-        SHARDS,
-    ),
-    Mutant(
-        "shards: nothing overlaps",
-        "        sums.start(begin)  #",
-        "        # ",
-        f"{SHARDS} -k coll",
-    ),
-    Mutant(
-        "shards: the label counts twice",
-        "            clear_labels(self.e, self.at, self.inside)\n",
-        "",
         SHARDS,
     ),
     Mutant(
@@ -106,18 +93,6 @@ MUTANTS = [
     ),
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
-        "shards: one chunk",
-        "by_chunk = chunks_of(rows, way.tokens)",
-        "by_chunk = chunks_of(rows, max(len(rows), 1))",
-        SHARDS,
-    ),
-    Mutant(
-        "shards: chunks overwrite each other",
-        "of_head.weight, add=number > 0)",
-        "of_head.weight, add=False)",
-        SHARDS,
-    ),
-    Mutant(
         "shards: labels may differ",
         " or len({*checksums[0]}) > 1",
         "",
@@ -130,25 +105,9 @@ MUTANTS = [
         "test_sharded_dtensors.py",
     ),
     Mutant(
-        "shards: smoothing left out of the gradient", "g += shift.to", "g += 0 * shift.to", SHARDS
-    ),
-    Mutant("shards: z-loss left out at the label", "+ by.lse * (-self.nll).exp()", "", SHARDS),
-    Mutant(
-        "shards: no slope",
-        "return g if self.slope is None else g.mul_(self.slope)",
-        "return g",
-        SHARDS,
-    ),
-    Mutant(
         "shards: tokens of weight 0 are read",
         "valid & ((token_weight != 0) | bad)",
         "valid",
-        SHARDS,
-    ),
-    Mutant(
-        "shards: rounded where p -> 1",
-        "torch.expm1(-self.nll)",
-        "((-self.nll).float().exp() - 1)",
         SHARDS,
     ),
     Mutant(

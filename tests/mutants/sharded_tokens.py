@@ -31,12 +31,6 @@ MUTANTS = [
         f"{TOKENS} -k several",
     ),
     Mutant(
-        "classes of shards: their gradient left out",
-        "    class_logits.add_gradients(problem, grads, classes, z, of_z)\n    return grads",
-        "    return grads",
-        f"{TOKENS} -k several",
-    ),
-    Mutant(
         "classes of shards: upstream gradients of own tokens alone",
         "rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
         "rows += torch.zeros_like(z).unbind(1)",
@@ -91,12 +85,6 @@ MUTANTS = [
         TOKENS,
     ),
     Mutant(
-        "tokens of shards: maximum without the label",
-        "highest = torch.maximum(top[0], z)",
-        "highest = top[0] + 0 * z",
-        TOKENS,
-    ),
-    Mutant(
         "tokens of shards: maximum of kernels without the label",
         "tl.store(highest + row, tl.maximum(m, z).to(tl.float32), mask=mask_n)",
         "tl.store(highest + row, m.to(tl.float32), mask=mask_n)",
@@ -124,12 +112,6 @@ MUTANTS = [
         "tokens of shards: probability of the label at its stand-in",
         "torch.where(local.here, nll, lse - z_here)",
         "nll",
-        TOKENS,
-    ),
-    Mutant(
-        "tokens of shards: probabilities of a shard",
-        "    made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)",
-        "    made = backend.token_grads(problem, wanted, 0.9 * values.lse, upstream, dtypes)",
         TOKENS,
     ),
     Mutant(
