@@ -14,7 +14,7 @@ tokens come from upstream.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -163,10 +163,8 @@ class Factors:
         # exp(z - lse) is exp(z - k) times a factor, and differences to 0 are exact.
         below = k.double() - lse
         to_p = below.exp()
-        alpha, beta, gamma = (
-            None if x is None else x.double()
-            for x in (upstream.alpha, upstream.beta, upstream.gamma)
-        )
+        alpha = upstream.alpha.double()
+        beta, gamma = (None if x is None else x.double() for x in (upstream.beta, upstream.gamma))
         self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)
         self.beta = None if beta is None else (-scale * to_p * beta).to(acc)
@@ -278,7 +276,9 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     return total.to(Projection.of(problem).acc), n_valid
 
 
-def _seen(problem: Problem, blocks, way: Way, wanted: Wanted):
+def _seen(
+    problem: Problem, blocks: Iterable[Rows], way: Way, wanted: Wanted
+) -> Iterator[tuple[Rows, Seen]]:
     """Each block, and the statistics of its tokens."""
     logits = Logits(Projection.of(problem), Products.of(problem.hidden))
     t = problem.temperature

@@ -94,6 +94,14 @@ class _Compared:
     def start(self, labels: Tensor) -> None:
         """Before the first tile."""
 
+    def of_part(self, s: Tensor, begin: int) -> Tensor:
+        """The derivative by finished logits of a part of a tile, which it may overwrite."""
+        raise NotImplementedError
+
+    def losses(self) -> Tensor:
+        """``(C,)`` float64, once the gradient was asked for."""
+        raise NotImplementedError
+
     def weighted(self, x: Tensor) -> Tensor:
         """``x (C,)`` times the tokens' weights."""
         w = self.problem.token_weight
@@ -203,7 +211,9 @@ class _ToTeacher(_Compared):
             return torch.addcmul(gap, half, gap - both), q, gap
         return (gap + both).mul_(half).sub_(gap), q, half.mul_(2)
 
-    def _jsd(self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+    def _jsd(
+        self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         beta = self.divergence.beta
         d = (t - s).sub_(self.half_shift, alpha=2)  # log p - log q
         big = torch.maximum(log_q, log_p).exp_()

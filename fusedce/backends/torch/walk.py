@@ -11,7 +11,7 @@ the head's size), or are computed again (:func:`by_tiles`, four products and les
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,27 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.plan import Way
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
+from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows
 from fusedce.contract.problem import Problem
 
 
-class Objective(Protocol):
-    """What is made of the logits of some tokens. Tiles ``(v, C)`` of finished logits."""
+class Gradient(Protocol):
+    """The gradient by the logits of some tokens, whose statistics are known."""
 
     rows: Rows  # the tokens' positions
-    y: Tensor  # (K, C) classes whose entries stand out, as rows of the weight
+
+    @property
+    def y(self) -> Tensor:
+        """``(K, C)`` classes whose entries stand out, as rows of the weight."""
+
+    def gradient(self, z: Tensor, begin: int) -> Tensor:
+        """The derivative by the products of hidden states and weight, in the tile's place."""
+
+
+class Objective(Gradient, Protocol):
+    """What is made of the logits of some tokens. Tiles ``(v, C)`` of finished logits."""
+
     needs_gradient: bool  # for its losses
 
     def see(self, z: Tensor, begin: int) -> None:
@@ -35,9 +47,6 @@ class Objective(Protocol):
 
     def merge(self, z: Tensor) -> None:
         """Every tile of ``z (V, C)`` was seen."""
-
-    def gradient(self, z: Tensor, begin: int) -> Tensor:
-        """The derivative by the products of hidden states and weight, in the tile's place."""
 
 
 class Sums:
@@ -47,7 +56,7 @@ class Sums:
         self.problem, self.logits, self.grads, self.classes = problem, logits, grads, classes
         self._wide: Tensor | None = None  # rows of a narrow gradient, until they are complete
 
-    def add(self, of: Objective, g: Tensor, begin: int, *, first: bool, last: bool) -> None:
+    def add(self, of: Gradient, g: Tensor, begin: int, *, first: bool, last: bool) -> None:
         """Add a tile ``g (v, C)``; ``first`` and ``last`` of these classes."""
         grads, products = self.grads, self.logits.products
         end, gemm = begin + len(g), products.gradients
@@ -96,7 +105,7 @@ class Sums:
 
 
 def rounded_entries(
-    of: Objective, g: Tensor, tile: Tensor, begin: int
+    of: Gradient, g: Tensor, tile: Tensor, begin: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Entries of chosen classes in a tile: ``(E,)`` rows, ``(E,)`` columns, ``(E, 1)`` lost.
 
@@ -116,8 +125,8 @@ def by_chunks(
     chunks: Sequence[Rows],
     way: Way,
     grads: Gradients,
-    objective: Callable[[Rows, Tensor], Objective],  # of a chunk, from its hidden states
-    written: Callable[[Objective], None],  # called after each chunk
+    objective: Callable[[Any, Tensor], Any],  # an `Objective` of a chunk, from its hidden states
+    written: Callable[[Any], None],  # called with it after each chunk
 ) -> None:
     """Statistics and gradients of one chunk after another, whose logits are held."""
     V = len(problem.weight)
@@ -138,7 +147,7 @@ def by_chunks(
 
 
 def by_tiles(
-    problem: Problem, logits: Logits, blocks: Sequence[Objective], way: Way, grads: Gradients
+    problem: Problem, logits: Logits, blocks: Sequence[Gradient], way: Way, grads: Gradients
 ) -> None:
     """Gradients of blocks of tokens whose statistics are known, from logits computed again."""
     sums = Sums(problem, logits, grads, way.classes)
@@ -149,7 +158,7 @@ def by_tiles(
             sums.add(of, g, begin, first=number == 0, last=number == len(blocks) - 1)
 
 
-def add_to_rows(products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
+def add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
     """``total[rows] += tile.T @ w``."""
     if isinstance(rows, slice):
         products(tile.t(), w, total[rows], add=True)
