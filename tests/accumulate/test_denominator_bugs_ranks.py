@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
+from support.bounds import SAME_SUMS
 from support.loops import batches, distance, new_weight, run_window, weight_and_grad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -81,7 +82,7 @@ def test_rank_means(two_ranks):
     """transformers#34242: 1 token on one rank weighs as much as 20 on the other."""
     for naive, ours in ranks.of(two_ranks, "rank_means"):
         assert naive > 0.3
-        assert ours < 1e-6
+        assert ours <= SAME_SUMS
 
 
 def test_replicas_counted_twice(two_ranks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parallel, ranks
+from support.bounds import SAME_SUMS
 from support.engines import train
 from support.loops import H, V, distance
 from support.versions import FSDP2_MEAN
@@ -163,7 +164,7 @@ def test_context_parallel_slices_are_all_counted(name, world, data_ranks):
     for grads, counted, _ in found:
         assert counted == tokens
         for a, b in zip(grads, exact, strict=True):
-            assert distance(a, b) < 1e-6
+            assert distance(a, b) <= SAME_SUMS
     # Shifting after the split loses the token at every border inside a sequence's answer.
     assert sum(after for *_, after in found) < tokens
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.bounds import EXACT, SAME_SUMS
 from support.loops import batches, distance, new_weight, run_streaming, run_window, weight_and_grad
 
 from fusedce import LossAccumulator, LossSum, fused_ce
@@ -56,7 +57,7 @@ def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming
         run(LossAccumulator())
     _, exact, _ = weight_and_grad(batches(SIZES))
     for acc in (LossAccumulator(backward_divisor=4), LossAccumulator.from_accelerator(engine)):
-        assert distance(run(acc), exact) < 1e-6
+        assert distance(run(acc), exact) <= SAME_SUMS
 
 
 @pytest.mark.parametrize(("factor", "named"), [(0.25, True), (1 / 3, True), (8.0, False)])
@@ -87,7 +88,7 @@ def test_the_scale_of_a_grad_scaler_is_none(streaming, readable, init_scale, mon
             scaler.scale(acc.scale(fused_ce(hidden, weight, labels))).backward()
 
     windowed(acc, streaming, loop, [weight])
-    assert distance(weight.grad / init_scale, exact) < 1e-6
+    assert distance(weight.grad / init_scale, exact) <= SAME_SUMS
     assert acc.metrics()["n_tokens"] == 8
 
 
@@ -111,7 +112,7 @@ def test_sums_of_whole_losses_are_whole():
     acc = LossAccumulator()
     acc.backward(sum(fused_ce(hidden, weight, labels) for hidden, labels in micro))
     acc.finish([weight])
-    assert distance(weight.grad, exact) < 1e-6
+    assert distance(weight.grad, exact) <= SAME_SUMS
 
 
 # ---- zero_grad, and steps inside backward -------------------------------------------------------
@@ -241,7 +242,7 @@ def test_an_optimizer_that_steps_inside_the_only_backward_of_a_streaming_window(
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) inside an open window: a backward is"):
         acc.backward(fused_ce(hidden, model.weight, labels))
     acc.discard_window()
-    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(model.weight.detach(), before, **EXACT)
 
 
 def test_an_optimizer_that_steps_inside_the_last_backward_of_declared_counts():

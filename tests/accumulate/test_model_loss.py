@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import ranks
+from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.loops import distance
 from support.tiny_trainer import V, llama
@@ -31,7 +32,7 @@ def exact(world):
 def check(grads, metrics, world):
     eager, loss, n = exact(world)
     for grad, one in zip(grads, eager, strict=True):
-        assert distance(grad, one) < 1e-5
+        assert distance(grad, one) <= SAME_MODEL
     assert metrics["n_tokens"] == n
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
 

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch.distributed as dist
 from support import ranks
+from support.bounds import SAME_SUMS
 from support.coverage import covered
 from support.loops import (
     batches,
@@ -104,7 +105,7 @@ def check_schedules(results):
         for window in zip(*(found for found, _ in of_ranks), strict=True):
             assert max(seconds for *_, seconds in window) < ranks.SOON, seed
             if all(error is None for error, *_ in window):
-                assert max(far for _, far, _ in window) < 1e-6, seed
+                assert max(far for _, far, _ in window) <= SAME_SUMS, seed
                 right += 1
                 continue
             assert all(error is not None for error, *_ in window), (seed, window)
@@ -134,4 +135,4 @@ def test_random_schedules_with_errors_on_one_rank(world):
 def test_run_window_is_right_after_all_that():
     weight, exact, _ = weight_and_grad(batches([3, 5]))
     run_window(LossAccumulator(), weight, batches([3, 5]))
-    assert distance(weight.grad, exact) < 1e-6
+    assert distance(weight.grad, exact) <= SAME_SUMS

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.bounds import SAME_SUMS
 from support.loops import H, V, batches, distance
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,7 +51,7 @@ def exact(extra=None):
 
 def assert_exact(model, extra=None):
     for p, grad in zip(model.parameters(), exact(extra), strict=True):
-        assert distance(p.grad, grad) < 1e-6
+        assert distance(p.grad, grad) <= SAME_SUMS
 
 
 # ---- without a guard ----------------------------------------------------------------------------

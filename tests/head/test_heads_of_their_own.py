@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
+from support.bounds import SAME_MODEL, STATISTIC
 from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
@@ -92,7 +93,7 @@ def test_the_loss_is_computed_in_the_dtype_in_which_the_head_multiplies(kind, we
     exact = reference_ce(hidden.float(), native[2].weight.float(), y, bias=native[2].bias.float())
     with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
         fused = ce(replaced(x).float(), y)
-    torch.testing.assert_close(fused.double(), exact.mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fused.double(), exact.mean(), rtol=STATISTIC, atol=0)
     assert results[0][0] == results[1][0]
     for fused, expected in zip(results[1][1], results[0][1], strict=True):
         assert (fused - expected).norm() <= 2**-7 * expected.norm()  # native ones are bf16
@@ -126,7 +127,7 @@ def test_a_head_that_does_more_is_fused_since_its_own_code_runs(kind, mode, requ
         loss = ce(m(x), y)
         loss.backward()
         results.append((loss.detach(), [p.grad for p in m.parameters()]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(results[1], results[0], rtol=SAME_MODEL, atol=1e-7)
 
 
 class SaturatingInHalf(nn.Linear):
@@ -161,7 +162,7 @@ def test_a_parametrized_weight(wrap, mode):
             loss = ce(m(x), y)
             loss.backward()
             results.append((loss.detach(), {n: p.grad for n, p in m.named_parameters()}))
-        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(results[1], results[0], rtol=SAME_MODEL, atol=1e-7)
     assert head_report(replaced).losses_fused == 2
 
 

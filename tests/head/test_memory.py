@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
+from support.bounds import SAME_MODEL
 from support.heads import MODES, H, V, ce, loss_and_grads, plain_model, tokens
 from torch import nn
 
@@ -180,7 +181,7 @@ def test_what_stays_lazy(name, mode, request):
     replace_loss_head(model)
     request.getfixturevalue("no_logits")
     lazy = loss_and_grads(model, x, y, LAZY[name], mode)
-    torch.testing.assert_close(lazy, native, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lazy, native, rtol=SAME_MODEL, atol=1e-6)
 
 
 def test_a_trained_bias_gets_its_gradient():
@@ -190,7 +191,7 @@ def test_a_trained_bias_gets_its_gradient():
         z = model(tokens(3, 7)) + bias
         (ce(z * 0.5, tokens(3, 7, seed=1)) + ce(z[:, 1:], tokens(3, 6))).backward()
         grads.append(bias.grad)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grads[1], grads[0], rtol=SAME_MODEL, atol=1e-7)
 
 
 def test_a_trained_temperature_gets_its_gradient():
@@ -199,4 +200,4 @@ def test_a_trained_temperature_gets_its_gradient():
         t = torch.tensor(0.7, requires_grad=True)
         ce(model(tokens(3, 7)) * t, tokens(3, 7, seed=1)).backward()
         grads.append((t.grad, model[1].weight.grad))
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grads[1], grads[0], rtol=SAME_MODEL, atol=1e-7)

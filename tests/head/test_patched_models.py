@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.bounds import SAME_MODEL
 
 from fusedce import head_report, replace_loss_head
 
@@ -35,7 +36,7 @@ def step(model):
 def assert_same_step(model):
     expected = step(copy.deepcopy(model))
     replaced = replace_loss_head(model)
-    torch.testing.assert_close(step(replaced), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(step(replaced), expected, rtol=SAME_MODEL, atol=1e-7)
     report = head_report(replaced)
     assert (report.losses_fused, report.logits_made) == (1, 0)
 
