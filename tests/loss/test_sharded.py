@@ -76,9 +76,9 @@ def peaked(rank):
     labels = torch.arange(N) % V
     x |= {"weight": unit, "labels": labels, "hidden": gap * unit[labels]}
     local, rows = own_rows(x, sizes, rank)
-    compare(
-        local, rows, sharded_ce(**local, process_group=dist.group.WORLD), truth(x), torch.float32
-    )
+    out = sharded_ce(**local, process_group=dist.group.WORLD)
+    # Logits of 16 are rounded, and 1 - p with them: as many roundings again as the sums make.
+    compare(local, rows, out, truth(x), torch.float32, slack=2)
 
 
 def padded(rank):

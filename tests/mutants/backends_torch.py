@@ -181,8 +181,8 @@ MUTANTS = [
     ),
     Mutant(
         "products: a result between other columns",
-        "rows = out.stride(1) == 1 and out.stride(0) >= n",
-        "rows = True",
+        "given = out if rows else out.new_empty(m, n).copy_(out)\n    (of_a",
+        "given = out\n    (of_a",
         f"{PRODUCTS} -k written_or_added",
     ),
     Mutant(
@@ -192,9 +192,21 @@ MUTANTS = [
         f"{PRODUCTS} -k limit",
     ),
     Mutant(
+        "brgemm: a later block of inner entries overwrites the sum",
+        "add=add or first > 0)",
+        "add=add)",
+        "backends/torch/test_products.py -k blocks_of_onednns",
+    ),
+    Mutant(
+        "brgemm: asked where oneDNN may not use the instructions",
+        'r"|ALL|DEFAULT|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10.*"',
+        'r".*"',
+        "backends/torch/test_products.py -k asked_only",
+    ),
+    Mutant(
         "products: MKL's is taken unseen",
-        "return gemm if right else None",
-        "return gemm",
+        "if not torch.allclose(found.double(), exact, 1e-5, 1e-4):",
+        "if False:",
         f"{PRODUCTS} -k is_not_taken",
     ),
     Mutant(
