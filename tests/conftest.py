@@ -1,5 +1,6 @@
 """Set-up of every test: the interpreter, seeds, hypothesis, GPUs."""
 
+import gc
 import getpass
 import os
 import random
@@ -19,6 +20,9 @@ settings.load_profile("default")
 # inductor's cache does not ask which instructions the code in it is for: one an instruction set.
 _CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
+
+# A process group among its parent's garbage would wait, in a forked rank, for threads of the parent.
+os.register_at_fork(after_in_child=gc.freeze)
 
 COMPILED = Path(__file__).parent / "compiled"
 
