@@ -21,7 +21,7 @@ settings.load_profile("default")
 _CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
 
-# A process group among its parent's garbage would wait, in a forked rank, for threads of the parent.
+# In a forked rank, a process group among its parent's garbage would wait for the parent's threads.
 os.register_at_fork(after_in_child=gc.freeze)
 
 COMPILED = Path(__file__).parent / "compiled"
