@@ -1,4 +1,4 @@
-"""What may be wrong in a window's tensors, found once at its end and told to all ranks.
+"""Finds errors in a window's tensors, once at its end, and tells all ranks of them.
 
 A fault is a row of :data:`ROW` int64, made without waiting for a device, so that the message which
 ends a window can carry it: 1 + index in :data:`_KINDS`, then that error's numbers; zeros if none.

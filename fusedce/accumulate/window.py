@@ -25,7 +25,7 @@ from fusedce.accumulate.window_grads import Guard
 
 
 class Record(NamedTuple):
-    """What a window keeps of a micro-batch, without its graph."""
+    """The numbers of a micro-batch that a window keeps, without its graph."""
 
     losses: Losses
     arrived: Tensor | None = None  # the gradient () that its backward began with

@@ -165,7 +165,7 @@ class Guard:
         return Guard, ()  # a copy of an accumulator guards nothing yet
 
     def _start(self) -> None:
-        """What describes the open window."""
+        """Reset the state that belongs to one window."""
         self._streams, self._is_new = False, True
         self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
         self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows

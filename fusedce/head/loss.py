@@ -371,7 +371,7 @@ def _given(x: LazyLogits) -> Given | None:
     if not chain.is_known or max(len(products), len(chain.made)) > len(set(products)):
         return None  # a part of the same logits may be detached
     if chain.functions:
-        # What a user's function computes has no node of its own: it must hand on what it is given.
+        # A user's function has no node of ours: it must hand on the gradient that it is given.
         # Its backward gets a passenger, and reads it unless it hands that on, too.
         if {**chain.kinds, "": 0} != {**_kinds(x.expr), "": 0}:
             return None

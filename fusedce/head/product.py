@@ -1,4 +1,4 @@
-"""What lazy logits are computed from: the head's product, and expressions of it.
+"""The operands of lazy logits: the head's product, and expressions of it.
 
 A head's own code calls ``F.linear(hidden, weight, bias)``. A :class:`Product` keeps the operands,
 so that a loss or a reader can use them later, and knows when they are no longer those of the call.
