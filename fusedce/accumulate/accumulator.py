@@ -27,22 +27,18 @@ from fusedce.accumulate.arguments import (
     check_choice,
     check_module,
     check_whole,
-    describe,
     unpack,
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
-from fusedce.accumulate.totals import KINDS, UNNAMED, Sums, Totals, add, sums_of
-from fusedce.accumulate.window import Window
-from fusedce.accumulate.window_grads import STREAMED, Guard, scale_gradients, trained_of
-from fusedce.contract.checks import check_flag
+from fusedce.accumulate.exchange import CLOSE, FINISH, UNNAMED, WINDOW, Exchange
+from fusedce.accumulate.gradients import STREAMED, scale_gradients, trained_of
+from fusedce.accumulate.guard import Guard
+from fusedce.accumulate.metrics import Loss, Metrics
+from fusedce.accumulate.window import Window, WindowBlock
 from fusedce.contract.groups import Ranks
-from fusedce.contract.objective import expecting
-
-Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
 
-class LossAccumulator:
+class LossAccumulator(Metrics):
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
     There are two ways to train. With counts known in advance, one exchange gives the denominator
@@ -128,14 +124,12 @@ class LossAccumulator:
         self._exchange = Exchange(shared)  # with all ranks that share the windows
         self._engine, self._grad_reduction, self._on_empty = engine, reduction, empty
         self._has_loss = loss  # whether this rank computes losses
-        self._guard, self._totals = Guard(), Totals()
+        self._guard = Guard()
+        self._start_metrics()
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self._should_step = True
         self._opened = 0  # see Guard.place
-        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
-        self._bad: Tensor | None = None  # the first bad label among those, as a fault
-        self._evaluates = self._trains = False  # what the totals hold since the last reset
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -401,9 +395,9 @@ class LossAccumulator:
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""
-        self._totals.weights = {UNNAMED: 1.0} if window is None else window.weights
-        self._totals.add(self._totals.weights, sums)
-        self._totals.n_windows += 1
+        self._weights = {UNNAMED: 1.0} if window is None else window.weights
+        self._count(self._weights, sums)
+        self._n_windows += 1
         self._trains = True
 
     def _equal(self) -> dict[str, object]:
@@ -453,117 +447,11 @@ class LossAccumulator:
         if self._window is not None:
             self._window.refuse(action)
 
-    # ---- metrics and state ------------------------------------------------------------------
-
-    def add(self, out: Loss) -> None:
-        """Count a batch in the metrics without training on it (evaluation). No collective.
-
-        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
-        mixed: reset the metrics in between.
-        """
-        one = unpack(out, [UNNAMED])[UNNAMED]
-        if not one.loss_sum.requires_grad:
-            self._engine.check_evaluated()
-        if n_windows := self._totals.n_windows:
-            raise RuntimeError(
-                f"add: the metrics hold {n_windows} training windows since the last reset, and "
-                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
-                f"with a LossAccumulator of its own"
-            )
-        self._evaluates = True
-        n = one.n_valid.reshape(1)
-        alone = self._exchange.ranks.group() is None
-        if alone and _faults.readable(n.device) and n < 0:
-            raise _faults.bad_label(int(n))
-        self._bad = _faults.first_of([self._bad, _faults.first(_faults.bad_label, n < 0, n)])
-        self._waiting = add(self._waiting, {UNNAMED: sums_of([one])})
-
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with the labels of repeated samples set to ``ignore_index``.
-
-        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
-        :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
-        Batches without repeated samples are returned unchanged.
-        """
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
-        return self._engine.without_repeats(batch)
-
-    def metrics(self, *, reset: bool = False) -> dict[str, float]:
-        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
-
-        After training windows, whose sums are exchanged at their ends, without any collective: one
-        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
-        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
-
-        Returns (``reset`` starts a new interval):
-            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
-            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
-            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
-            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
-            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
-            nats per token.
-
-        Examples:
-            >>> acc = fusedce.LossAccumulator()
-            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
-            >>> acc.metrics()["loss"]
-            1.5
-        """
-        check_flag("reset", reset)
-        if self._waiting or not self._trains:
-            self._sum_over_ranks()
-        self._refuse_open_window("read metrics")
-        self._exchange.raise_unread()
-        found = self._totals.metrics()
-        if reset:
-            self._totals.reset()
-            self._evaluates = False
-        return found
-
-    def _sum_over_ranks(self) -> None:
-        """Add the batches that each rank has evaluated to the totals: one all-gather."""
-        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
-        self._guard.place()  # as other ranks do, which may have come to `finish`
-        with self._exchange.tell_peers_on_error(METRICS):
-            self._refuse_open_window("read metrics")
-        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
-        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
-        self._totals.add([UNNAMED], sent.wait())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Totals of all ranks, as plain numbers. No collective.
-
-        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
-        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
-        """
-        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
-        if self._waiting:
-            if self._exchange.ranks.size() > 1:
-                raise RuntimeError(
-                    "cannot save the state: batches were added on this rank that are not summed "
-                    "over ranks yet. Call metrics() on all ranks first"
-                )
-            self._sum_over_ranks()
-        self._exchange.raise_unread()
-        return self._totals.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
-
-        All ranks load the same state, whichever rank saved it, of however many.
-        """
-        self._refuse_open_window("load a state")
-        self._totals.load(state)
-        self._trains, self._evaluates = self._totals.n_windows > 0, False
-        self._waiting, self._bad = {}, None
-
     # ---- copies and text --------------------------------------------------------------------
 
     def __repr__(self) -> str:
         n = self._tokens.size()
-        now = f"{self._totals.n_windows} windows since the reset"
+        now = f"{self._n_windows} windows since the reset"
         return (
             f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction={self._grad_reduction!r}, "
             f"on_empty={self._on_empty!r}, "
@@ -579,30 +467,3 @@ class LossAccumulator:
     def __setstate__(self, copied: dict[str, Any]) -> None:
         self._start(*copied["made"])
         self.load_state_dict(copied["state"])
-
-
-class WindowBlock:
-    """The context manager that ``acc.window(...)`` returns.
-
-    Inside it, fused losses know the factor by which the window will scale them (``expected``).
-    """
-
-    def __init__(self, owner: LossAccumulator, counts: Any, weights: Any) -> None:
-        self._owner, self._declared = owner, [(counts, weights)]
-        self._expecting = expecting(owner._expected)
-
-    def __enter__(self) -> LossAccumulator:
-        if not self._declared:
-            raise RuntimeError(
-                "this window was entered before: each optimizer step has counts of its own, so "
-                "write `with acc.window(counts):` in the loop"
-            )
-        self._owner._enter(*self._declared.pop())
-        self._expecting.__enter__()
-        return self._owner
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._owner._leave(error)
-        finally:
-            self._expecting.__exit__(None, None, None)

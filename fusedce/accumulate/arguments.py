@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.exchange import VALUES
-from fusedce.accumulate.totals import KINDS, UNNAMED
+from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum, ScaledLossSum
 

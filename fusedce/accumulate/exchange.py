@@ -21,6 +21,7 @@ from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.agreement import Table, Told
 from fusedce.contract.groups import Ranks
+from fusedce.contract.monitors import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH, CLOSE, METRICS = (
@@ -29,6 +30,8 @@ WINDOW, FINISH, CLOSE, METRICS = (
     "leave a window",
     "read metrics",
 )
+UNNAMED = ""  # the name of a window's only loss where the user gave none
+KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
 VALUES = 128  # float64 values in a message that are summed over ranks
 _SAID = 3  # int64 values in a message: `said` of Exchange.send, and the accumulator's number
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SAID

@@ -19,9 +19,10 @@ from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import Losses
-from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import KINDS, copied, sums_of
-from fusedce.accumulate.window_grads import Guard
+from fusedce.accumulate.exchange import KINDS, Pending, explain
+from fusedce.accumulate.guard import Guard
+from fusedce.accumulate.metrics import copied, sums_of
+from fusedce.contract.objective import expecting
 
 
 class Record(NamedTuple):
@@ -254,3 +255,30 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
+
+
+class WindowBlock:
+    """The context manager that ``acc.window(...)`` returns.
+
+    Inside it, fused losses know the factor by which the window will scale them (``expected``).
+    """
+
+    def __init__(self, owner: Any, counts: Any, weights: Any) -> None:
+        self._owner, self._declared = owner, [(counts, weights)]
+        self._expecting = expecting(owner._expected)
+
+    def __enter__(self) -> Any:
+        if not self._declared:
+            raise RuntimeError(
+                "this window was entered before: each optimizer step has counts of its own, so "
+                "write `with acc.window(counts):` in the loop"
+            )
+        self._owner._enter(*self._declared.pop())
+        self._expecting.__enter__()
+        return self._owner
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._owner._leave(error)
+        finally:
+            self._expecting.__exit__(None, None, None)

@@ -212,7 +212,7 @@ def test_streaming_in_float64_is_not_rounded():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_correction_is_not_rounded_on_a_device(dtype):
-    from fusedce.accumulate.window_grads import scale_gradients
+    from fusedce.accumulate.gradients import scale_gradients
 
     device = torch.accelerator.current_accelerator()
     factor = torch.tensor(1.00589, dtype=torch.float64, device=device)
@@ -230,7 +230,7 @@ def test_the_correction_is_not_rounded_on_a_device(dtype):
 @pytest.mark.parametrize(("of_grad", "of_factor"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_the_correction_reads_nothing_from_a_device(of_grad, of_factor, dtype):
     """A fake tensor has no value: reading one raises."""
-    from fusedce.accumulate.window_grads import scale_gradients
+    from fusedce.accumulate.gradients import scale_gradients
 
     with FakeTensorMode():
         p = torch.empty(7, dtype=dtype, device=of_grad)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator
-from fusedce.accumulate.window_grads import STREAMED as FIRST_ESTIMATE
+from fusedce.accumulate.gradients import STREAMED as FIRST_ESTIMATE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

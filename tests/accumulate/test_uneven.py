@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate.window_grads import _OPEN
+from fusedce.accumulate.guard import _OPEN
 
 ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
 

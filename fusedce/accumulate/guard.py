@@ -1,7 +1,7 @@
-"""Gradients of a window: corrected once by ``finish``, dropped, and guarded.
+"""Checks of what a training loop does to a window's gradients beside the accumulator.
 
-:class:`Guard` checks what a training loop does to them beside the accumulator: optimizer steps,
-``zero_grad``, factors on a loss, a second accumulator.
+Optimizer steps, ``zero_grad``, clipping, backwards of other losses, factors on a loss, a second
+accumulator over the same parameters, pipelines that divide gradients.
 """
 
 from __future__ import annotations
@@ -24,120 +24,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.contract.groups import is_dtensor, local_of
+from fusedce.accumulate.gradients import drop_gradients, held_by_fsdp2, norms_of
+from fusedce.contract.groups import is_dtensor
 
-STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
 _HOOKED = 8  # parameters that show for all of them what happens to gradients
-_PART = 2**24  # elements copied to float32 at a time
-
-
-def trained_of(parameters: Any) -> list[Tensor]:
-    """The tensors of ``parameters`` that have a gradient, each once.
-
-    Raises:
-        TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient.
-    """
-    advice = "parameters: pass an iterable of tensors, such as model.parameters()"
-    if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
-        raise TypeError(f"{advice}, got {type(parameters).__name__}")
-    found: dict[int, Tensor] = {}
-    for p in parameters:
-        if not isinstance(p, Tensor):
-            kinds = {"tuple": "named_parameters() gives pairs", "str": "names are no tensors"}
-            kinds["dict"] = "an optimizer's param_groups are dicts, whose 'params' are tensors"
-            kind = type(p).__name__
-            raise TypeError(f"{advice} ({kinds.get(kind, f'it holds {kind}')})")
-        if p.grad is not None:
-            found[id(p)] = p
-    if not found:
-        raise RuntimeError(
-            "parameters: no parameter given has a .grad to correct (was the generator used up, or "
-            "zero_grad called before finish?)"
-        )
-    return list(found.values())
-
-
-_LISTENERS: dict[int, Callable[[float], None]] = {}
-
-
-class OnCorrection:
-    """Calls ``listener(factor)`` for each correction of gradients, until :meth:`remove`.
-
-    Tools use it to follow the factors of a gradient. Reading the factor waits for its device.
-    """
-
-    def __init__(self, listener: Callable[[float], None]) -> None:
-        _LISTENERS[id(self)] = listener
-
-    def remove(self) -> None:
-        """Stop the calls."""
-        _LISTENERS.pop(id(self), None)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
-    for listener in list(_LISTENERS.values()):
-        listener(float(factor))
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in parameters:
-        grad = local_of(p.grad)
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, dtype), grads in groups.items():
-        if _faults.readable(device) and _faults.readable(factor.device):
-            torch._foreach_mul_(grads, float(factor))
-            continue
-        there = _faults.moved(factor, device).to(torch.promote_types(dtype, torch.float32))
-        if there.dtype == dtype:
-            torch._foreach_mul_(grads, there)
-            continue
-        # A 0-d tensor on a device is rounded to the dtype of what it multiplies: up to 0.4% in
-        # bf16, the same on every element. So low precision is multiplied in float32, by parts.
-        for grad in grads:
-            for part in grad.view(-1).split(_PART) if grad.is_contiguous() else (grad,):
-                torch._foreach_copy_([part], [part.to(there.dtype) * there])
-
-
-# ---- gradients inside FSDP2 -------------------------------------------------------------------
-
-# With set_requires_gradient_sync(False) FSDP2 keeps the unsharded gradients of a micro-batch
-# inside, where zero_grad does not reach them, until the last micro-batch of the window. If that one
-# never comes, they would be added to the next window.
-
-
-def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
-    """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
-    states = _composable_state._module_state_mapping
-    found: list[Any] = []
-    for one in list(states) if module is None else module.modules():
-        reference = states.get(one)
-        state: Any = None if reference is None else reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        found += [p for group in groups for p in getattr(group, "fsdp_params", ()) if _held(p)]
-    return found
-
-
-def _held(p: Any) -> bool:
-    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
-    inside = getattr(p, "_unsharded_param", None)
-    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
-
-
-def drop_gradients(module: torch.nn.Module) -> None:
-    """Forget all gradients of ``module``, including those that wait inside FSDP2."""
-    module.zero_grad()
-    for p in held_by_fsdp2(module):
-        if p._unsharded_param is not None:
-            p._unsharded_param.grad = None
-        if p.unsharded_accumulated_grad is not None:  # before torch 2.15 a buffer of its own
-            p.unsharded_accumulated_grad = None
-
-
-# ---- checks of the training loop --------------------------------------------------------------
 
 
 class Guard:
@@ -397,7 +288,7 @@ class Guard:
             for p, grad, _ in found
             if self._streams or ((left := self._left.get(id(p))) and left() is grad)
         ]
-        self._stale = dict(zip(map(id, stale), _norms(stale), strict=True))
+        self._stale = dict(zip(map(id, stale), norms_of(stale), strict=True))
 
     def _look(self, others: bool = True, at_end: bool = False) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
@@ -409,7 +300,7 @@ class Guard:
         alive = (i for i, ref in self._known.items() if i in self._versions and ref() is not None)
         if all(now.get(i) == self._versions[i] for i in alive):
             return
-        norms = _norms([p for p, *_ in self._with_grad() if id(p) in self._versions])
+        norms = norms_of([p for p, *_ in self._with_grad() if id(p) in self._versions])
         gone = torch.tensor(True, device="cpu")
         if norms:
             gone = (_faults.together(norms) == 0).all()
@@ -494,13 +385,6 @@ def _backward_stats(ddp: DistributedDataParallel) -> Any:
     """DDP's times of its last reduced backward, by parameter; ``None`` if torch keeps none."""
     stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
     return None if stats is None else stats()
-
-
-def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """``()`` for each gradient, 0 where all of it is zero."""
-    grads = [local_of(p.grad) for p in parameters]
-    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    return list(torch._foreach_norm(grads, 1)) if grads else []
 
 
 # Guards of the open windows, in their order.
