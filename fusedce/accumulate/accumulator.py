@@ -65,7 +65,7 @@ class LossAccumulator(Metrics):
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
     same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
 
-    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 221 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which gives the denominator and is awaited at its first
     ``scale``, and one when it ends, which carries losses and errors: before the optimizer steps
@@ -391,7 +391,9 @@ class LossAccumulator(Metrics):
         if purpose == FINISH:
             said = self._says(0, window.weights)
             settings["opened"] = self._opened
-        return self._exchange.send(purpose, window.sums(), settings, said, window.fault()).wait()
+        sums, fault = window.sums(), window.fault()
+        replica = self._guard.replicas(self._tokens) if self._has_loss else (0, False)
+        return self._exchange.send(purpose, sums, settings, said, fault, replica).wait()
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""

@@ -137,6 +137,29 @@ def check_whole(losses: Losses) -> None:
         )
 
 
+_SAME_VALUE = ("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone")
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """What ``loss ()`` was divided by in its last operation: ``()``, or NaN for "by its tokens".
+
+    Read from the graph: a division, a mean of several elements, or torch's cross-entropy with
+    ``reduction="mean"``. ``None`` for other operations, also those that hide one of these (a
+    compiled graph, a sum of losses): a number does not show whether it is a mean.
+    """
+    node: Any = loss.grad_fn
+    while node is not None and node.name().partition("Backward")[0] in _SAME_VALUE:
+        node = node.next_functions[0][0]
+    kind = "" if node is None else node.name().partition("Backward")[0]
+    if kind == "Div":
+        other = getattr(node, "_saved_other", None)
+        return other.detach() if isinstance(other, Tensor) and other.dim() == 0 else None
+    reduces = kind in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1
+    if reduces or (kind == "Mean" and node._saved_self_sym_numel > 1):
+        return torch.tensor(math.nan, device="cpu")
+    return None
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:

@@ -12,20 +12,28 @@ import os
 import sys
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.accumulate.gradients import drop_gradients, held_by_fsdp2, norms_of
-from fusedce.contract.groups import is_dtensor
+from fusedce.accumulate.gradients import (
+    drop_gradients,
+    fsdp2_parameters,
+    held_by_fsdp2,
+    norms_of,
+)
+from fusedce.contract.groups import Ranks, is_dtensor
 
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
 _HOOKED = 8  # parameters that show for all of them what happens to gradients
@@ -68,6 +76,7 @@ class Guard:
         self._versions: dict[int, int] = {}  # of the gradients after the last backward
         self._backward = -1  # its id
         self._in_backward = self._foreign = False
+        self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
         self._found: list[tuple[Callable[..., Exception], Tensor]] = []  # errors, where () is true
 
     def add(self, optimizer: Any, module: Any) -> None:
@@ -83,15 +92,16 @@ class Guard:
         if module is not None:
             self._modules.add(module)
         self.watches_writes = True
+        agreement.GUARDS.add(self)
         self._know_guarded()
 
     # ---- parameters -------------------------------------------------------------------------
 
     def _know(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters too; FSDP1 exchanges the gradients of its own as it likes."""
-        for p in parameters:
-            if not getattr(p, "_fsdp_flattened", False):
-                self._known[id(p)] = weakref.ref(p)
+        """Watch these parameters too; of FSDP1's flat ones their originals, if users see these."""
+        for flat in parameters:
+            originals = getattr(flat, "_params", None) or [flat]
+            self._known |= {id(p): weakref.ref(p) for p in originals}
 
     def _know_guarded(self) -> None:
         self._know(p for x in self._optimizers for g in x.param_groups for p in g["params"])
@@ -259,6 +269,46 @@ class Guard:
                 stacklevel=5,
             )
 
+    # ---- pipelines, and ranks that hold the same tokens -----------------------------------------
+
+    def note_schedule(self) -> None:
+        """Remember the pipeline's schedule whose ``loss_fn`` runs now, if one does."""
+        module = sys.modules.get("torch.distributed.pipelining.schedules")
+        frame = None if module is None or self._schedule is not None else sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals is vars(module) and "self" in frame.f_locals:
+                self._schedule = frame.f_locals["self"]
+                break
+            frame = frame.f_back
+
+    def replicas(self, tokens: Ranks) -> tuple[int, bool]:
+        """A number that ranks of a tensor-parallel group share, and whether it is one for certain.
+
+        Members of ``tokens`` that share it hold the same tokens, or are experts with tokens of
+        their own: layers are divided over these ranks, by something else than FSDP2.
+        """
+        group = tokens.group()
+        if not self.watches_writes or group is None:
+            return 0, False
+        members = set(dist.get_process_group_ranks(group))
+        found = dict.fromkeys(agreement.SHARE_TOKENS, True)
+        fsdp = {id(p.sharded_param) for p in fsdp2_parameters()}
+        for ref in self._known.values():
+            p: Any = ref()
+            if not is_dtensor(p):
+                continue
+            mesh, names = p.device_mesh, p.device_mesh.mesh_dim_names
+            for i, placement in enumerate(p.placements):
+                # FSDP2 divides over the first dimension, or the second one beside replicas.
+                first = id(p) in fsdp and all(x.is_replicate() for x in p.placements[:i])
+                if not placement.is_replicate() and not first:
+                    ranks = tuple(dist.get_process_group_ranks(mesh.get_group(i)))
+                    found[ranks] = found.get(ranks, False) or (names or {i: ""})[i] == "tp"
+        for ranks, certain in found.items():
+            if len(members.intersection(ranks)) > 1:
+                return zlib.crc32(str(ranks).encode()), certain
+        return 0, False
+
     # ---- gradients that are left, gone or written into ----------------------------------------
 
     def before_backward(self, roots: Sequence[Any], backward: int) -> None:
@@ -305,7 +355,9 @@ class Guard:
         if norms:
             gone = (_faults.together(norms) == 0).all()
         self._found.append((_faults.gradients_gone, gone))
-        if self.watches_writes and not at_end and (self._streams or not others):
+        # Stages of a pipeline on one rank have backwards of their own.
+        watches = self.watches_writes and self._schedule is None
+        if watches and not at_end and (self._streams or not others):
             self._found.append((_faults.gradients_written, ~gone))
 
     def faults(self, n_tokens: Tensor) -> list[Tensor]:
@@ -316,10 +368,13 @@ class Guard:
             added = self._before[i] != now.get(i) if self._given is None else i in self._given
             if added:
                 self._found.append((_faults.gradients_left, norm != 0))
-        if self._foreign:
+        if self._foreign and self._schedule is None:
             self._found.append((_faults.gradients_written, torch.tensor(True, device="cpu")))
         some = n_tokens > 0
-        return [
+        rows = []
+        if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:
+            rows.append(_faults.sure(_faults.divided_by_pipeline, pipe._n_microbatches))
+        return rows + [
             _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
             for kind, x in self._found
         ]
@@ -361,7 +416,7 @@ class Guard:
         """The DDP modules, of several ranks, inside the guarded modules."""
         found = (x for module in self._modules for x in module.modules())
         several = (x for x in found if isinstance(x, DistributedDataParallel))
-        return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
+        return [x for x in several if dist.get_world_size(x.process_group) > 1]
 
 
 def _instances(kind: type) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.arguments import Losses
+from fusedce.accumulate.arguments import Losses, divisor_of
 from fusedce.accumulate.exchange import KINDS, Pending, explain
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.metrics import copied, sums_of
@@ -31,6 +31,7 @@ class Record(NamedTuple):
     losses: Losses
     arrived: Tensor | None = None  # the gradient () that its backward began with
     upstreams: Sequence[float] = ()  # what that gradient may be
+    divisors: Sequence[Tensor | None] = ()  # what each loss was divided by before, () or None
 
 
 class Window:
@@ -132,7 +133,9 @@ class Window:
             terms.append(total.to(terms[0]) * (factor / ranks))
             self._auxiliary = []
         if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
-            record = Record({name: copied(out) for name, out in losses.items()}, None, upstreams)
+            self._guard.note_schedule()
+            kept = {name: copied(out) for name, out in losses.items()}
+            record = Record(kept, None, upstreams, [divisor_of(x) for x in sums])
             if any(term.requires_grad for term in terms):
                 terms.append(self._ticket(terms, record))
             else:
@@ -211,7 +214,7 @@ class Window:
             return None
         counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
         at = counts.device
-        rows = [_faults.first(_faults.bad_label, counts < 0, counts)]
+        rows = [_faults.first(_faults.bad_label, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
             declared = _faults.together(n for row in self.declared for n in row).to(at)
             micro = torch.arange(len(counts), device=at) // len(self.weights)
@@ -226,6 +229,16 @@ class Window:
             rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
         rows += self._guard.faults(counts.clamp(min=0).sum())
         return _faults.first_of(rows)
+
+    def _means(self, counts: Tensor) -> Tensor | None:
+        """The fault of losses that all were divided by their own ``counts (losses,)``."""
+        divisors = [x for m in self.done for x in m.divisors if x is not None]
+        if len(divisors) < len(counts):
+            return None
+        by = _faults.together(x.double() for x in divisors).to(counts.device)
+        several = counts > 1
+        wrong = several & (((by == counts) | by.isnan()) | ~several).all()
+        return _faults.first(_faults.mean_given, wrong, counts)
 
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
