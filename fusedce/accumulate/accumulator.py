@@ -41,14 +41,11 @@ from fusedce.contract.groups import Ranks
 class LossAccumulator(Metrics):
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
-    There are two ways to train. With counts known in advance, one exchange gives the denominator
-    first::
+    Counts known in advance, or streaming, where they become known only at the end::
 
         with acc.window([fusedce.count_valid(b["labels"]) for b in micro_batches]):
             for b in micro_batches:
                 acc.backward(fused_ce(...))
-
-    Streaming is for counts that become known only at the end::
 
         for b in micro_batches:
             acc.backward(fused_ce(...))
@@ -56,10 +53,9 @@ class LossAccumulator(Metrics):
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming divides by a constant first (1024 tokens per rank, which keeps
-    gradients in the range of fp16 and bf16), and ``finish`` corrects ``.grad`` once. Calling it
-    after clipping is wrong, and cannot be detected. :meth:`guard` catches other mistakes.
-    To evaluate, ``acc.add(out)`` every batch; ``acc.metrics()`` gives sum / count.
+    1 where they are added. Streaming divides by 1024 tokens per rank first, which keeps gradients
+    in the range of fp16 and bf16, and ``finish`` corrects ``.grad`` once. Calling it after clipping
+    is wrong, and cannot be detected. :meth:`guard` catches other mistakes.
 
     What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
@@ -248,9 +244,8 @@ class LossAccumulator(Metrics):
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
-        After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
-        (out of memory), ``.grad`` holds a part of this micro-batch that cannot be removed: to go
-        on, leave the ``with`` block, or call :meth:`discard_window`.
+        If it raises (out of memory), ``.grad`` holds a part of this micro-batch that cannot be
+        removed: to go on, leave the ``with`` block, or call :meth:`discard_window`.
         """
         scaled = self.scale(out)
         if not scaled.requires_grad:
@@ -287,11 +282,8 @@ class LossAccumulator(Metrics):
                 "from_mesh(..., has_loss=True) says so"
             )
         self._check_ready()
-        return self._open(Window({UNNAMED: 1.0}, None, self._streamed(), self._guard))
-
-    def _streamed(self) -> float:
-        """The denominator of a streaming window's losses, until ``finish`` corrects it."""
-        return float(STREAMED * self._tokens.size())
+        streamed = float(STREAMED * self._tokens.size())
+        return self._open(Window({UNNAMED: 1.0}, None, streamed, self._guard))
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -323,7 +315,8 @@ class LossAccumulator(Metrics):
         self._guard.mark_shared(trained)
         self._decide_step(sums[1])
         if self._should_step:
-            scale_gradients(trained, self._streamed() / sums[1].clamp(min=1))
+            streamed = float(STREAMED * self._tokens.size())
+            scale_gradients(trained, streamed / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
@@ -355,13 +348,11 @@ class LossAccumulator(Metrics):
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
         """Raise an error where a loop would spoil a window's gradients.
 
-        These are errors from then on: an optimizer step inside an open window, or inside the
-        backward of a streaming one; ``zero_grad`` inside a window, before the step; a gradient that
-        ``finish`` was not given; gradients that DDP has not reduced (``module`` must be DDP, or
-        hold it).
-
-        Without a guard, a step before the window's end gives one warning: the optimizer may belong
-        to another model.
+        These are errors from then on: an optimizer step inside an open window; ``zero_grad`` inside
+        one; gradients written by something else than its losses; a gradient that ``finish`` was not
+        given; gradients that DDP has not reduced (``module`` must be DDP, or hold it); ranks that
+        hold the same tokens, by tensor parallelism; hidden states of a sharded vocabulary that
+        differ between its ranks.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.

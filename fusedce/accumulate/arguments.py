@@ -155,9 +155,10 @@ def divisor_of(loss: Tensor) -> Tensor | None:
         other = getattr(node, "_saved_other", None)
         return other.detach() if isinstance(other, Tensor) and other.dim() == 0 else None
     reduces = kind in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1
-    if reduces or (kind == "Mean" and node._saved_self_sym_numel > 1):
-        return torch.tensor(math.nan, device="cpu")
-    return None
+    if not reduces and kind != "Mean":
+        return None
+    one = kind == "Mean" and node._saved_self_sym_numel == 1
+    return torch.tensor(1.0 if one else math.nan, device="cpu")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

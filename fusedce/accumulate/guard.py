@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -27,12 +26,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.accumulate.gradients import (
-    drop_gradients,
-    fsdp2_parameters,
-    held_by_fsdp2,
-    norms_of,
-)
+from fusedce.accumulate.engines import replicas_of
+from fusedce.accumulate.gradients import drop_gradients, held_by_fsdp2, norms_of
 from fusedce.contract.groups import Ranks, is_dtensor
 
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
@@ -282,32 +277,9 @@ class Guard:
             frame = frame.f_back
 
     def replicas(self, tokens: Ranks) -> tuple[int, bool]:
-        """A number that ranks of a tensor-parallel group share, and whether it is one for certain.
-
-        Members of ``tokens`` that share it hold the same tokens, or are experts with tokens of
-        their own: layers are divided over these ranks, by something else than FSDP2.
-        """
-        group = tokens.group()
-        if not self.watches_writes or group is None:
-            return 0, False
-        members = set(dist.get_process_group_ranks(group))
-        found = dict.fromkeys(agreement.SHARE_TOKENS, True)
-        fsdp = {id(p.sharded_param) for p in fsdp2_parameters()}
-        for ref in self._known.values():
-            p: Any = ref()
-            if not is_dtensor(p):
-                continue
-            mesh, names = p.device_mesh, p.device_mesh.mesh_dim_names
-            for i, placement in enumerate(p.placements):
-                # FSDP2 divides over the first dimension, or the second one beside replicas.
-                first = id(p) in fsdp and all(x.is_replicate() for x in p.placements[:i])
-                if not placement.is_replicate() and not first:
-                    ranks = tuple(dist.get_process_group_ranks(mesh.get_group(i)))
-                    found[ranks] = found.get(ranks, False) or (names or {i: ""})[i] == "tp"
-        for ranks, certain in found.items():
-            if len(members.intersection(ranks)) > 1:
-                return zlib.crc32(str(ranks).encode()), certain
-        return 0, False
+        """See :func:`replicas_of`; ``(0, False)`` without a guard."""
+        found = [p for ref in self._known.values() if (p := ref()) is not None]
+        return replicas_of(found, tokens) if self.watches_writes else (0, False)
 
     # ---- gradients that are left, gone or written into ----------------------------------------
 
