@@ -1,15 +1,18 @@
-"""What a guarded accumulator finds out about pipelines, tensor parallelism and sharded heads."""
+"""Mistakes that only ranks can make: with pipelines, replicas, sharded heads, DDP and FSDP."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import parallel, ranks
-from support.bounds import SAME_MODEL
+from support.bounds import SAME_MODEL, SAME_SUMS
 from support.loops import H, V, batches, distance, new_weight
+from support.versions import FSDP2_MEAN
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -18,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, fused_ce
 
@@ -217,7 +221,112 @@ def test_hidden_states_that_differ_between_the_ranks_of_a_sharded_vocabulary():
     assert "hidden must be the same on all ranks that share the vocabulary" in a
 
 
-# ---- FSDP1 --------------------------------------------------------------------------------------
+# ---- DDP and FSDP -------------------------------------------------------------------------------
+
+
+def micro_of(rank):
+    micro = parallel.micro_batches(0, rank)
+    return micro, [(y != -100).sum() for _, y in micro]
+
+
+def either_way(acc, model, rank, streaming, call=None):
+    """A window of the model's micro-batches, each by ``call``."""
+    micro, counts = micro_of(rank)
+    with contextlib.nullcontext() if streaming else acc.window(counts):
+        for one in micro:
+            acc.backward((call or model)(*one))
+    if streaming:
+        acc.finish(model.parameters())
+
+
+def outside_of_forward(guarded, rank):
+    """The loss is computed by the module inside of DDP, so DDP reduces nothing; then by DDP."""
+    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
+    if guarded:
+        acc.guard(optimizer := sgd(model.parameters()), model)
+        assert optimizer
+    found = []
+    for call in (model.module, None):
+        for streaming in (False, True):
+            found.append(ranks.error_of(either_way, acc, model, rank, streaming, call))
+            acc.discard_window()
+            model.zero_grad()
+    return found
+
+
+def zeroed_at_the_end(rank):
+    """Rank 1 sets its gradients to zero between its last backward and the window's end."""
+    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
+    acc.guard(sgd(model.parameters()), model)
+    found = []
+    for zeroed in (False, True):
+        micro, counts = micro_of(rank)
+
+        def loop(zeroed=zeroed, micro=micro, counts=counts):
+            with acc.window(counts):
+                for one in micro:
+                    acc.backward(model(*one))
+                if rank and zeroed:
+                    model.zero_grad(set_to_none=False)
+
+        found.append(ranks.error_of(loop))
+        model.zero_grad()
+    return found
+
+
+def joined(guarded, rank):
+    """DDP's ``Join``, with and without a model that the accumulator guards."""
+    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
+    if guarded:
+        acc.guard(sgd(model.parameters()), model)
+    one = parallel.micro_batches(0, rank)[0]
+
+    def loop(declared):
+        with Join([model]):
+            if declared:
+                acc.window([1]).__enter__()
+            else:
+                acc.backward(model(*one))
+
+    refused = [ranks.error_of(loop, declared) for declared in (True, False)]
+    acc.discard_window()
+    Join([model], enable=False)  # as the message says: a Join that is over leaves its mark
+    acc.backward(model(*one))
+    assert acc.finish(model.parameters())
+    return refused
+
+
+def never_synchronised(rank):
+    """FSDP2 whose gradients stay inside for a whole window."""
+    model, acc = fully_shard(parallel.Model()), LossAccumulator()
+    found = []
+    for streaming in (False, True):
+        model.set_requires_gradient_sync(False)
+        found.append(ranks.error_of(either_way, acc, model, rank, streaming))
+        acc.discard_window(model)
+    model.set_requires_gradient_sync(True)
+    either_way(acc, model, rank, False)
+    return found, [parallel.whole(p.grad) for p in model.parameters()]
+
+
+def dropped(advice, dtype, rank):
+    """A window is dropped after a micro-batch whose gradients FSDP2 holds inside."""
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    model, acc = fully_shard(parallel.Model(), mp_policy=policy), LossAccumulator()
+    model.set_requires_gradient_sync(False)
+    acc.backward(model(*parallel.micro_batches(0, rank)[0]))
+    model.zero_grad()
+    acc.discard_window(model if advice else None)
+
+    def again():
+        micro, counts = micro_of(rank)
+        with acc.window(counts):
+            for i, one in enumerate(micro):
+                model.set_requires_gradient_sync(i == len(micro) - 1)
+                acc.backward(model(*one))
+
+    error = ranks.error_of(again)
+    return error, [parallel.whole(p.grad) for p in model.parameters()] if advice else []
 
 
 def fsdp1(guarded, original, mistake, rank):
@@ -241,19 +350,76 @@ def fsdp1(guarded, original, mistake, rank):
     return ranks.error_of(loop)
 
 
-@functools.cache
-def found_fsdp1():
-    cases = {
-        f"{guarded}, {original}, {mistake}": functools.partial(fsdp1, guarded, original, mistake)
-        for guarded in (False, True)
-        for original in (False, True)
+EITHER = (False, True)
+ENGINES = {
+    **{f"outside, {x}": functools.partial(outside_of_forward, x) for x in EITHER},
+    **{f"joined, {x}": functools.partial(joined, x) for x in EITHER},
+    "zeroed": zeroed_at_the_end,
+    "never synchronised": never_synchronised,
+    **{
+        f"dropped, {x}, {dtype}": functools.partial(dropped, x, dtype)
+        for x in EITHER
+        for dtype in (None, torch.float32)
+    },
+    **{
+        f"fsdp1, {x}, {y}, {mistake}": functools.partial(fsdp1, x, y, mistake)
+        for x in EITHER
+        for y in EITHER
         for mistake in ("", "between", "never")
-    }
-    return ranks.run(cases)
+    },
+}
 
 
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("guarded", [False, True])
+@functools.cache
+def engines():
+    return ranks.run(ENGINES)
+
+
+def test_a_loss_outside_of_ddps_forward_is_refused_under_the_guard():
+    for guarded in EITHER:
+        for found in ranks.of(engines(), f"outside, {guarded}"):
+            words = "DDP has not reduced the gradients of this window over its ranks"
+            assert [words in (error or "") for error in found] == [guarded, guarded, False, False]
+
+
+def test_gradients_that_one_rank_sets_to_zero_at_the_end():
+    [a, b], [c, d] = ranks.of(engines(), "zeroed")
+    assert (a, c) == (None, None)
+    assert b == d
+    assert "zero_grad() was called inside a window" in b
+
+
+@pytest.mark.parametrize("guarded", EITHER)
+def test_join_is_refused_in_the_same_words(guarded):
+    found, same = ranks.of(engines(), f"joined, {guarded}")
+    assert found == same
+    for words in found:
+        assert "Join lets a rank leave while others train on" in words
+        assert "micro-batches whose labels are all ignore_index" in words
+
+
+def assert_exact(grads):
+    exact, *_ = parallel.single_process(2)
+    for a, b in zip(grads, exact[0], strict=True):
+        assert distance(a, b) <= SAME_SUMS
+
+
+@FSDP2_MEAN
+def test_gradients_that_fsdp2_keeps_inside_are_refused_or_dropped():
+    for (window, streaming), grads in ranks.of(engines(), "never synchronised"):
+        assert "FSDP2 still holds the gradients of 3 parameters inside" in window
+        assert "no parameter given has a .grad" in streaming
+        assert_exact(grads)
+    for dtype in (None, torch.float32):
+        for error, _ in ranks.of(engines(), f"dropped, False, {dtype}"):
+            assert "call acc.discard_window(model) first" in error
+        for error, grads in ranks.of(engines(), f"dropped, True, {dtype}"):
+            assert error is None
+            assert_exact(grads)
+
+
+@pytest.mark.parametrize("original", EITHER)
+@pytest.mark.parametrize("guarded", EITHER)
 def test_the_gradients_of_fsdp1_are_watched(guarded, original):
     words = {
         "": None,
@@ -261,5 +427,5 @@ def test_the_gradients_of_fsdp1_are_watched(guarded, original):
         "never": "zero_grad() is missing after optimizer.step()",
     }
     for mistake, wanted in words.items():
-        for error in ranks.of(found_fsdp1(), f"{guarded}, {original}, {mistake}"):
+        for error in ranks.of(engines(), f"fsdp1, {guarded}, {original}, {mistake}"):
             assert error is None if wanted is None else wanted in (error or "")

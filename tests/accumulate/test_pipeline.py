@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.bounds import SAME_MODEL
 from support.loops import distance
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
-    ScheduleInterleaved1F1B,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,39 +140,6 @@ def test_streaming_is_the_first_thing_that_a_process_does(schedule):
     exact, _ = one_process()
     for history, _ in ranks.of(ranks.run(case, timeout=15), "first"):
         assert [m["n_tokens"] for m in history] == [n for _, n in exact]
-
-
-def interleaved(rank):
-    """Two stages on each rank, in turn; the last one has the losses."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    acc = LossAccumulator.from_mesh(mesh, [], pipeline_dim="pp")
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 4) for _ in range(4)]
-    mine = [layers[rank], layers[rank + 2]]
-    stages = [PipelineStage(x, rank + 2 * i, 4, torch.device("cpu")) for i, x in enumerate(mine)]
-
-    def loss_fn(out, labels):
-        return acc.scale((out.square().sum(), (labels >= 0).sum()))
-
-    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_fn, scale_grads=False)
-    x, labels = torch.randn(8, 4), torch.tensor([0, 1, -1, 2, -1, -1, 3, 4])
-    if rank:
-        schedule.step(target=labels)
-    else:
-        schedule.step(x)
-    acc.finish([p for layer in mine for p in layer.parameters()])
-    out = torch.nn.Sequential(*layers)  # this process's own of the others have no gradient
-    exact = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-    exact.load_state_dict(out.state_dict())
-    (exact(x).square().sum() / 5).backward()
-    pairs = [(layers[i], exact[i]) for i in (rank, rank + 2)]
-    return max(distance(a.weight.grad, b.weight.grad) for a, b in pairs)
-
-
-@pytest.mark.slow
-def test_an_interleaved_pipeline_that_streams_first():
-    for far in ranks.of(ranks.run({"first": interleaved}, timeout=15), "first"):
-        assert far <= SAME_MODEL
 
 
 def test_stages_without_a_loss_finish():
