@@ -96,6 +96,17 @@ def test_policy_gradient():
 
 
 @pytest.mark.slow
+def test_lightning_on_two_ranks():
+    """Both ranks print the metrics of all tokens, window by window."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    command = [sys.executable, str(EXAMPLES / "lightning_module.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
+    assert len(lines) == 2 * 2 * 5  # ranks, epochs, windows
+    assert all(lines.count(x) == 2 for x in lines)
+
+
+@pytest.mark.slow
 def test_runs_as_a_script():
     command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -133,7 +133,7 @@ MUTANTS = [
         "guard: each window leaves its hook behind",
         "            hook.remove()\n        self._hooks = []",
         "            pass\n        self._hooks = []",
-        "test_guard.py -k hooks_behind",
+        "test_guard.py -k between_windows",
     ),
     Mutant(
         "guard: parameters missing",
