@@ -63,11 +63,10 @@ class LossAccumulator(Metrics):
 
     Collectives: each is an all-gather of 221 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
-    have one when the window opens, which gives the denominator and is awaited at its first
-    ``scale``, and one when it ends, which carries losses and errors: before the optimizer steps
-    each rank must learn whether another one has failed in its last backward. ``metrics`` has one if
-    batches were ``add``-ed. There are none per micro-batch. A rank that waits in vain raises an
-    error after the process group's timeout. One accumulator belongs to one thread.
+    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
+    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
+    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
+    thread.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -150,9 +149,6 @@ class LossAccumulator(Metrics):
                 int64 tensors of one element. All ranks declare the same number of micro-batches;
                 one without tokens declares 0.
             weights: factors of losses by name; a loss that is left out has the factor 1.
-
-        Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` on entering, at the first ``scale``
-        for errors of other ranks, and at the end for micro-batches that differ from the counts.
         """
         self._announced = block = WindowBlock(self, counts, weights)
         return block
@@ -205,9 +201,9 @@ class LossAccumulator(Metrics):
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
-        ``loss_sum * R * backward_divisor / denominator`` plus the auxiliary losses that wait, a
-        ``()`` tensor of ``loss_sum``'s dtype. It counts as a micro-batch once it is differentiated;
-        another factor than the engine's or a GradScaler's is an error where the ranks meet next.
+        ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
+        counts as a micro-batch once it is differentiated; another factor than the engine's or a
+        GradScaler's is an error where the ranks meet next.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens;
@@ -229,8 +225,7 @@ class LossAccumulator(Metrics):
     def _expected(self) -> Tensor | float | None:
         """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
 
-        A window of several losses has several factors, hence ``None``. This waits for the other
-        ranks' counts; an error among them is left for :meth:`scale` to raise.
+        This waits for the other ranks' counts; :meth:`scale` raises an error among them.
         """
         window = self._window
         if window is None or len(window.weights) > 1:
@@ -257,10 +252,9 @@ class LossAccumulator(Metrics):
         self._engine.backward(scaled)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.
+        """Add a mean (MoE router's loss) to the next ``scale`` of a window with declared counts.
 
-        ``auxiliary ()`` is divided by the number of micro-batches and of ranks, never by tokens,
-        and is not part of the metrics. It needs a window with declared counts.
+        ``auxiliary ()`` is divided by micro-batches and ranks, and is not part of the metrics.
         """
         check_auxiliary(auxiliary)
         if self._window is None or self._window.declared is None:
@@ -289,8 +283,7 @@ class LossAccumulator(Metrics):
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
 
         Args:
-            parameters: all parameters that received gradients, e.g. ``model.parameters()``. Shards
-                (DTensor) are scaled locally; a parameter given twice is scaled once.
+            parameters: all parameters that received gradients, e.g. ``model.parameters()``.
 
         Returns:
             :attr:`should_step`.
@@ -332,10 +325,8 @@ class LossAccumulator(Metrics):
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
 
         Args:
-            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 after
-                ``set_requires_gradient_sync(False)`` holds gradients inside, where ``zero_grad``
-                does not reach them: it needs this, also after a ``with`` block that was left by
-                an error.
+            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 needs this
+                after ``set_requires_gradient_sync(False)``, which holds gradients inside.
         """
         check_module(module)
         if self._window is not None and self._window.declared is not None:
@@ -356,8 +347,7 @@ class LossAccumulator(Metrics):
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
-            module: the model (DDP around it, where there is one). Its parameters are watched as
-                those of the optimizer are.
+            module: the model (DDP around it, where there is one), whose parameters are watched too.
         """
         self._guard.add(optimizer, module)
 

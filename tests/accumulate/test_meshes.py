@@ -1,4 +1,4 @@
-"""Data x tensor and data x context parallel meshes: which ranks the denominator counts."""
+"""Data x tensor, context and pipeline parallel meshes: which ranks the denominator counts."""
 
 import contextlib
 import functools
@@ -16,8 +16,10 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
+from fusedce.accumulate.gradients import STREAMED
 from fusedce.agreement import own_group, timeout_of
 from fusedce.contract.groups import Ranks, submesh
 
@@ -238,3 +240,72 @@ def timeouts(rank):
 def test_every_group_that_is_made_has_the_users_timeout(backend):
     for seconds in ranks.of(ranks.run({"t": timeouts}, 4, timeout=33, backend=backend), "t"):
         assert seconds == [33] * 6
+
+
+# ---- stages of a pipeline without a loss --------------------------------------------------------
+
+
+def empty_first_stage(rank):
+    """The stage without losses reads and finishes what the other one has seen."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    acc = LossAccumulator.from_mesh(mesh, [], pipeline_dim="pp")
+    p = torch.nn.Parameter(torch.ones(3))
+    if rank:
+        for n in (2, 6):
+            acc.backward((p.sum() * n, torch.tensor(n)))
+    else:
+        # This is the gradient of a loss that was divided by the estimate.
+        p.grad = torch.full((3,), 8.0) / STREAMED
+    acc.finish([p])
+    refused = ranks.error_of(acc.scale, (p.sum(), torch.tensor(1))) if rank == 0 else None
+    dist.barrier()
+    return p.grad, acc.metrics(), acc.state_dict(), refused
+
+
+def data_by_pipeline(rank):
+    """2 x 2: the denominator counts the last stages of both replicas once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    acc = LossAccumulator.from_mesh(mesh, "dp", pipeline_dim="pp")
+    dp, pp = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    model = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    n = (3, 5)[dp]
+    found = []
+    for streaming in (False, True):
+        model.zero_grad()
+        if pp == 0:
+            if streaming:
+                # The last stage sends a gradient averaged over "dp" and divided by its estimate.
+                module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
+                acc.finish(model.parameters())
+            else:
+                with acc.window():
+                    pass
+        else:
+            out = (model(torch.full((1, 1), float(n))).sum(), torch.tensor(n))
+            if streaming:
+                acc.backward(out)
+                acc.finish(model.parameters())
+            else:
+                with acc.window([n]):
+                    acc.backward(out)
+        found.append(float(module.weight.grad) if module.weight.grad is not None else None)
+    return pp, found, acc.metrics()
+
+
+def test_stages_without_a_loss_finish():
+    for grad, metrics, _, refused in ranks.of(ranks.run({"empty": empty_first_stage}), "empty"):
+        torch.testing.assert_close(grad, torch.ones(3))
+        assert metrics["n_tokens"] == 8
+        assert refused is None or "this rank has no loss" in refused
+
+
+def test_replicas_of_a_pipeline():
+    for pp, found, metrics in ranks.of(ranks.run({"2d": data_by_pipeline}, 4), "2d"):
+        assert metrics["n_tokens"] == 16
+        if pp:
+            assert found == pytest.approx([1.0, 1.0])
+        else:
+            assert found[0] is None
+            assert found[1] == pytest.approx(1.0)

@@ -29,43 +29,17 @@ from fusedce.accumulate.guard import _OPEN
 from fusedce.agreement import ALL_GATHER
 
 
-def reduced(reduction, streaming, rank):
-    """Gradients added or averaged by hand."""
-    model = parallel.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
-    acc = LossAccumulator(grad_reduction=reduction)
-    grads = []
-    for window in range(len(parallel.WINDOWS)):
-        optimizer.zero_grad()
-        micro = parallel.micro_batches(window, rank)
-        if streaming:
-            for one in micro:
-                acc.backward(model(*one))
-        else:
-            with acc.window([(y != -100).sum() for _, y in micro]):
-                for one in micro:
-                    acc.backward(model(*one))
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            if reduction == "mean":
-                p.grad /= dist.get_world_size()
-        if streaming:
-            acc.finish(model.parameters())
-        grads.append([p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-    return grads, [p.detach() for p in model.parameters()], acc.metrics()
-
-
-def any_split(rank):
+def any_split(reduction, rank):
     """Largest distance over random numbers of micro-batches and tokens per rank, 0 included."""
     world, worst = dist.get_world_size(), 0.0
-    acc, rng = LossAccumulator(grad_reduction="sum"), random.Random(0)
+    acc, rng = LossAccumulator(grad_reduction=reduction), random.Random(0)
     for trial in range(25):
         M = rng.randint(1, 5)
         sizes = [[rng.choice([0, 0, 1, 5, 30]) for _ in range(M)] for _ in range(world)]
         weight = new_weight()
         (run_window, run_streaming)[trial % 2](acc, weight, batches(sizes[rank], 10 * trial + rank))
         dist.all_reduce(weight.grad)
+        weight.grad /= world if reduction == "mean" else 1
         parts = [x for r in range(world) for x in batches(sizes[r], 10 * trial + r)]
         hidden, labels = (torch.cat(x) for x in zip(*parts, strict=True))
         exact = new_weight()
@@ -222,19 +196,7 @@ def open_windows(rank):
     return len(_OPEN)
 
 
-EQUAL = {
-    f"{reduction}, {'streaming' if streaming else 'window'}": functools.partial(
-        reduced, reduction, streaming
-    )
-    for reduction in ("mean", "sum")
-    for streaming in (False, True)
-}
 QUICK = (on_empty, auxiliary, collectives, monitored, overlap, uneven, uneven_ddp)
-
-
-@functools.cache
-def slow_results(world):
-    return ranks.run(EQUAL | {"any_split": any_split}, world)
 
 
 @functools.cache
@@ -243,16 +205,10 @@ def results():
 
 
 @pytest.mark.parametrize("world", [2, slow(4)])
-@pytest.mark.parametrize("name", EQUAL)
-def test_ranks_are_one_big_batch(name, world):
-    for found in ranks.of(slow_results(world), name):
-        parallel.assert_equal_to_single_process(found, world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_split_over_ranks(world):
-    for worst, windows in ranks.of(slow_results(world), "any_split"):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_any_split_over_ranks_is_one_big_batch(world, reduction):
+    case = functools.partial(any_split, reduction)
+    for worst, windows in ranks.of(ranks.run({"any": case}, world), "any"):
         assert 0 < worst <= SAME_SUMS
         assert windows == 25
 
