@@ -53,9 +53,8 @@ class LossAccumulator(Metrics):
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming divides by 1024 tokens per rank first, which keeps gradients
-    in the range of fp16 and bf16, and ``finish`` corrects ``.grad`` once. Calling it after clipping
-    is wrong, and cannot be detected. :meth:`guard` catches other mistakes.
+    1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
+    ``.grad`` once. Calling it after clipping is wrong; :meth:`guard` catches other mistakes.
 
     What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
@@ -337,9 +336,9 @@ class LossAccumulator(Metrics):
             self._guard.drop(module)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
-        """Raise an error where a loop would spoil a window's gradients.
+        """Raise an error where a loop would spoil a window's gradients. Errors from then on:
 
-        These are errors from then on: an optimizer step inside an open window; ``zero_grad`` inside
+        an optimizer step inside an open window; ``zero_grad`` inside
         one; gradients written by something else than its losses; a gradient that ``finish`` was not
         given; gradients that DDP has not reduced (``module`` must be DDP, or hold it); ranks that
         hold the same tokens, by tensor parallelism; hidden states of a sharded vocabulary that
