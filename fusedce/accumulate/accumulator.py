@@ -336,13 +336,12 @@ class LossAccumulator(Metrics):
             self._guard.drop(module)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
-        """Raise an error where a loop would spoil a window's gradients. Errors from then on:
+        """Raise an error where a loop would spoil a window's gradients.
 
-        an optimizer step inside an open window; ``zero_grad`` inside
-        one; gradients written by something else than its losses; a gradient that ``finish`` was not
-        given; gradients that DDP has not reduced (``module`` must be DDP, or hold it); ranks that
-        hold the same tokens, by tensor parallelism; hidden states of a sharded vocabulary that
-        differ between its ranks.
+        That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
+        something else than its losses, not given to ``finish``, or not reduced by DDP (``module``
+        must be DDP, or hold it); ranks that hold the same tokens, by tensor parallelism; hidden
+        states of a sharded vocabulary that differ between its ranks.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
