@@ -1,33 +1,59 @@
-"""Lightning with manual optimisation: the denominator first, then clipping, then the step.
+"""Lightning with manual optimisation, a Hugging Face model and two ranks.
 
     python examples/lightning_module.py        # needs lightning
 
-Look at: `finish` comes before `clip_gradients`, and the last, shorter window of an epoch is closed
-by `is_last_batch`.
+Look at: `fusedce.model_loss` stands where `self.model(**batch).loss` did; `finish` comes before
+`clip_gradients`, and `is_last_batch` closes the last, shorter window of an epoch. Fabric is the
+same with `fabric.backward(acc.scale(fusedce.model_loss(model, batch)))`.
 """
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import lightning
 import torch
-from tiny import TinyLM, documents, micro_batches
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fusedce
+
+Batch = dict[str, torch.Tensor]
+
+
+def pretrained() -> torch.nn.Module:
+    """A small checkpoint, loaded as any other one."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def batches() -> list[Batch]:
+    """Batches of very different numbers of tokens; Lightning deals them out to the ranks."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(64, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(20)]
+    return [{"input_ids": x, "labels": x} for x in ids]
 
 
 class Module(lightning.LightningModule):
     def __init__(self, accumulation: int = 4) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model, self.accumulation = TinyLM(), accumulation
+        self.model, self.accumulation = fusedce.replace_loss_head(pretrained()), accumulation
         self.acc = fusedce.LossAccumulator()
         self.history: list[dict[str, float]] = []
 
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
-        self.manual_backward(self.acc.scale(self.model(**batch)))
+    def on_train_start(self) -> None:
+        self.acc.guard(self.optimizers(), self.trainer.model)  # DDP around this module
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        self.manual_backward(self.acc.scale(fusedce.model_loss(self.model, batch)))
         if (index + 1) % self.accumulation and not self.trainer.is_last_batch:
             return
         self.acc.finish(self.parameters())
@@ -41,14 +67,14 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(epochs: int = 2) -> list[dict[str, float]]:
-    module = Module()
+def train(epochs: int = 2, ranks: int = 2) -> list[dict[str, float]]:
+    module = Module(4 // ranks)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        max_epochs=epochs, accelerator="cpu", devices=ranks, logger=False,
+        strategy="ddp" if ranks > 1 else "auto", enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    batches = micro_batches(documents()[:-4])
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
     return module.history
 
 

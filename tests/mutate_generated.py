@@ -53,11 +53,10 @@ FIRST = {
     "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
     "backends": "backends/test_gradients.py loss/test_logprobs.py loss/test_one_rounding.py "
     "loss/test_fused_ce.py",
-    "accumulate/window_grads": "accumulate/test_guard_rails.py accumulate/test_misuse.py "
-    "accumulate/test_forgetting.py accumulate/test_failures.py accumulate/test_uneven.py "
-    "accumulate/test_engines.py",
-    "accumulate": "accumulate/test_accumulator.py accumulate/test_guard_rails.py "
-    "accumulate/test_state.py accumulate/test_agreement.py",
+    "accumulate/guard": "accumulate/test_guard.py accumulate/test_guard_ranks.py",
+    "accumulate/gradients": "accumulate/test_streaming.py accumulate/test_guard_ranks.py",
+    "accumulate": "accumulate/test_window.py accumulate/test_micro_batches.py "
+    "accumulate/test_state.py accumulate/test_rank_errors.py",
     "head/loss": "head/test_losses.py head/test_hooks.py head/test_functions.py",
     "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
     "head/report": "head/test_report.py",

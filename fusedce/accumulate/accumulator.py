@@ -27,32 +27,25 @@ from fusedce.accumulate.arguments import (
     check_choice,
     check_module,
     check_whole,
-    describe,
     unpack,
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, METRICS, WINDOW, Exchange
-from fusedce.accumulate.totals import KINDS, UNNAMED, Sums, Totals, add, sums_of
-from fusedce.accumulate.window import Window
-from fusedce.accumulate.window_grads import STREAMED, Guard, scale_gradients, trained_of
-from fusedce.contract.checks import check_flag
+from fusedce.accumulate.exchange import CLOSE, FINISH, UNNAMED, WINDOW, Exchange
+from fusedce.accumulate.gradients import STREAMED, scale_gradients, trained_of
+from fusedce.accumulate.guard import Guard
+from fusedce.accumulate.metrics import Loss, Metrics
+from fusedce.accumulate.window import Window, WindowBlock
 from fusedce.contract.groups import Ranks
-from fusedce.contract.objective import expecting
-
-Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
 
-class LossAccumulator:
+class LossAccumulator(Metrics):
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
-    There are two ways to train. With counts known in advance, one exchange gives the denominator
-    first::
+    Counts known in advance, or streaming, where they become known only at the end::
 
         with acc.window([fusedce.count_valid(b["labels"]) for b in micro_batches]):
             for b in micro_batches:
                 acc.backward(fused_ce(...))
-
-    Streaming is for counts that become known only at the end::
 
         for b in micro_batches:
             acc.backward(fused_ce(...))
@@ -60,22 +53,19 @@ class LossAccumulator:
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming divides by a constant first (1024 tokens per rank, which keeps
-    gradients in the range of fp16 and bf16), and ``finish`` corrects ``.grad`` once. Calling it
-    after clipping is wrong, and cannot be detected. :meth:`guard` catches other mistakes.
-    To evaluate, ``acc.add(out)`` every batch; ``acc.metrics()`` gives sum / count.
+    1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
+    ``.grad`` once. Calling it after clipping is wrong; :meth:`guard` catches other mistakes.
 
     What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
     same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
 
-    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 221 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
-    have one when the window opens, which gives the denominator and is awaited at its first
-    ``scale``, and one when it ends, which carries losses and errors: before the optimizer steps
-    each rank must learn whether another one has failed in its last backward. ``metrics`` has one if
-    batches were ``add``-ed. There are none per micro-batch. A rank that waits in vain raises an
-    error after the process group's timeout. One accumulator belongs to one thread.
+    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
+    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
+    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
+    thread.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -128,14 +118,12 @@ class LossAccumulator:
         self._exchange = Exchange(shared)  # with all ranks that share the windows
         self._engine, self._grad_reduction, self._on_empty = engine, reduction, empty
         self._has_loss = loss  # whether this rank computes losses
-        self._guard, self._totals = Guard(), Totals()
+        self._guard = Guard()
+        self._start_metrics()
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self._should_step = True
         self._opened = 0  # see Guard.place
-        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
-        self._bad: Tensor | None = None  # the first bad label among those, as a fault
-        self._evaluates = self._trains = False  # what the totals hold since the last reset
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -160,9 +148,6 @@ class LossAccumulator:
                 int64 tensors of one element. All ranks declare the same number of micro-batches;
                 one without tokens declares 0.
             weights: factors of losses by name; a loss that is left out has the factor 1.
-
-        Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` on entering, at the first ``scale``
-        for errors of other ranks, and at the end for micro-batches that differ from the counts.
         """
         self._announced = block = WindowBlock(self, counts, weights)
         return block
@@ -215,9 +200,9 @@ class LossAccumulator:
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
-        ``loss_sum * R * backward_divisor / denominator`` plus the auxiliary losses that wait, a
-        ``()`` tensor of ``loss_sum``'s dtype. It counts as a micro-batch once it is differentiated;
-        another factor than the engine's or a GradScaler's is an error where the ranks meet next.
+        ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
+        counts as a micro-batch once it is differentiated; another factor than the engine's or a
+        GradScaler's is an error where the ranks meet next.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens;
@@ -239,8 +224,7 @@ class LossAccumulator:
     def _expected(self) -> Tensor | float | None:
         """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
 
-        A window of several losses has several factors, hence ``None``. This waits for the other
-        ranks' counts; an error among them is left for :meth:`scale` to raise.
+        This waits for the other ranks' counts; :meth:`scale` raises an error among them.
         """
         window = self._window
         if window is None or len(window.weights) > 1:
@@ -254,9 +238,8 @@ class LossAccumulator:
     def backward(self, out: Loss | Mapping[str, Loss]) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
-        After :meth:`from_accelerator`, ``accelerator.backward(self.scale(out))``. If that raises
-        (out of memory), ``.grad`` holds a part of this micro-batch that cannot be removed: to go
-        on, leave the ``with`` block, or call :meth:`discard_window`.
+        If it raises (out of memory), ``.grad`` holds a part of this micro-batch that cannot be
+        removed: to go on, leave the ``with`` block, or call :meth:`discard_window`.
         """
         scaled = self.scale(out)
         if not scaled.requires_grad:
@@ -268,10 +251,9 @@ class LossAccumulator:
         self._engine.backward(scaled)
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """Add a loss that is a mean by itself (MoE router) to the next micro-batch's ``scale``.
+        """Add a mean (MoE router's loss) to the next ``scale`` of a window with declared counts.
 
-        ``auxiliary ()`` is divided by the number of micro-batches and of ranks, never by tokens,
-        and is not part of the metrics. It needs a window with declared counts.
+        ``auxiliary ()`` is divided by micro-batches and ranks, and is not part of the metrics.
         """
         check_auxiliary(auxiliary)
         if self._window is None or self._window.declared is None:
@@ -293,18 +275,14 @@ class LossAccumulator:
                 "from_mesh(..., has_loss=True) says so"
             )
         self._check_ready()
-        return self._open(Window({UNNAMED: 1.0}, None, self._streamed(), self._guard))
-
-    def _streamed(self) -> float:
-        """The denominator of a streaming window's losses, until ``finish`` corrects it."""
-        return float(STREAMED * self._tokens.size())
+        streamed = float(STREAMED * self._tokens.size())
+        return self._open(Window({UNNAMED: 1.0}, None, streamed, self._guard))
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
 
         Args:
-            parameters: all parameters that received gradients, e.g. ``model.parameters()``. Shards
-                (DTensor) are scaled locally; a parameter given twice is scaled once.
+            parameters: all parameters that received gradients, e.g. ``model.parameters()``.
 
         Returns:
             :attr:`should_step`.
@@ -329,7 +307,8 @@ class LossAccumulator:
         self._guard.mark_shared(trained)
         self._decide_step(sums[1])
         if self._should_step:
-            scale_gradients(trained, self._streamed() / sums[1].clamp(min=1))
+            streamed = float(STREAMED * self._tokens.size())
+            scale_gradients(trained, streamed / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
@@ -345,10 +324,8 @@ class LossAccumulator:
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
 
         Args:
-            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 after
-                ``set_requires_gradient_sync(False)`` holds gradients inside, where ``zero_grad``
-                does not reach them: it needs this, also after a ``with`` block that was left by
-                an error.
+            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 needs this
+                after ``set_requires_gradient_sync(False)``, which holds gradients inside.
         """
         check_module(module)
         if self._window is not None and self._window.declared is not None:
@@ -361,18 +338,14 @@ class LossAccumulator:
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
         """Raise an error where a loop would spoil a window's gradients.
 
-        These are errors from then on: an optimizer step inside an open window, or inside the
-        backward of a streaming one; ``zero_grad`` inside a window, before the step; a gradient that
-        ``finish`` was not given; gradients that DDP has not reduced (``module`` must be DDP, or
-        hold it).
-
-        Without a guard, a step before the window's end gives one warning: the optimizer may belong
-        to another model.
+        That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
+        something else than its losses, not given to ``finish``, or not reduced by DDP (``module``
+        must be DDP, or hold it); ranks that hold the same tokens, by tensor parallelism; hidden
+        states of a sharded vocabulary that differ between its ranks.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
-            module: the model (DDP around it, where there is one). Its parameters are watched as
-                those of the optimizer are.
+            module: the model (DDP around it, where there is one), whose parameters are watched too.
         """
         self._guard.add(optimizer, module)
 
@@ -397,13 +370,15 @@ class LossAccumulator:
         if purpose == FINISH:
             said = self._says(0, window.weights)
             settings["opened"] = self._opened
-        return self._exchange.send(purpose, window.sums(), settings, said, window.fault()).wait()
+        sums, fault = window.sums(), window.fault()
+        replica = self._guard.replicas(self._tokens) if self._has_loss else (0, False)
+        return self._exchange.send(purpose, sums, settings, said, fault, replica).wait()
 
     def _count_window(self, window: Window | None, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""
-        self._totals.weights = {UNNAMED: 1.0} if window is None else window.weights
-        self._totals.add(self._totals.weights, sums)
-        self._totals.n_windows += 1
+        self._weights = {UNNAMED: 1.0} if window is None else window.weights
+        self._count(self._weights, sums)
+        self._n_windows += 1
         self._trains = True
 
     def _equal(self) -> dict[str, object]:
@@ -453,117 +428,11 @@ class LossAccumulator:
         if self._window is not None:
             self._window.refuse(action)
 
-    # ---- metrics and state ------------------------------------------------------------------
-
-    def add(self, out: Loss) -> None:
-        """Count a batch in the metrics without training on it (evaluation). No collective.
-
-        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
-        mixed: reset the metrics in between.
-        """
-        one = unpack(out, [UNNAMED])[UNNAMED]
-        if not one.loss_sum.requires_grad:
-            self._engine.check_evaluated()
-        if n_windows := self._totals.n_windows:
-            raise RuntimeError(
-                f"add: the metrics hold {n_windows} training windows since the last reset, and "
-                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
-                f"with a LossAccumulator of its own"
-            )
-        self._evaluates = True
-        n = one.n_valid.reshape(1)
-        alone = self._exchange.ranks.group() is None
-        if alone and _faults.readable(n.device) and n < 0:
-            raise _faults.bad_label(int(n))
-        self._bad = _faults.first_of([self._bad, _faults.first(_faults.bad_label, n < 0, n)])
-        self._waiting = add(self._waiting, {UNNAMED: sums_of([one])})
-
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with the labels of repeated samples set to ``ignore_index``.
-
-        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
-        :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
-        Batches without repeated samples are returned unchanged.
-        """
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
-        return self._engine.without_repeats(batch)
-
-    def metrics(self, *, reset: bool = False) -> dict[str, float]:
-        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
-
-        After training windows, whose sums are exchanged at their ends, without any collective: one
-        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
-        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
-
-        Returns (``reset`` starts a new interval):
-            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
-            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
-            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
-            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
-            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
-            nats per token.
-
-        Examples:
-            >>> acc = fusedce.LossAccumulator()
-            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
-            >>> acc.metrics()["loss"]
-            1.5
-        """
-        check_flag("reset", reset)
-        if self._waiting or not self._trains:
-            self._sum_over_ranks()
-        self._refuse_open_window("read metrics")
-        self._exchange.raise_unread()
-        found = self._totals.metrics()
-        if reset:
-            self._totals.reset()
-            self._evaluates = False
-        return found
-
-    def _sum_over_ranks(self) -> None:
-        """Add the batches that each rank has evaluated to the totals: one all-gather."""
-        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
-        self._guard.place()  # as other ranks do, which may have come to `finish`
-        with self._exchange.tell_peers_on_error(METRICS):
-            self._refuse_open_window("read metrics")
-        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
-        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
-        self._totals.add([UNNAMED], sent.wait())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Totals of all ranks, as plain numbers. No collective.
-
-        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
-        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
-        """
-        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
-        if self._waiting:
-            if self._exchange.ranks.size() > 1:
-                raise RuntimeError(
-                    "cannot save the state: batches were added on this rank that are not summed "
-                    "over ranks yet. Call metrics() on all ranks first"
-                )
-            self._sum_over_ranks()
-        self._exchange.raise_unread()
-        return self._totals.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
-
-        All ranks load the same state, whichever rank saved it, of however many.
-        """
-        self._refuse_open_window("load a state")
-        self._totals.load(state)
-        self._trains, self._evaluates = self._totals.n_windows > 0, False
-        self._waiting, self._bad = {}, None
-
     # ---- copies and text --------------------------------------------------------------------
 
     def __repr__(self) -> str:
         n = self._tokens.size()
-        now = f"{self._totals.n_windows} windows since the reset"
+        now = f"{self._n_windows} windows since the reset"
         return (
             f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction={self._grad_reduction!r}, "
             f"on_empty={self._on_empty!r}, "
@@ -579,30 +448,3 @@ class LossAccumulator:
     def __setstate__(self, copied: dict[str, Any]) -> None:
         self._start(*copied["made"])
         self.load_state_dict(copied["state"])
-
-
-class WindowBlock:
-    """The context manager that ``acc.window(...)`` returns.
-
-    Inside it, fused losses know the factor by which the window will scale them (``expected``).
-    """
-
-    def __init__(self, owner: LossAccumulator, counts: Any, weights: Any) -> None:
-        self._owner, self._declared = owner, [(counts, weights)]
-        self._expecting = expecting(owner._expected)
-
-    def __enter__(self) -> LossAccumulator:
-        if not self._declared:
-            raise RuntimeError(
-                "this window was entered before: each optimizer step has counts of its own, so "
-                "write `with acc.window(counts):` in the loop"
-            )
-        self._owner._enter(*self._declared.pop())
-        self._expecting.__enter__()
-        return self._owner
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._owner._leave(error)
-        finally:
-            self._expecting.__exit__(None, None, None)

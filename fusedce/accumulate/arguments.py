@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.exchange import VALUES
-from fusedce.accumulate.totals import KINDS, UNNAMED
+from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum, ScaledLossSum
 
@@ -136,6 +135,30 @@ def check_whole(losses: Losses) -> None:
             "tokens itself. Leave the number of micro-batches or ranks out; a loss that counts "
             "less than others has weights={name: number} in acc.window(counts, weights=...)"
         )
+
+
+_SAME_VALUE = ("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone")
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """What ``loss ()`` was divided by in its last operation: ``()``, or NaN for "by its tokens".
+
+    Read from the graph: a division, a mean of several elements, or torch's cross-entropy with
+    ``reduction="mean"``. ``None`` for other operations, also those that hide one of these (a
+    compiled graph, a sum of losses): a number does not show whether it is a mean.
+    """
+    node: Any = loss.grad_fn
+    while node is not None and node.name().partition("Backward")[0] in _SAME_VALUE:
+        node = node.next_functions[0][0]
+    kind = "" if node is None else node.name().partition("Backward")[0]
+    if kind == "Div":
+        other = getattr(node, "_saved_other", None)
+        return other.detach() if isinstance(other, Tensor) and other.dim() == 0 else None
+    reduces = kind in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1
+    if not reduces and kind != "Mean":
+        return None
+    one = kind == "Mean" and node._saved_self_sym_numel == 1
+    return torch.tensor(1.0 if one else math.nan, device="cpu")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.agreement import Table, Told
 from fusedce.contract.groups import Ranks
+from fusedce.contract.monitors import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH, CLOSE, METRICS = (
@@ -29,9 +30,12 @@ WINDOW, FINISH, CLOSE, METRICS = (
     "leave a window",
     "read metrics",
 )
+UNNAMED = ""  # the name of a window's only loss where the user gave none
+KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
 VALUES = 128  # float64 values in a message that are summed over ranks
-_SAID = 3  # int64 values in a message: `said` of Exchange.send, and the accumulator's number
+_SAID = 5  # int64 values in a message: of a replica two, `said`, and the accumulator's number
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SAID
+_MIXING = torch.tensor([3, 0x1E3779B97F4A7C15, 0x632BE59BD9B4E019, 0x7A646E19], device="cpu")
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
 _ADVICE = (
     "Look at what the other ranks do: each needs the same windows, the same number of "
@@ -81,6 +85,7 @@ class Exchange:
         self.shared_error: BaseException | None = None  # the last error that all ranks were told of
         self._number = next(_NUMBERS)
         self._numbers: Tensor | None = None  # (R,) of this accumulator on each rank, 0 if unknown
+        self._before: Tensor | None = None  # the bits of the loss in the message before, ()
         self._unread: Table | None = None  # the first message on a device that is an error
 
     def send(
@@ -90,6 +95,7 @@ class Exchange:
         settings: Mapping[str, object],
         said: tuple[int, int] = (0, 0),
         fault: Tensor | None = None,
+        replica: tuple[int, bool] = (0, False),
     ) -> Pending:
         """Start one all-gather.
 
@@ -100,14 +106,21 @@ class Exchange:
             said: the number of declared micro-batches plus one, and a hash of the losses, equal on
                 all ranks that have them; ranks without any send zeros.
             fault: the first error that this rank has found in tensors.
+            replica: as :meth:`Guard.replicas`. Where the losses of two such ranks are equal, in
+                two windows running unless one is enough, they hold the same tokens.
         """
         group, values = self.ranks.group(), values.detach().double()
         at = values.device if group is None else agreement.device_for(group, values.device)
         if fault is None:
             fault = torch.zeros(_faults.ROW, dtype=torch.int64, device="cpu")
         padding = torch.zeros(VALUES - len(values), dtype=torch.int64, device=at)
-        counts = torch.tensor([*said, self._number], device="cpu")
-        numbers = [values.view(torch.int64), padding, fault, counts]
+        bits, before = values.view(torch.int64), self._before
+        if replica[1] or before is None:
+            before = torch.tensor(int(replica[1]), device="cpu")
+        if purpose in (CLOSE, FINISH):
+            self._before = bits[0].clone()
+        counts = torch.tensor([replica[0], *said, self._number], device="cpu")
+        numbers = [bits, padding, fault, before[None], counts]
         row = torch.cat([_faults.moved(x, at) for x in numbers])
         return self._post(purpose, agreement.row({"purpose": purpose, **settings}, row))
 
@@ -214,6 +227,12 @@ def explain(rows: list[Told]) -> Exception | None:
     for one in rows:
         if (fault := _faults.of_row(one.numbers[VALUES:-_SAID])) is not None:
             return fault
+    if replicas := _replicas(rows):
+        return RuntimeError(
+            f"ranks {replicas} of this accumulator hold the same tokens, which are counted "
+            f"{len(replicas)} times: leave tensor-parallel ranks out, as in "
+            f'LossAccumulator.from_mesh(mesh, "dp")'
+        )
     counts, losses = (
         {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-3, -2)
     )
@@ -233,11 +252,25 @@ def explain(rows: list[Told]) -> Exception | None:
     return None
 
 
+def _replicas(rows: list[Told]) -> list[int]:
+    """The first ranks found that hold the same tokens; none if all hold their own."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, one in enumerate(rows):
+        loss, n_valid, before, group = *one.numbers[:2], *one.numbers[-_SAID : 2 - _SAID]
+        if n_valid and before and group:
+            found.setdefault((group, before, loss, n_valid), []).append(rank)
+    return next((ranks for ranks in found.values() if len(ranks) > 1), [])
+
+
 def _is_error(table: Table) -> Tensor:
     """``()`` bool on the table's device: whether :func:`explain` finds an error."""
     numbers = table.numbers()
-    said = numbers[:, -_SAID:-1]
+    said = numbers[:, -3:-1]
     differ = ((said != 0) & (said != said.amax(0))).any() | (numbers[:, -1] < 0).any()
+    same = torch.stack([*numbers[:, :2].T, *numbers[:, -_SAID : 2 - _SAID].T])
+    mixed = (same * _MIXING[:, None].to(same)).sum(0)  # wraps around; 0 for no replica
+    mixed = mixed.masked_fill((same[1:] == 0).any(0), 0).sort().values
+    differ |= ((mixed[1:] == mixed[:-1]) & (mixed[1:] != 0)).any()
     return table.is_error() | (numbers[:, VALUES] != 0).any() | differ
 
 

@@ -86,6 +86,24 @@ def gradients_written() -> Exception:
     )
 
 
+def divided_by_pipeline(micro_batches: int) -> Exception:
+    """A pipeline's schedule that divides the gradients of a window after its last backward."""
+    return RuntimeError(
+        f"the pipeline's schedule divides all gradients by its {micro_batches} micro-batches, "
+        f"which the window has divided by all of its tokens already: make it with "
+        f"scale_grads=False"
+    )
+
+
+def mean_given(n_valid: int) -> Exception:
+    """Losses that were divided by their own tokens."""
+    return ValueError(
+        f"out must be (loss_sum, n_valid), got a mean: the loss was divided by its {n_valid} "
+        f"tokens before the accumulator got it, which divides by all tokens of the window. Give "
+        f"the sum: fused_ce(...) itself, or (mean * n, n)"
+    )
+
+
 _KINDS: tuple[Callable[..., Exception], ...] = (
     bad_label,
     count_differs,
@@ -93,6 +111,8 @@ _KINDS: tuple[Callable[..., Exception], ...] = (
     gradients_gone,
     gradients_left,
     gradients_written,
+    divided_by_pipeline,
+    mean_given,
 )
 
 
@@ -103,6 +123,12 @@ def first(kind: Callable[..., Exception], wrong: Tensor, *numbers: Tensor) -> Te
     rows = torch.stack([moved(x, wrong.device) for x in columns], 1)
     at = wrong.int().argmax().reshape(1)
     return torch.where(wrong.any(), rows.index_select(0, at)[0], 0)
+
+
+def sure(kind: Callable[..., Exception], *numbers: int) -> Tensor:
+    """The row of a fault that the host knows of."""
+    row = [1 + _KINDS.index(kind), *numbers]
+    return torch.tensor(row + [0] * (ROW - len(row)), device="cpu")
 
 
 def first_of(rows: Iterable[Tensor | None]) -> Tensor | None:

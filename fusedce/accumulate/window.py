@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.arguments import Losses
-from fusedce.accumulate.exchange import Pending, explain
-from fusedce.accumulate.totals import KINDS, copied, sums_of
-from fusedce.accumulate.window_grads import Guard
+from fusedce.accumulate.arguments import Losses, divisor_of
+from fusedce.accumulate.exchange import KINDS, Pending, explain
+from fusedce.accumulate.guard import Guard
+from fusedce.accumulate.metrics import copied, sums_of
+from fusedce.contract.objective import expecting
 
 
 class Record(NamedTuple):
@@ -30,6 +31,7 @@ class Record(NamedTuple):
     losses: Losses
     arrived: Tensor | None = None  # the gradient () that its backward began with
     upstreams: Sequence[float] = ()  # what that gradient may be
+    divisors: Sequence[Tensor | None] = ()  # what each loss was divided by before, () or None
 
 
 class Window:
@@ -131,7 +133,9 @@ class Window:
             terms.append(total.to(terms[0]) * (factor / ranks))
             self._auxiliary = []
         if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
-            record = Record({name: copied(out) for name, out in losses.items()}, None, upstreams)
+            self._guard.note_schedule()
+            kept = {name: copied(out) for name, out in losses.items()}
+            record = Record(kept, None, upstreams, [divisor_of(x) for x in sums])
             if any(term.requires_grad for term in terms):
                 terms.append(self._ticket(terms, record))
             else:
@@ -210,7 +214,7 @@ class Window:
             return None
         counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
         at = counts.device
-        rows = [_faults.first(_faults.bad_label, counts < 0, counts)]
+        rows = [_faults.first(_faults.bad_label, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
             declared = _faults.together(n for row in self.declared for n in row).to(at)
             micro = torch.arange(len(counts), device=at) // len(self.weights)
@@ -225,6 +229,16 @@ class Window:
             rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
         rows += self._guard.faults(counts.clamp(min=0).sum())
         return _faults.first_of(rows)
+
+    def _means(self, counts: Tensor) -> Tensor | None:
+        """The fault of losses that all were divided by their own ``counts (losses,)``."""
+        divisors = [x for m in self.done for x in m.divisors if x is not None]
+        if len(divisors) < len(counts):
+            return None
+        by = _faults.together(x.double() for x in divisors).to(counts.device)
+        several = counts > 1
+        wrong = several & (((by == counts) | by.isnan()) | ~several).all()
+        return _faults.first(_faults.mean_given, wrong, counts)
 
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
@@ -254,3 +268,30 @@ class Window:
         raise RuntimeError(
             f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
         )
+
+
+class WindowBlock:
+    """The context manager that ``acc.window(...)`` returns.
+
+    Inside it, fused losses know the factor by which the window will scale them (``expected``).
+    """
+
+    def __init__(self, owner: Any, counts: Any, weights: Any) -> None:
+        self._owner, self._declared = owner, [(counts, weights)]
+        self._expecting = expecting(owner._expected)
+
+    def __enter__(self) -> Any:
+        if not self._declared:
+            raise RuntimeError(
+                "this window was entered before: each optimizer step has counts of its own, so "
+                "write `with acc.window(counts):` in the loop"
+            )
+        self._owner._enter(*self._declared.pop())
+        self._expecting.__enter__()
+        return self._owner
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._owner._leave(error)
+        finally:
+            self._expecting.__exit__(None, None, None)

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.window_grads import OnCorrection, held_by_fsdp2
+from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum

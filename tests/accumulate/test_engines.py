@@ -6,21 +6,22 @@ window short.
 
 import contextlib
 import functools
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import parallel, ranks
-from support.bounds import SAME_SUMS
+from support.bounds import SAME_SUMS, STATISTIC
 from support.engines import accelerator, train
-from support.loops import distance
+from support.loops import H, V, distance, new_weight
 from support.versions import FSDP2_MEAN, marked
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from fusedce import LossAccumulator, count_valid
+from fusedce import LossAccumulator, count_valid, fused_ce
 
 # ---- DDP and FSDP2 ----------------------------------------------------------------------------
 
@@ -104,6 +105,9 @@ def loader(engine):
     return engine.prepare(DataLoader(dealt, batch_size=1, collate_fn=lambda batch: batch[0]))
 
 
+ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
+
+
 def accelerate_errors(rank):
     """Test doubles stand for DeepSpeed, which is not installed."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
@@ -133,8 +137,38 @@ def accelerate_errors(rank):
         "megatron": refused(distributed_type=SimpleNamespace(value="MEGATRON_LM")),
         "sequence parallel": refused(parallelism_config=SimpleNamespace(sp_enabled=True)),
         "not one": ranks.error_of(LossAccumulator.from_accelerator, model),
-        "ranks": LossAccumulator.from_accelerator(engine)._tokens.size(),
+        "ranks": repr(LossAccumulator.from_accelerator(engine)),
     }
+
+
+def evaluation(masked, rank):
+    """Seven samples for two ranks in batches of two: accelerate repeats one."""
+    engine = accelerator(rank)
+    loader = engine.prepare(DataLoader(samples(), batch_size=2, collate_fn=collate))
+    weight = new_weight().detach()
+    acc = LossAccumulator.from_accelerator(engine)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for batch in loader:
+            if masked:
+                batch = acc.without_repeats(batch)
+            acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
+    said = [str(w.message) for w in caught if "counted twice" in str(w.message)]
+    return acc.metrics(), said
+
+
+def samples():
+    rng = torch.Generator().manual_seed(0)
+    found = []
+    for n in ROWS:
+        labels = torch.full((6,), -100)
+        labels[:n] = torch.randint(V, (n,), generator=rng)
+        found.append({"hidden": torch.randn(6, H, generator=rng), "labels": labels})
+    return found
+
+
+def collate(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 EQUAL = {
@@ -173,13 +207,34 @@ def test_four_processes_equal_one(name):
         parallel.assert_equal_to_single_process(found, 4)
 
 
+@functools.cache
+def of_accelerate():
+    cases = {"errors": accelerate_errors}
+    cases |= {x: functools.partial(evaluation, x == "masked") for x in ("masked", "twice")}
+    return ranks.run(cases)
+
+
 def test_accelerate_errors():
-    results = ranks.run({"errors": accelerate_errors})  # without the slow cases
-    for found in ranks.of(results, "errors"):
+    for found in ranks.of(of_accelerate(), "errors"):
         assert "RuntimeError: streaming is not possible here: " in found["streaming"]
         assert "steps the optimizer inside the last backward" in found["streaming"]
         assert found["right"] <= SAME_SUMS
         assert "ValueError: accelerator: Megatron-LM" in found["megatron"]
         assert "ValueError: accelerator: DeepSpeed's sequence" in found["sequence parallel"]
         assert "TypeError: accelerator must be an accelerate.Accelerator" in found["not one"]
-        assert found["ranks"] == 2
+        assert "2 ranks" in found["ranks"]
+
+
+def test_samples_that_fill_up_are_counted_once():
+    weight = new_weight().detach()
+    rows = collate(samples())
+    exact = fused_ce(rows["hidden"], weight, rows["labels"])
+    for metrics, said in ranks.of(of_accelerate(), "masked"):
+        assert metrics["n_tokens"] == sum(ROWS)
+        assert metrics["loss"] == pytest.approx(float(exact.mean()), rel=STATISTIC)
+        assert said == []
+    for metrics, said in ranks.of(of_accelerate(), "twice"):
+        assert metrics["n_tokens"] > sum(ROWS)
+        assert "acc.without_repeats(batch)" in said[0]
+    alone = {"labels": torch.ones(2, 3)}  # one process repeats nothing
+    assert LossAccumulator().without_repeats(alone) is alone

@@ -1,4 +1,4 @@
-"""Data x tensor and data x context parallel meshes: which ranks the denominator counts."""
+"""Data x tensor, context and pipeline parallel meshes: which ranks the denominator counts."""
 
 import contextlib
 import functools
@@ -10,14 +10,18 @@ import torch.distributed as dist
 from support import parallel, ranks
 from support.bounds import SAME_SUMS
 from support.engines import train
-from support.loops import H, V, distance
+from support.loops import H, V, a_loss, distance
 from support.versions import FSDP2_MEAN
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
+from fusedce.accumulate.gradients import STREAMED
+from fusedce.agreement import own_group, timeout_of
+from fusedce.contract.groups import Ranks, submesh
 
 # ---- data x tensor parallel, context parallel -------------------------------------------------
 
@@ -31,6 +35,7 @@ def tensor_parallel(streaming, rank):
     )
     fully_shard(model, mesh=mesh["dp"])
     acc = LossAccumulator.from_mesh(mesh, "dp")
+    acc.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     return train(model, acc, mesh.get_local_rank("dp"), streaming)
 
 
@@ -121,7 +126,35 @@ def accelerate_mesh(rank):
     alone = LossAccumulator.from_accelerator(
         SimpleNamespace(**vars(engine) | {"torch_device_mesh": only_tp})
     )
-    return acc._tokens.size(), alone._tokens.size()
+    return repr(acc), repr(alone)
+
+
+def meshes(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    acc = {
+        "dp": LossAccumulator.from_mesh(mesh, "dp"),
+        "both": LossAccumulator.from_mesh(mesh, ["tp", "dp"]),
+        "none": LossAccumulator.from_mesh(mesh, []),
+        "1-D": LossAccumulator(mesh["tp"]),
+    }
+    tokens = {}
+    for name, one in acc.items():
+        one.add(a_loss(rank + 1))
+        tokens[name] = one.metrics()["n_tokens"]
+    LossAccumulator.from_mesh(mesh, ["dp", "tp"])  # the same group again
+    return (
+        tokens,
+        ranks.error_of(LossAccumulator, mesh),
+        ranks.error_of(LossAccumulator.from_mesh, mesh, ["cp"]),
+    )
+
+
+def flattened(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("tokens_of_all")
+    acc = LossAccumulator.from_mesh(mesh, "tokens_of_all")
+    acc.add(a_loss(rank + 1))
+    return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
 
 
 TENSOR = {
@@ -139,7 +172,8 @@ CONTEXT_4 = {
     "data x context parallel, streaming": functools.partial(context_parallel, 2, "sum", True),
 }
 TWO = CONTEXT
-FOUR = TENSOR | CONTEXT_4 | {"accelerate, mesh": accelerate_mesh}
+FOUR = {"meshes": meshes, "flattened": flattened, "accelerate, mesh": accelerate_mesh}
+FOUR |= TENSOR | CONTEXT_4
 
 
 @functools.cache
@@ -170,4 +204,108 @@ def test_context_parallel_slices_are_all_counted(name, world, data_ranks):
 
 
 def test_accelerate_mesh():
-    assert ranks.of(results(4), "accelerate, mesh") == [(2, 1)] * 4
+    for found in ranks.of(results(4), "accelerate, mesh"):
+        assert ["(2 ranks" in found[0], "(1 rank," in found[1]] == [True, True]
+
+
+def test_meshes():
+    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(4), "meshes")):
+        dp, tp = divmod(rank, 2)
+        assert tokens == {
+            "dp": (tp + 1) + (tp + 3),
+            "both": 1 + 2 + 3 + 4,
+            "none": rank + 1,
+            "1-D": (2 * dp + 1) + (2 * dp + 2),
+        }
+        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
+        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
+
+
+def test_dimensions_that_were_flattened():
+    for tokens, unknown in ranks.of(results(4), "flattened"):
+        assert tokens == 10
+        assert "token_dims must name dimensions of the mesh" in unknown
+
+
+def timeouts(rank):
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "dp", "tp"))
+    groups = [Ranks(submesh(mesh, dims)).group() for dims in ("dp", ["a", "tp"], ["dp", "tp"])]
+    own = [own_group(group) for group in (*groups, dist.group.WORLD)]
+    assert not {*own} & {*groups, dist.group.WORLD}  # gradients may be on their way in those
+    made = (*groups[1:], *own)  # torch has made that of "dp"
+    return [timeout_of(group).total_seconds() for group in made]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_every_group_that_is_made_has_the_users_timeout(backend):
+    for seconds in ranks.of(ranks.run({"t": timeouts}, 4, timeout=33, backend=backend), "t"):
+        assert seconds == [33] * 6
+
+
+# ---- stages of a pipeline without a loss --------------------------------------------------------
+
+
+def empty_first_stage(rank):
+    """The stage without losses reads and finishes what the other one has seen."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    acc = LossAccumulator.from_mesh(mesh, [], pipeline_dim="pp")
+    p = torch.nn.Parameter(torch.ones(3))
+    if rank:
+        for n in (2, 6):
+            acc.backward((p.sum() * n, torch.tensor(n)))
+    else:
+        # This is the gradient of a loss that was divided by the estimate.
+        p.grad = torch.full((3,), 8.0) / STREAMED
+    acc.finish([p])
+    refused = ranks.error_of(acc.scale, (p.sum(), torch.tensor(1))) if rank == 0 else None
+    dist.barrier()
+    return p.grad, acc.metrics(), acc.state_dict(), refused
+
+
+def data_by_pipeline(rank):
+    """2 x 2: the denominator counts the last stages of both replicas once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    acc = LossAccumulator.from_mesh(mesh, "dp", pipeline_dim="pp")
+    dp, pp = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    model = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    n = (3, 5)[dp]
+    found = []
+    for streaming in (False, True):
+        model.zero_grad()
+        if pp == 0:
+            if streaming:
+                # The last stage sends a gradient averaged over "dp" and divided by its estimate.
+                module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
+                acc.finish(model.parameters())
+            else:
+                with acc.window():
+                    pass
+        else:
+            out = (model(torch.full((1, 1), float(n))).sum(), torch.tensor(n))
+            if streaming:
+                acc.backward(out)
+                acc.finish(model.parameters())
+            else:
+                with acc.window([n]):
+                    acc.backward(out)
+        found.append(float(module.weight.grad) if module.weight.grad is not None else None)
+    return pp, found, acc.metrics()
+
+
+def test_stages_without_a_loss_finish():
+    for grad, metrics, _, refused in ranks.of(ranks.run({"empty": empty_first_stage}), "empty"):
+        torch.testing.assert_close(grad, torch.ones(3))
+        assert metrics["n_tokens"] == 8
+        assert refused is None or "this rank has no loss" in refused
+
+
+def test_replicas_of_a_pipeline():
+    for pp, found, metrics in ranks.of(ranks.run({"2d": data_by_pipeline}, 4), "2d"):
+        assert metrics["n_tokens"] == 16
+        if pp:
+            assert found == pytest.approx([1.0, 1.0])
+        else:
+            assert found[0] is None
+            assert found[1] == pytest.approx(1.0)

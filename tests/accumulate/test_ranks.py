@@ -1,5 +1,6 @@
 """Real gloo processes with uneven batches equal one process with all of them."""
 
+import contextlib
 import functools
 import random
 
@@ -7,64 +8,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parallel, ranks
-from support.bounds import SAME_SUMS
-from support.loops import batches, distance, new_weight, run_streaming, run_window
+from support.bounds import SAME_SUMS, STATISTIC
+from support.loops import (
+    a_loss,
+    batches,
+    distance,
+    new_weight,
+    out_of,
+    raising,
+    run_streaming,
+    run_window,
+    weight_and_grad,
+)
 from support.params import slow
-from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, fused_ce
 from fusedce.accumulate.exchange import LENGTH
+from fusedce.accumulate.guard import _OPEN
 from fusedce.agreement import ALL_GATHER
 
 
-def reduced(reduction, streaming, rank):
-    """Gradients added or averaged by hand."""
-    model = parallel.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
-    acc = LossAccumulator(grad_reduction=reduction)
-    grads = []
-    for window in range(len(parallel.WINDOWS)):
-        optimizer.zero_grad()
-        micro = parallel.micro_batches(window, rank)
-        if streaming:
-            for one in micro:
-                acc.backward(model(*one))
-        else:
-            with acc.window([(y != -100).sum() for _, y in micro]):
-                for one in micro:
-                    acc.backward(model(*one))
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            if reduction == "mean":
-                p.grad /= dist.get_world_size()
-        if streaming:
-            acc.finish(model.parameters())
-        grads.append([p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-    return grads, [p.detach() for p in model.parameters()], acc.metrics()
-
-
-def any_split(rank):
+def any_split(reduction, rank):
     """Largest distance over random numbers of micro-batches and tokens per rank, 0 included."""
     world, worst = dist.get_world_size(), 0.0
-    acc, rng = LossAccumulator(grad_reduction="sum"), random.Random(0)
+    acc, rng = LossAccumulator(grad_reduction=reduction), random.Random(0)
     for trial in range(25):
         M = rng.randint(1, 5)
         sizes = [[rng.choice([0, 0, 1, 5, 30]) for _ in range(M)] for _ in range(world)]
         weight = new_weight()
         (run_window, run_streaming)[trial % 2](acc, weight, batches(sizes[rank], 10 * trial + rank))
         dist.all_reduce(weight.grad)
+        weight.grad /= world if reduction == "mean" else 1
         parts = [x for r in range(world) for x in batches(sizes[r], 10 * trial + r)]
         hidden, labels = (torch.cat(x) for x in zip(*parts, strict=True))
         exact = new_weight()
         fused_ce(hidden, exact, labels).mean().backward()
         worst = max(worst, distance(weight.grad, exact.grad))
     return worst, acc.metrics()["n_windows"]
-
-
-def a_loss(n, weight=None):
-    hidden, labels = batches([n])[0]
-    return fused_ce(hidden, new_weight() if weight is None else weight, labels)
 
 
 def on_empty(rank):
@@ -168,77 +149,86 @@ def monitored(rank):
     return rows, found, acc.metrics()
 
 
-def meshes(rank):
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    acc = {
-        "dp": LossAccumulator.from_mesh(mesh, "dp"),
-        "both": LossAccumulator.from_mesh(mesh, ["tp", "dp"]),
-        "none": LossAccumulator.from_mesh(mesh, []),
-        "1-D": LossAccumulator(mesh["tp"]),
-    }
-    tokens = {}
-    for name, one in acc.items():
-        one.add(a_loss(rank + 1))
-        tokens[name] = one.metrics()["n_tokens"]
-    LossAccumulator.from_mesh(mesh, ["dp", "tp"])  # the same group again
-    return (
-        tokens,
-        ranks.error_of(LossAccumulator, mesh),
-        ranks.error_of(LossAccumulator.from_mesh, mesh, ["cp"]),
-    )
+def overlap(rank):
+    """The first rank does everything before its losses while the other one is late."""
+    store = dist.distributed_c10d._get_default_store()
+    acc, weight = LossAccumulator(), new_weight()
+    run_window(acc, weight, batches([1]))
+    weight.grad = None
+    if rank:
+        store.wait(["opened"])
+    with acc.window([3]):
+        if not rank:
+            store.set("opened", "1")  # the other one opens its window only now
+        acc.backward(a_loss(3, weight))
+    return acc.metrics()["n_tokens"]
 
 
-EQUAL = {
-    f"{reduction}, {'streaming' if streaming else 'window'}": functools.partial(
-        reduced, reduction, streaming
-    )
-    for reduction in ("mean", "sum")
-    for streaming in (False, True)
-}
-QUICK = {2: (on_empty, auxiliary, collectives, monitored), 4: (meshes,)}
+UNEVEN = [[3, 5, 1], [9]]
+
+
+def uneven(rank):
+    acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
+    run_streaming(acc, weight, batches(UNEVEN[rank], rank))
+    dist.all_reduce(weight.grad)
+    return weight.grad, acc.metrics()
+
+
+def uneven_ddp(rank):
+    """DDP waits for the other rank in the last backward alone."""
+    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc.guard(optimizer, model)
+    grads = []
+    for window in range(2):
+        micro = parallel.micro_batches(window, rank)[: 2 - rank]
+        for i, one in enumerate(micro):
+            last = i == len(micro) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                acc.backward(model(*one))
+        acc.finish(model.parameters())
+        grads.append([p.grad.clone() for p in model.parameters()])
+        optimizer.zero_grad()
+    return grads
+
+
+def open_windows(rank):
+    return len(_OPEN)
+
+
+QUICK = (on_empty, auxiliary, collectives, monitored, overlap, uneven, uneven_ddp)
 
 
 @functools.cache
-def slow_results(world):
-    return ranks.run(EQUAL | {"any_split": any_split}, world)
-
-
-@functools.cache
-def results(world):
-    return ranks.run({f.__name__: f for f in QUICK[world]}, world)
+def results():
+    return ranks.run({f.__name__: f for f in QUICK})
 
 
 @pytest.mark.parametrize("world", [2, slow(4)])
-@pytest.mark.parametrize("name", EQUAL)
-def test_ranks_are_one_big_batch(name, world):
-    for found in ranks.of(slow_results(world), name):
-        parallel.assert_equal_to_single_process(found, world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_split_over_ranks(world):
-    for worst, windows in ranks.of(slow_results(world), "any_split"):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_any_split_over_ranks_is_one_big_batch(world, reduction):
+    case = functools.partial(any_split, reduction)
+    for worst, windows in ranks.of(ranks.run({"any": case}, world), "any"):
         assert 0 < worst <= SAME_SUMS
         assert windows == 25
 
 
 def test_empty_is_a_matter_of_all_ranks():
-    for raises, tokens, first, second in ranks.of(results(2), "on_empty"):
+    for raises, tokens, first, second in ranks.of(results(), "on_empty"):
         assert "RuntimeError: no valid token in this window on any rank" in raises
         assert tokens == 1
         assert (first, second) == (False, True)
 
 
 def test_auxiliary_loss_over_ranks():
-    for found in ranks.of(results(2), "auxiliary"):
+    for found in ranks.of(results(), "auxiliary"):
         assert found == pytest.approx([1.5, 1.5])
 
 
 def test_the_collectives_are_those_of_the_docstring():
     one = [(ALL_GATHER, LENGTH, torch.int64)]
     assert f"an all-gather of {LENGTH} int64 from each rank" in LossAccumulator.__doc__
-    for found in ranks.of(results(2), "collectives"):
+    for found in ranks.of(results(), "collectives"):
         assert found == {
             "window": 2 * one,
             "first streaming": one,
@@ -255,7 +245,7 @@ def test_the_collectives_are_those_of_the_docstring():
 
 
 def test_what_losses_carry_is_in_the_metrics():
-    (rows, found, named), (rows_too, *others) = ranks.of(results(2), "monitored")
+    (rows, found, named), (rows_too, *others) = ranks.of(results(), "monitored")
     assert [found, named] == others
     hidden, labels = (torch.cat(x) for x in zip(rows, rows_too, strict=True))
     hidden, labels = hidden[labels != -100].double(), labels[labels != -100]
@@ -274,47 +264,54 @@ def test_what_losses_carry_is_in_the_metrics():
     assert named["b/correct_tokens"] / named["b/mean_token_accuracy"] == pytest.approx(2)
 
 
-def test_meshes():
-    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(4), "meshes")):
-        dp, tp = divmod(rank, 2)
-        assert tokens == {
-            "dp": (tp + 1) + (tp + 3),
-            "both": 1 + 2 + 3 + 4,
-            "none": rank + 1,
-            "1-D": (2 * dp + 1) + (2 * dp + 2),
-        }
-        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
-        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
-
-
-def overlap(rank):
-    """The first rank does everything before its losses while the other one is late."""
-    store = dist.distributed_c10d._get_default_store()
-    acc, weight = LossAccumulator(), new_weight()
-    run_window(acc, weight, batches([1]))
-    weight.grad = None
-    if rank:
-        store.wait(["opened"])
-    with acc.window([3]):
-        if not rank:
-            store.set("opened", "1")  # the other one opens its window only now
-        acc.backward(a_loss(3, weight))
-    return acc.metrics()["n_tokens"]
-
-
 def test_opening_a_window_waits_for_nobody():
-    assert ranks.of(ranks.run({"overlap": overlap}), "overlap") == [8, 8]
+    assert ranks.of(results(), "overlap") == [8, 8]
 
 
-def flattened(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    mesh["dp", "cp"]._flatten("tokens_of_all")
-    acc = LossAccumulator.from_mesh(mesh, "tokens_of_all")
-    acc.add(a_loss(rank + 1))
-    return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
+def test_ranks_may_stream_different_numbers_of_micro_batches():
+    parts = [one for rank, sizes in enumerate(UNEVEN) for one in batches(sizes, rank)]
+    _, exact, loss = weight_and_grad(parts)
+    for grad, metrics in ranks.of(results(), "uneven"):
+        assert distance(grad, exact) <= SAME_SUMS
+        assert metrics["n_tokens"] == 18
+        assert metrics["loss"] == pytest.approx(loss, rel=STATISTIC)
+    for grads in ranks.of(results(), "uneven_ddp"):
+        for window, of_window in enumerate(grads):
+            model = parallel.Model()
+            outs = [
+                model(*one)
+                for rank in range(2)
+                for one in parallel.micro_batches(window, rank)[: 2 - rank]
+            ]
+            sum(outs).mean().backward()
+            for p, grad in zip(model.parameters(), of_window, strict=True):
+                assert distance(grad, p.grad) <= SAME_SUMS
 
 
-def test_dimensions_that_were_flattened():
-    for tokens, unknown in ranks.of(ranks.run({"flattened": flattened}, 4), "flattened"):
-        assert tokens == 10
-        assert "token_dims must name dimensions of the mesh" in unknown
+def test_a_forked_process_has_no_open_window_of_its_parent():
+    """Its gradients would count as another accumulator's."""
+    acc = LossAccumulator()
+    acc.backward(a_loss(3))
+    assert open_windows(0) > 0
+    assert ranks.of(ranks.run({"open": open_windows}), "open") == [0, 0]
+    acc.discard_window()
+
+
+def retried(rank):
+    """Rank 1 fails in the very first micro-batch of its first window, drops it and starts again."""
+    acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
+    micro = batches([3, 5], rank)
+    if rank:
+        with pytest.raises(ZeroDivisionError):
+            acc.backward(raising(out_of(weight, micro[0])))
+        acc.discard_window()
+        weight.grad = None
+    run_streaming(acc, weight, micro)
+    dist.all_reduce(weight.grad)
+    return weight.grad
+
+
+def test_a_rank_that_fails_and_tries_again_in_the_first_window():
+    _, exact, _ = weight_and_grad([*batches([3, 5], 0), *batches([3, 5], 1)])
+    for grad in ranks.of(ranks.run({"retried": retried}, timeout=4), "retried"):
+        assert distance(grad, exact) <= SAME_SUMS

@@ -16,7 +16,6 @@ from support.loops import (
     distance,
     new_weight,
     raising,
-    run_window,
     warm_up,
     weight_and_grad,
 )
@@ -130,9 +129,3 @@ def test_random_schedules_with_errors_on_one_rank(world):
     print(f"{n} schedules of {world} ranks: {right} windows right, {refused} refused")
     assert right > n // 5
     assert refused > n // 5
-
-
-def test_run_window_is_right_after_all_that():
-    weight, exact, _ = weight_and_grad(batches([3, 5]))
-    run_window(LossAccumulator(), weight, batches([3, 5]))
-    assert distance(weight.grad, exact) <= SAME_SUMS

@@ -75,3 +75,18 @@ def distance(a, b):
     """Norm of the difference over the norm of ``b``; 0 where both are 0."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def out_of(weight, one, fails=False):
+    hidden, labels = one
+    return fused_ce(Raising.apply(hidden * weight.mean()) if fails else hidden, weight, labels)
+
+
+def windowed(acc, streaming, weight, sizes, loop):
+    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` runs."""
+    if streaming:
+        loop()
+        acc.finish([weight])
+    else:
+        with acc.window(sizes):
+            loop()

@@ -15,7 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import TEXT, Told, device_for, differing, failure_of, row, send, words_of
+from fusedce.agreement import (
+    GUARDS,
+    SHARE_TOKENS,
+    TEXT,
+    Told,
+    device_for,
+    differing,
+    failure_of,
+    row,
+    send,
+    words_of,
+)
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
 from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
@@ -128,16 +139,22 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
 def _other_tokens(told: list[Told]) -> str:
     """An error's words, if ranks differ over which the weight is replicated."""
     what = "labels" if len({one.numbers[_LABELS] for one in told}) > 1 else ""
-    sketches = (struct.pack("9q", *one.numbers[_SKETCH:]) for one in told)
-    first, *others = (struct.unpack("9d", sketch) for sketch in sketches)
-    for other in others:
-        distance = sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
-        if distance > _NOISE**2 * max(first[0], other[0]):
-            what = what or "hidden states"
+    what = what or ("hidden states" if _hidden_differs(told) else "")
     return what and (
         f"ValueError: weight is replicated over a dimension of its mesh over which the {what} "
         f"differ: its gradient would claim to be the same there, and differ. Put the weight on the "
         f'vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP reduce over the other'
+    )
+
+
+def _hidden_differs(told: list[Told]) -> bool:
+    """Whether the hidden states of two ranks that have sent sketches differ beyond rounding."""
+    sketches = [struct.unpack("9d", struct.pack("9q", *one.numbers[_SKETCH:])) for one in told]
+    first, *others = [x for x in sketches if x[0] > 0] or sketches[:1]
+    return any(
+        sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
+        > _NOISE**2 * max(first[0], other[0])
+        for other in others
     )
 
 
@@ -220,7 +237,7 @@ def agree(
     for at, x in checked.items():
         if x is not None:
             _checksum(x, out=mine[at])
-    if len(layout.groups) > 1:
+    if len(layout.groups) > 1 or (GUARDS and not layout.tokens_sharded):
         mine[_SKETCH:] = _sketch(problem).view(torch.int64)
     asked = {"function": function, "reduction": reduction, "monitor": monitor}
     settings = _settings(layout, vocab_size, **asked)
@@ -251,6 +268,13 @@ def agree(
                     f"{name} must be the same on all ranks that share the vocabulary, here their "
                     f"values differ"
                 )
+        if _hidden_differs(told):
+            raise ValueError(
+                "hidden must be the same on all ranks that share the vocabulary, here the hidden "
+                "states differ beyond rounding: gather what sequence parallelism has divided, and "
+                "give dropout the same seed on these ranks"
+            )
+        SHARE_TOKENS.add(tuple(dist.get_process_group_ranks(group)))
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
     classes = vocab_size or sum(rows)

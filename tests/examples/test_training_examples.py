@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import ranks
 from support.engines import accelerator
+from support.loops import distance
 from support.versions import FSDP2_MEAN, marked
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -96,6 +99,17 @@ def test_policy_gradient():
 
 
 @pytest.mark.slow
+def test_lightning_on_two_ranks():
+    """Both ranks print the metrics of all tokens, window by window."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    command = [sys.executable, str(EXAMPLES / "lightning_module.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
+    assert len(lines) == 2 * 2 * 5  # ranks, epochs, windows
+    assert all(lines.count(x) == 2 for x in lines)
+
+
+@pytest.mark.slow
 def test_runs_as_a_script():
     command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -135,3 +149,66 @@ def test_the_grpo_example_uses_every_term(monkeypatch):
     grpo.one_update(policy)
     assert 0 < clipped[0] < seen["used"].sum()
     assert (seen["entropy"][seen["used"]] > 1).all()
+
+
+# ---- the pipeline -------------------------------------------------------------------------------
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def trained(schedule, streaming, rank):
+    history, model = example("pipeline").train(schedule=SCHEDULES[schedule], streaming=streaming)
+    return history, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def pipeline_in_one_process():
+    tiny = importlib.import_module("tiny")
+    model = tiny.TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = []
+    for _ in range(2):
+        for batch in example("pipeline").steps():
+            out = model(**batch)
+            out.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append((float(out.mean().detach()), int(out.n_valid)))
+    return history, dict(model.named_parameters())
+
+
+PIPELINES = {
+    f"{schedule}, {'streaming' if streaming else 'window'}": functools.partial(
+        trained, schedule, streaming
+    )
+    for schedule in SCHEDULES
+    for streaming in (False, True)
+}
+
+
+@functools.cache
+def pipelines():
+    return ranks.run(PIPELINES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_trains_as_one_process(name):
+    exact, parameters = pipeline_in_one_process()
+    for history, found in ranks.of(pipelines(), name):
+        assert [m["n_tokens"] for m in history] == [n for _, n in exact]
+        for m, (loss, _) in zip(history, exact, strict=True):
+            assert m["loss"] == pytest.approx(loss, rel=1e-5)
+        for key, p in found.items():
+            if key != "layer.self_attn.in_proj_bias":  # of keys: no gradient but rounding
+                assert distance(p, parameters[key]) < 1e-4, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_streaming_is_the_first_thing_that_a_process_does(schedule):
+    """No rank makes a group, or meets others, where only the last stage is."""
+    case = {"first": functools.partial(trained, schedule, True)}
+    exact, _ = pipeline_in_one_process()
+    for history, _ in ranks.of(ranks.run(case, timeout=15), "first"):
+        assert [m["n_tokens"] for m in history] == [n for _, n in exact]

@@ -1,7 +1,7 @@
-"""Gradients of a window: corrected once by ``finish``, dropped, and guarded.
+"""Checks of what a training loop does to a window's gradients beside the accumulator.
 
-:class:`Guard` checks what a training loop does to them beside the accumulator: optimizer steps,
-``zero_grad``, factors on a loss, a second accumulator.
+Optimizer steps, ``zero_grad``, clipping, backwards of other losses, factors on a loss, a second
+accumulator over the same parameters, pipelines that divide gradients.
 """
 
 from __future__ import annotations
@@ -17,127 +17,21 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.contract.groups import is_dtensor, local_of
+from fusedce.accumulate.engines import replicas_of
+from fusedce.accumulate.gradients import drop_gradients, held_by_fsdp2, norms_of
+from fusedce.contract.groups import Ranks, is_dtensor
 
-STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
 _HOOKED = 8  # parameters that show for all of them what happens to gradients
-_PART = 2**24  # elements copied to float32 at a time
-
-
-def trained_of(parameters: Any) -> list[Tensor]:
-    """The tensors of ``parameters`` that have a gradient, each once.
-
-    Raises:
-        TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient.
-    """
-    advice = "parameters: pass an iterable of tensors, such as model.parameters()"
-    if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
-        raise TypeError(f"{advice}, got {type(parameters).__name__}")
-    found: dict[int, Tensor] = {}
-    for p in parameters:
-        if not isinstance(p, Tensor):
-            kinds = {"tuple": "named_parameters() gives pairs", "str": "names are no tensors"}
-            kinds["dict"] = "an optimizer's param_groups are dicts, whose 'params' are tensors"
-            kind = type(p).__name__
-            raise TypeError(f"{advice} ({kinds.get(kind, f'it holds {kind}')})")
-        if p.grad is not None:
-            found[id(p)] = p
-    if not found:
-        raise RuntimeError(
-            "parameters: no parameter given has a .grad to correct (was the generator used up, or "
-            "zero_grad called before finish?)"
-        )
-    return list(found.values())
-
-
-_LISTENERS: dict[int, Callable[[float], None]] = {}
-
-
-class OnCorrection:
-    """Calls ``listener(factor)`` for each correction of gradients, until :meth:`remove`.
-
-    Tools use it to follow the factors of a gradient. Reading the factor waits for its device.
-    """
-
-    def __init__(self, listener: Callable[[float], None]) -> None:
-        _LISTENERS[id(self)] = listener
-
-    def remove(self) -> None:
-        """Stop the calls."""
-        _LISTENERS.pop(id(self), None)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
-    for listener in list(_LISTENERS.values()):
-        listener(float(factor))
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in parameters:
-        grad = local_of(p.grad)
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, dtype), grads in groups.items():
-        if _faults.readable(device) and _faults.readable(factor.device):
-            torch._foreach_mul_(grads, float(factor))
-            continue
-        there = _faults.moved(factor, device).to(torch.promote_types(dtype, torch.float32))
-        if there.dtype == dtype:
-            torch._foreach_mul_(grads, there)
-            continue
-        # A 0-d tensor on a device is rounded to the dtype of what it multiplies: up to 0.4% in
-        # bf16, the same on every element. So low precision is multiplied in float32, by parts.
-        for grad in grads:
-            for part in grad.view(-1).split(_PART) if grad.is_contiguous() else (grad,):
-                torch._foreach_copy_([part], [part.to(there.dtype) * there])
-
-
-# ---- gradients inside FSDP2 -------------------------------------------------------------------
-
-# With set_requires_gradient_sync(False) FSDP2 keeps the unsharded gradients of a micro-batch
-# inside, where zero_grad does not reach them, until the last micro-batch of the window. If that one
-# never comes, they would be added to the next window.
-
-
-def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
-    """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
-    states = _composable_state._module_state_mapping
-    found: list[Any] = []
-    for one in list(states) if module is None else module.modules():
-        reference = states.get(one)
-        state: Any = None if reference is None else reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        found += [p for group in groups for p in getattr(group, "fsdp_params", ()) if _held(p)]
-    return found
-
-
-def _held(p: Any) -> bool:
-    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
-    inside = getattr(p, "_unsharded_param", None)
-    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
-
-
-def drop_gradients(module: torch.nn.Module) -> None:
-    """Forget all gradients of ``module``, including those that wait inside FSDP2."""
-    module.zero_grad()
-    for p in held_by_fsdp2(module):
-        if p._unsharded_param is not None:
-            p._unsharded_param.grad = None
-        if p.unsharded_accumulated_grad is not None:  # before torch 2.15 a buffer of its own
-            p.unsharded_accumulated_grad = None
-
-
-# ---- checks of the training loop --------------------------------------------------------------
 
 
 class Guard:
@@ -177,6 +71,7 @@ class Guard:
         self._versions: dict[int, int] = {}  # of the gradients after the last backward
         self._backward = -1  # its id
         self._in_backward = self._foreign = False
+        self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
         self._found: list[tuple[Callable[..., Exception], Tensor]] = []  # errors, where () is true
 
     def add(self, optimizer: Any, module: Any) -> None:
@@ -192,15 +87,16 @@ class Guard:
         if module is not None:
             self._modules.add(module)
         self.watches_writes = True
+        agreement.GUARDS.add(self)
         self._know_guarded()
 
     # ---- parameters -------------------------------------------------------------------------
 
     def _know(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters too; FSDP1 exchanges the gradients of its own as it likes."""
-        for p in parameters:
-            if not getattr(p, "_fsdp_flattened", False):
-                self._known[id(p)] = weakref.ref(p)
+        """Watch these parameters too; of FSDP1's flat ones their originals, if users see these."""
+        for flat in parameters:
+            originals = getattr(flat, "_params", None) or [flat]
+            self._known |= {id(p): weakref.ref(p) for p in originals}
 
     def _know_guarded(self) -> None:
         self._know(p for x in self._optimizers for g in x.param_groups for p in g["params"])
@@ -368,6 +264,23 @@ class Guard:
                 stacklevel=5,
             )
 
+    # ---- pipelines, and ranks that hold the same tokens -----------------------------------------
+
+    def note_schedule(self) -> None:
+        """Remember the pipeline's schedule whose ``loss_fn`` runs now, if one does."""
+        module = sys.modules.get("torch.distributed.pipelining.schedules")
+        frame = None if module is None or self._schedule is not None else sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals is vars(module) and "self" in frame.f_locals:
+                self._schedule = frame.f_locals["self"]
+                break
+            frame = frame.f_back
+
+    def replicas(self, tokens: Ranks) -> tuple[int, bool]:
+        """See :func:`replicas_of`; ``(0, False)`` without a guard."""
+        found = [p for ref in self._known.values() if (p := ref()) is not None]
+        return replicas_of(found, tokens) if self.watches_writes else (0, False)
+
     # ---- gradients that are left, gone or written into ----------------------------------------
 
     def before_backward(self, roots: Sequence[Any], backward: int) -> None:
@@ -397,7 +310,7 @@ class Guard:
             for p, grad, _ in found
             if self._streams or ((left := self._left.get(id(p))) and left() is grad)
         ]
-        self._stale = dict(zip(map(id, stale), _norms(stale), strict=True))
+        self._stale = dict(zip(map(id, stale), norms_of(stale), strict=True))
 
     def _look(self, others: bool = True, at_end: bool = False) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
@@ -409,12 +322,14 @@ class Guard:
         alive = (i for i, ref in self._known.items() if i in self._versions and ref() is not None)
         if all(now.get(i) == self._versions[i] for i in alive):
             return
-        norms = _norms([p for p, *_ in self._with_grad() if id(p) in self._versions])
+        norms = norms_of([p for p, *_ in self._with_grad() if id(p) in self._versions])
         gone = torch.tensor(True, device="cpu")
         if norms:
             gone = (_faults.together(norms) == 0).all()
         self._found.append((_faults.gradients_gone, gone))
-        if self.watches_writes and not at_end and (self._streams or not others):
+        # Stages of a pipeline on one rank have backwards of their own.
+        watches = self.watches_writes and self._schedule is None
+        if watches and not at_end and (self._streams or not others):
             self._found.append((_faults.gradients_written, ~gone))
 
     def faults(self, n_tokens: Tensor) -> list[Tensor]:
@@ -425,10 +340,13 @@ class Guard:
             added = self._before[i] != now.get(i) if self._given is None else i in self._given
             if added:
                 self._found.append((_faults.gradients_left, norm != 0))
-        if self._foreign:
+        if self._foreign and self._schedule is None:
             self._found.append((_faults.gradients_written, torch.tensor(True, device="cpu")))
         some = n_tokens > 0
-        return [
+        rows = []
+        if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:
+            rows.append(_faults.sure(_faults.divided_by_pipeline, pipe._n_microbatches))
+        return rows + [
             _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
             for kind, x in self._found
         ]
@@ -470,7 +388,7 @@ class Guard:
         """The DDP modules, of several ranks, inside the guarded modules."""
         found = (x for module in self._modules for x in module.modules())
         several = (x for x in found if isinstance(x, DistributedDataParallel))
-        return [x for x in several if torch.distributed.get_world_size(x.process_group) > 1]
+        return [x for x in several if dist.get_world_size(x.process_group) > 1]
 
 
 def _instances(kind: type) -> list[Any]:
@@ -494,13 +412,6 @@ def _backward_stats(ddp: DistributedDataParallel) -> Any:
     """DDP's times of its last reduced backward, by parameter; ``None`` if torch keeps none."""
     stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
     return None if stats is None else stats()
-
-
-def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """``()`` for each gradient, 0 where all of it is zero."""
-    grads = [local_of(p.grad) for p in parameters]
-    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    return list(torch._foreach_norm(grads, 1)) if grads else []
 
 
 # Guards of the open windows, in their order.

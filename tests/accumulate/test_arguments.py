@@ -1,0 +1,255 @@
+"""What users hand to an accumulator: any integer, any order; anything else is an error in words."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bounds import SAME_SUMS
+from support.loops import a_loss, batches, distance, new_weight, run_window, weight_and_grad
+
+from fusedce import LossAccumulator, LossSum, count_valid, fused_ce
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"grad_reduction": "avg"}, ValueError),
+        ({"on_empty": "ignore"}, ValueError),
+        ({"backward_divisor": 0}, ValueError),
+        ({"backward_divisor": "2"}, TypeError),
+        ({"process_group": "world"}, TypeError),
+    ],
+)
+def test_of_the_constructor(kwargs, error):
+    with pytest.raises(error, match=next(iter(kwargs))):
+        LossAccumulator(**kwargs)
+
+
+def test_of_methods():
+    acc, optimizer = LossAccumulator(), torch.optim.SGD([new_weight()], lr=0.1)
+    for call, words in (
+        (lambda: acc.guard("adam"), r"optimizer must be a torch\.optim\.Optimizer, got str"),
+        (lambda: acc.guard(optimizer, new_weight()), r"module must be a torch\.nn\.Module"),
+        (lambda: acc.discard_window("model"), r"module must be a torch\.nn\.Module"),
+        (lambda: acc.without_repeats([1]), "batch must be a mapping"),
+        (lambda: LossAccumulator.from_mesh("dp", "dp"), "mesh must be a DeviceMesh, got str"),
+        (lambda: acc.finish(), "parameters"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+# ---- counts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [np.array([3, 5]), [np.int32(3), np.int64(5)], [np.array(3), 5], torch.tensor([3, 5]), (3, 5)],
+)
+def test_counts_of_any_integer_type(counts):
+    micro = batches([3, 5])
+    weight, exact, _ = weight_and_grad(micro)
+    with LossAccumulator().window(counts) as acc:
+        for hidden, labels in micro:
+            acc.backward(fused_ce(hidden, weight, labels))
+    assert distance(weight.grad, exact) <= SAME_SUMS
+
+
+NO_COUNTS = [1.5, -1, torch.tensor(-1), torch.tensor(1.0), torch.tensor([1, 2]), True]
+NO_COUNTS += [np.float32(2), np.bool_(True), "2", None, np.array([1, 2])]
+
+
+@pytest.mark.parametrize("count", NO_COUNTS)
+def test_counts_that_are_none(count):
+    with pytest.raises((TypeError, ValueError), match=r"counts\[0\]"):
+        LossAccumulator().window([count]).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "error", "words"),
+    [
+        (3, None, TypeError, "counts must hold one number per micro-batch"),
+        (torch.tensor(3), None, TypeError, "counts must hold one number per micro-batch"),
+        ([], None, ValueError, "got none at all"),
+        ([1, 2**63], None, ValueError, r"counts\[1\] must be an int64, got 9223372036854775808"),
+        ({"a": [1], "b": [1, 2]}, None, ValueError, "one number per micro-batch for each loss"),
+        ({}, None, ValueError, "must name 1 to 16 losses"),
+        ({"": [1]}, None, ValueError, "must name"),
+        ({"a": [1]}, {"b": 1.0}, ValueError, "weights must be those of the losses"),
+        ({"a": [1]}, {"a": "1"}, TypeError, r"weights\['a'\] must be a number"),
+        ({"a": [1]}, {"a": float("nan")}, ValueError, "must be finite"),
+        ({"a": 3}, None, TypeError, "one number per micro-batch"),
+        ([1], {"a": 1.0}, ValueError, "weights are for several losses"),
+    ],
+)
+def test_windows_that_are_none(counts, weights, error, words):
+    LossAccumulator().window([2**63 - 1]).__enter__()
+    with pytest.raises(error, match=words):
+        LossAccumulator().window(counts, weights=weights).__enter__()
+
+
+def test_counts_are_copied():
+    buffer = torch.tensor([3, 5])
+    weight, acc = new_weight(), LossAccumulator()
+    with acc.window(buffer):
+        buffer.zero_()  # reused for the next batch
+        for hidden, labels in batches([3, 5]):
+            acc.backward(fused_ce(hidden, weight, labels))
+    assert acc.metrics()["n_tokens"] == 8
+
+
+def test_labels_that_were_not_shifted():
+    hidden, labels = torch.randn(2, 9, 8), torch.randint(0, 31, (2, 9))
+    with pytest.raises(RuntimeError, match=r"declared with 16 .* counts 18\. .*shift_labels"):
+        with LossAccumulator().window([count_valid(labels)]) as acc:
+            acc.backward(fused_ce(hidden, new_weight(), labels))
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+def test_what_is_no_sum():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    mean = torch.tensor(1.0, requires_grad=True)
+    output = outputs.CausalLMOutput(loss=mean, logits=torch.ones(2))
+    wrong = [
+        (a_loss(3).mean(), r"looks like a mean: pass fused_ce\(...\) itself"),
+        (output, r"give \(out.loss \* n, n\).*FusedTrainerMixin"),
+        ((mean, 3), r"out must be \(loss_sum, n_valid\) as fused_ce returns it"),
+    ]
+    for dtype in (torch.bfloat16, torch.float16):  # what a wrapper has cast
+        out = LossSum(torch.tensor(3.0, dtype=dtype, requires_grad=True), torch.tensor(2))
+        wrong.append((out, f"must be float32 or float64, got {dtype}"))
+    for out, words in wrong:
+        for call in (LossAccumulator().backward, LossAccumulator().add, LossAccumulator().scale):
+            with pytest.raises(TypeError, match=words):
+                call(out)
+    LossAccumulator().backward((output.loss * 5, torch.tensor(5)))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda out: out / 4, lambda out: 0.5 * out, lambda out: -out, lambda out: out + out / 2],
+)
+@pytest.mark.parametrize("monitor", [(), ("correct",)])
+def test_a_sum_that_was_divided_is_refused(part, monitor):
+    hidden, labels = batches([3])[0]
+    out = part(fused_ce(hidden, new_weight(), labels, monitor=monitor))
+    with pytest.raises(ValueError, match=r"out was multiplied or divided.*weights="):
+        LossAccumulator().backward(out)
+    LossAccumulator().add(out)  # of what is only reported, a part may be asked for
+    assert LossSum(*out).is_whole
+
+
+def nll(hidden, weight, labels, reduction="mean"):
+    return F.cross_entropy(hidden @ weight.T, labels, reduction=reduction)
+
+
+def losses_of_tokens(hidden, weight, labels):
+    return nll(hidden, weight, labels, "none")[labels != -100]
+
+
+MEANS = {
+    "of a sum": lambda *x: fused_ce(*x).mean(),
+    "by hand": lambda *x: fused_ce(*x).loss_sum / float(fused_ce(*x).n_valid),
+    "of torch": nll,
+    "of losses": lambda *x: losses_of_tokens(*x).mean(),
+    "viewed": lambda *x: nll(*x).double().view(1),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mean_with_its_count_is_refused_where_the_graph_shows_it(name, streaming):
+    """The numbers alone do not: 0.05 may be the sum of a model that has learnt its data."""
+    weight, acc, micro = new_weight(), LossAccumulator(), batches([3, 1, 5])
+    if not streaming:
+        block = acc.window([3, 1, 5])
+        block.__enter__()
+    for hidden, labels in micro:
+        acc.backward((MEANS[name](hidden, weight, labels), (labels != -100).sum()))
+    with pytest.raises(ValueError, match="got a mean: the loss was divided by its 3 tokens"):
+        acc.finish([weight]) if streaming else block.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda *x: nll(*x, "sum"),
+        lambda *x: losses_of_tokens(*x).sum(),
+        lambda *x: fused_ce(*x).mean() * (x[2] != -100).sum(),
+        lambda *x: nll(*x, "sum") / 3,  # a temperature, say: not all counts are 3
+    ],
+)
+def test_what_may_be_a_sum_is_taken(loss):
+    weight, acc = new_weight(), LossAccumulator()
+    for hidden, labels in batches([3, 5]):
+        acc.backward((loss(hidden, weight, labels), (labels != -100).sum()))
+    assert acc.finish([weight])
+
+
+def test_the_losses_of_a_micro_batch_are_those_declared():
+    weight = new_weight()
+    one = weight.sum(), torch.tensor(1)
+    with pytest.raises(ValueError, match="a dict of the losses"):
+        with LossAccumulator().window({"a": [1], "b": [1]}) as acc:
+            acc.backward({"a": one})
+    with pytest.raises(TypeError, match="a dict of the window's losses"):
+        with LossAccumulator().window({"a": [1]}) as acc:
+            acc.backward(one)
+    with pytest.raises(ValueError, match="one loss, no dict"):  # streaming has one denominator
+        LossAccumulator().backward({"a": one})
+
+
+def test_a_loss_without_a_graph_is_not_trained():
+    with torch.no_grad():
+        out = a_loss(3)
+    with pytest.raises(RuntimeError, match=r"out must require grad.*evaluation is acc.add\(out\)"):
+        LossAccumulator().backward(out)
+
+
+def test_auxiliary_losses():
+    acc = LossAccumulator()
+    for wrong, error in (
+        (1.0, TypeError), (torch.tensor(1), TypeError), (torch.ones(2), ValueError)
+    ):  # fmt: skip
+        with pytest.raises(error, match="auxiliary must be"):
+            with acc.window([2]):
+                acc.add_auxiliary(wrong)
+    with pytest.raises(RuntimeError, match="1 auxiliary losses were added after the last"):
+        with acc.window([2]):
+            acc.backward(a_loss(2))
+            acc.add_auxiliary(torch.tensor(1.0))
+    for _ in range(2):  # before any window, and after one
+        with pytest.raises(RuntimeError, match="add_auxiliary was called outside of a window"):
+            acc.add_auxiliary(torch.tensor(1.0))
+        run_window(acc, new_weight(), batches([3]))
+
+
+# ---- parameters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda m, o: o, "parameters: .*got SGD"),
+        (lambda m, o: o.param_groups, "parameters: .*param_groups are dicts"),
+        (lambda m, o: m.named_parameters(), r"parameters: .*named_parameters\(\) gives pairs"),
+        (lambda m, o: m.state_dict(), "parameters: .*names are no tensors"),
+        (lambda m, o: None, "parameters: .*got NoneType"),
+        (lambda m, o: m, r"parameters: .*model.parameters\(\), got Linear"),
+        (lambda m, o: m.weight, r"iterable of tensors, such as .*, got Parameter"),
+        (lambda m, o: [3], "parameters: .*it holds int"),
+    ],
+)
+def test_finish_says_what_it_needs(wrong, words):
+    model = torch.nn.Linear(8, 31, bias=False)
+    acc = LossAccumulator()
+    with pytest.raises(RuntimeError, match="nothing to finish"):
+        acc.finish([])
+    acc.backward(a_loss(2, model.weight))
+    with pytest.raises(TypeError, match=words):
+        acc.finish(wrong(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    with pytest.raises(RuntimeError, match=r"parameters: no parameter given has a \.grad"):
+        acc.finish([])
+    acc.finish(model.parameters())

@@ -1,0 +1,174 @@
+"""Known bugs of the denominator: the naive loop is visibly wrong, and ours is right.
+
+Each test names the reports it stands for; those of models are in ``tests/trainer``.
+"""
+
+import math
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import parallel, ranks
+from support.bounds import EXACT, SAME_SUMS, STATISTIC
+from support.loops import (
+    H,
+    V,
+    batches,
+    distance,
+    new_weight,
+    out_of,
+    run_streaming,
+    run_window,
+    weight_and_grad,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
+
+SIZES = [1, 20, 3, 8]
+RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
+
+
+def means(weight, micro, steps=None):
+    """trl#2175, transformers#24725, #34191."""
+    for one in micro:
+        (out_of(weight, one).mean() / (steps or len(micro))).backward()
+
+
+def usual_steps(weight, micro):
+    """transformers#38837, OpenRLHF#489: a short last window, divided by the usual number."""
+    means(weight, micro, 2 * len(micro))
+
+
+def left_over(weight, micro):
+    """transformers#22082, OpenRLHF#1337, Lightning#19987: gradients of the epoch before."""
+    out_of(weight, batches([4], 7)[0]).mean().backward()
+    for one in micro:
+        (out_of(weight, one).loss_sum / sum(SIZES)).backward()
+
+
+def clipped(weight, micro):
+    """transformers#986, accelerate#641: gradients that are not complete yet are clipped."""
+    for one in micro:
+        (out_of(weight, one).loss_sum / sum(SIZES)).backward()
+        torch.nn.utils.clip_grad_norm_([weight], 0.5 * float(weight.grad.norm()))
+
+
+@pytest.mark.parametrize("naive", [means, usual_steps, left_over, clipped])
+@RUNS
+def test_gradients(run, naive):
+    micro = batches(SIZES)
+    weight, exact, _ = weight_and_grad(micro)
+    wrong = new_weight()
+    naive(wrong, micro)
+    assert distance(wrong.grad, exact) > 0.3
+    run(LossAccumulator(), weight, micro)
+    assert distance(weight.grad, exact) <= SAME_SUMS
+
+
+@RUNS
+def test_losses(run):
+    """transformers#35204, axolotl#2262, LlamaFactory#7443, Liger-Kernel#802: not divided by steps.
+
+    transformers#39241, #41898: an evaluation is a mean of means.
+    """
+    micro = batches(SIZES)
+    weight, _, exact = weight_and_grad(micro)
+    losses = [out_of(weight, one).mean().item() for one in micro]
+    assert sum(losses) > 3 * exact
+    assert abs(sum(losses) / len(losses) - exact) > 0.05
+    acc, evaluation = LossAccumulator(), LossAccumulator()
+    run(acc, weight, micro)
+    for one in micro:
+        evaluation.add(out_of(weight.detach(), one))
+    for m in (acc.metrics(), evaluation.metrics()):
+        assert m["loss"] == pytest.approx(exact, rel=STATISTIC)
+
+
+def test_a_window_that_an_epoch_leaves_open():
+    acc, weight = LossAccumulator(), new_weight()
+    acc.backward(out_of(weight, batches([4])[0]))
+    with pytest.raises(RuntimeError, match=r"1 micro-batches since the last finish\(\)"):
+        acc.metrics()  # as every epoch's end does
+
+
+@RUNS
+def test_all_ignored_is_nan(run):
+    """nanochat#618: 0 / 0."""
+    micro = batches([0])
+    assert F.cross_entropy(micro[0][0] @ new_weight().T, micro[0][1]).isnan()
+    weight, acc = new_weight(), LossAccumulator()
+    run(acc, weight, micro)
+    torch.testing.assert_close(weight.grad, torch.zeros(V, H), **EXACT)
+    assert math.isnan(acc.metrics()["loss"])  # no token, no loss
+    run(acc, weight, batches([4]))
+    assert math.isfinite(acc.metrics()["loss"])
+
+
+def test_counted_before_the_shift():
+    """transformers#46204: a causal model trains T - 1 of T tokens. 8 rows: 201 for 193."""
+    lengths = [40, 33, 12, 30, 25, 41, 9, 11]
+    labels = torch.full((8, 41), -100)
+    for row, length in zip(labels, lengths, strict=True):
+        row[:length] = torch.arange(length) % V
+    naive = int((labels != -100).sum())
+    assert (naive, int(count_valid(labels))) == (201, 193)
+
+    hidden, weight = torch.randn(8, 41, H), new_weight()
+    out = fused_ce(hidden, weight, shift_labels(labels))
+    exact = F.cross_entropy(
+        (hidden[:, :-1] @ weight.T).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    ).item()
+    assert out.loss_sum.item() / naive < 0.97 * exact
+    acc = LossAccumulator()
+    with pytest.raises(RuntimeError, match="declared with 201 valid tokens, its loss counts 193"):
+        with acc.window([naive]):  # the same mistake is an error here
+            acc.backward(out)
+    with acc.window([count_valid(labels)]):
+        acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
+    assert acc.metrics()["loss"] == pytest.approx(exact, rel=STATISTIC)
+
+
+def test_packing_boundaries_trained():
+    """torchtitan#4075, torchtune#1177: the last token of a document does not predict the next."""
+    documents = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
+    packed = torch.cat(documents)[None]
+    borders = torch.tensor([0, 3, 5, 9])
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    alone = sum(int(count_valid(d[None])) for d in documents)
+    assert int(count_valid(packed)) == alone + 2  # two borders
+    for kwargs in ({"cu_seqlens": borders}, {"position_ids": positions}):
+        assert int(count_valid(packed, **kwargs)) == alone
+        exact = torch.cat([shift_labels(d) for d in documents])[None]
+        torch.testing.assert_close(shift_labels(packed, **kwargs), exact)
+
+
+def two_ranks(rank):
+    """Distances from the big batch: means of ranks, ours; and what a skipped backward raises."""
+    micro, found = parallel.micro_batches(1, rank)[:1], []
+    parts = [parallel.micro_batches(1, r)[0] for r in range(2)]
+    exact = parallel.Model()
+    exact(*(torch.cat(x) for x in zip(*parts, strict=True))).mean().backward()
+    for naive in (True, False):
+        model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
+        if naive:
+            model(*micro[0]).mean().backward()
+        else:
+            with acc.window([(y != -100).sum() for _, y in micro]):  # rank 1 has none
+                acc.backward(model(*micro[0]))
+        found.append(distance(model.module.head.weight.grad, exact.head.weight.grad))
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = DistributedDataParallel(parallel.Model(), process_group=group)
+    found.append(None if rank else ranks.error_of(model(*micro[0]).mean().backward))
+    dist.barrier()
+    return found
+
+
+def test_means_of_ranks_and_a_rank_that_skips_its_backward():
+    """transformers#34242, Automodel#3796, #2468."""
+    (naive, ours, waits), (same_naive, same, _) = ranks.of(ranks.run({"two": two_ranks}), "two")
+    assert naive == same_naive > 0.3
+    assert ours == same <= SAME_SUMS
+    assert "RuntimeError" in waits

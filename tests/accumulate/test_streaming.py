@@ -1,0 +1,111 @@
+"""Streaming: in range and exact in every dtype, corrected once, without reading a device."""
+
+import pytest
+import torch
+from support.bounds import EXACT, SAME_SUMS
+from support.loops import batches, distance, new_weight, out_of, run_streaming, weight_and_grad
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedce import LossAccumulator, fused_ce
+from fusedce.accumulate.gradients import scale_gradients
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_streaming_stays_in_range(dtype):
+    """Gradients of sums leave fp16 through a GradScaler's 2**16; pre-scaled ones do not."""
+    micro = batches([700, 0, 1300])
+    master, exact, _ = weight_and_grad(micro)
+    acc = LossAccumulator()
+    optimizer = torch.optim.SGD([master], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+
+    def largest_gradient(scale):
+        """Run the micro-batches; return the largest gradient that the low precision held."""
+        largest = []
+        for hidden, labels in micro:
+            weight = master.to(dtype)
+            weight.register_hook(lambda g: largest.append(g.abs().max().float()))
+            scaler.scale(scale(fused_ce(hidden.to(dtype), weight, labels))).backward()
+        return max(largest)
+
+    assert largest_gradient(acc.scale) < 0.2 * torch.finfo(torch.float16).max
+    assert acc.finish([master])
+    scaler.unscale_(optimizer)
+    assert distance(master.grad, exact) < 2 * torch.finfo(dtype).eps
+    scaler.step(optimizer)
+    scaler.update()
+    if dtype == torch.float16:
+        assert largest_gradient(lambda out: out.loss_sum).isinf()
+
+
+def test_an_empty_first_micro_batch_does_not_overflow():
+    hidden, labels = torch.rand(40000, 8).half() + 6, torch.zeros(40000, dtype=torch.int64)
+    weight = torch.randn(13, 8, generator=torch.Generator().manual_seed(0)).half()
+    exact = weight.clone().requires_grad_()
+    (fused_ce(hidden, exact, labels).loss_sum / 40000).backward()
+    weight.requires_grad_()
+    acc = LossAccumulator()
+    acc.backward(fused_ce(hidden[:9], weight, torch.full((9,), -100)))
+    acc.backward(fused_ce(hidden, weight, labels))
+    acc.finish([weight])
+    torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-2, atol=1e-3)
+
+
+def test_clipping_after_finish_sees_the_true_norm():
+    """A parameter given twice, tied and listed by both of its modules, is corrected once."""
+    micro = batches([1, 30, 4])
+    weight, exact, _ = weight_and_grad(micro)
+    acc = LossAccumulator()
+    for one in micro:
+        acc.backward(out_of(weight, one))
+    assert distance(weight.grad, exact) > 0.9  # before finish the norm means nothing
+    acc.finish([weight, weight])
+    assert distance(weight.grad, exact) <= SAME_SUMS
+    torch.nn.utils.clip_grad_norm_([weight], 0.1)
+    assert distance(weight.grad, exact * (0.1 / exact.norm())) < 1e-5  # torch adds 1e-6 to norms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_correction_is_exact(dtype):
+    """A factor that is rounded to bfloat16 errs up to 0.4%, one rounded to float32 1e-8."""
+    micro = [(h.to(dtype), y) for h, y in batches([7, 3])]
+    weight = new_weight().detach().to(dtype).requires_grad_()
+    hidden, labels = (torch.cat(x) for x in zip(*micro, strict=True))
+    wide = weight.detach().double().requires_grad_()
+    fused_ce(hidden.double(), wide, labels).mean().backward()
+    run_streaming(LossAccumulator(), weight, micro)
+    roundings = 2 if dtype == torch.float64 else 4  # each micro-batch's, their sum, the correction
+    assert distance(weight.grad, wide.grad) < roundings * torch.finfo(dtype).eps * 4
+    acc, ones = LossAccumulator(), torch.ones(4, dtype=dtype, requires_grad=True)
+    for n in (1, 300):
+        acc.backward((ones.float().sum() * n, torch.tensor(n)))
+    acc.finish([ones])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ones.grad.double(), torch.ones(4).double(), rtol=eps, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_correction_is_not_rounded_on_a_device(dtype):
+    device = torch.accelerator.current_accelerator()
+    factor = torch.tensor(1.00589, dtype=torch.float64, device=device)
+    tensors = [torch.randn(n, device=device).to(dtype) for n in (7, 1000, 2**20)]
+    for x in tensors:
+        x.grad = x.clone()
+    scale_gradients(tensors, factor)
+    for x in tensors:
+        wide = torch.promote_types(dtype, torch.float32)
+        exact = (x.to(wide) * factor.to(wide)).to(dtype)
+        torch.testing.assert_close(x.grad, exact, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("of_grad", "of_factor"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_the_correction_reads_nothing_from_a_device(of_grad, of_factor, dtype):
+    """A fake tensor has no value: reading one raises."""
+    with FakeTensorMode():
+        p = torch.empty(7, dtype=dtype, device=of_grad)
+        p.grad = torch.empty_like(p)
+        scale_gradients([p], torch.ones((), dtype=torch.float64, device=of_factor))
