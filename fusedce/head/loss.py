@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.contract.checks import autocast_dtype, memory_budget_of
+from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
@@ -33,7 +33,12 @@ from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
 from fusedce.head.rules import NODES, RULES, Rows, as_options
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
+from fusedce.loss.fused_ce import (
+    SumWithGrads,
+    ce_with_grads,
+    checked_ce,
+    sharded_loss_sum,
+)
 from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
@@ -218,22 +223,21 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any,
-        given: Given, *operands: Tensor,
+        ctx: Any, logits: LazyLogits, always: Tensor, fused: Fused, native: Any, dtype: torch.dtype,
+        given: Given, saved: tuple[Tensor, ...], *operands: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the fused loss.
+        """Return the fused loss in ``dtype``.
 
         Args:
             logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
             always: a leaf that wants one, too.
-            fused: the fused loss of the leaves in ``given``; in a tuple, since it is no input.
+            fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
             native: computes torch's own loss from real logits.
         """
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
-        ctx.expr, ctx.native, ctx.given, ctx.dtype = logits.expr, native, given, logits.dtype
-        (ctx.fused,) = fused
-        return ctx.fused.detach()
+        ctx.save_for_backward(*saved)
+        ctx.logits, ctx.fused, ctx.native, ctx.given = logits, fused, native, given
+        return fused.loss.detach().to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -242,39 +246,32 @@ class Route(torch.autograd.Function):
         if grad is None:
             return nothing
         _check_not_batched(grad)
-        if ctx.given is None:
-            raise RuntimeError(
-                "Trying to backward through the graph of a fused loss a second time: specify "
-                "retain_graph=True in the first call of backward"
-            )
+        saved = ctx.saved_tensors  # the second time, torch raises its error
+        z, fused, native, given = ctx.logits, ctx.fused, ctx.native, ctx.given
         if torch.is_grad_enabled():
-            (z,) = ctx.saved_tensors
-            return _native_gradient(z + 0, ctx.native, grad, again=True), *nothing[1:]
-        expr, native = ctx.expr, ctx.native
+            return _native_gradient(z + 0, native, grad, again=True), *nothing[1:]
+        expr, products = z.expr, z.expr.products()
 
         def make() -> Tensor:
             z = expr.values("the gradient of logits").detach().requires_grad_()
             return _native_gradient(z, native, grad)
 
-        products = expr.products()
         if any(p.watched for p in products):
             return make(), *nothing[1:]
-        given, fused = ctx.given, ctx.fused
-        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep, allow_unused=True)
+        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
+        found = fused.gradients(saved, leaves, grad, keep)
         if not keep:  # a kept loss keeps none of them
-            ctx.given = ctx.fused = None
+            ctx.logits = ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
         all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         if all_run and not any(p.hooked for p in products):
-            return *nothing[:5], *found
+            return *nothing[:7], *found
         left, loads = iter(found), {}
         for product, one in given.items():
             grads = [next(left) if x.requires_grad else None for x in one.leaves]
             loads[product] = (*grads, None)[:3]
-        meta = torch.empty(expr.after, dtype=ctx.dtype, device="meta")
-        return Passenger([loads], make, meta, grad.device), *nothing[1:]
+        return Passenger([loads], make, z.meta, grad.device), *nothing[1:]
 
 
 def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
@@ -285,6 +282,36 @@ def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) 
 
 
 # ---- the two witnesses ----------------------------------------------------------------------
+
+
+class Fused(NamedTuple):
+    """A fused loss, and the way of its gradient to the leaves that it was computed from."""
+
+    loss: Tensor  # (): with a graph, unless the sum has computed its gradients
+    sums: SumWithGrads | None = None
+    inputs: tuple[Tensor, ...] = ()  # those of the sum that want a gradient
+    divisor: Tensor | None = None  # () of the sum
+
+    def gradients(
+        self, saved: tuple[Tensor, ...], leaves: list[Tensor], upstream: Tensor, keep: bool
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the leaves; without ``keep``, for the last time."""
+        upstream, outputs = upstream.to(self.loss.dtype), (self.loss,)
+        grads: Sequence[Tensor] = (upstream,)
+        if self.sums is not None:
+            if self.divisor is not None:
+                upstream = upstream / self.divisor
+            grads = [g for g in self.sums.gradients(saved, upstream) if g is not None]
+            outputs = self.inputs
+            if len(outputs) == len(leaves) and all(map(_is_reshaped, outputs, leaves)):
+                return [g.view(x.shape) for g, x in zip(grads, leaves, strict=True)]
+        return torch.autograd.grad(outputs, leaves, grads, retain_graph=keep, allow_unused=True)
+
+
+def _is_reshaped(x: Tensor, leaf: Tensor) -> bool:
+    """Whether ``x`` has the entries of ``leaf`` in the same order."""
+    same = x is leaf or (x._base is leaf and x.is_contiguous() and leaf.is_contiguous())
+    return same and x.numel() == leaf.numel()
 
 
 class Operands(NamedTuple):
@@ -397,7 +424,7 @@ def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
 def _fused(
     x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
     reduction: Any, label_smoothing: float,
-) -> Tensor:  # fmt: skip
+) -> Fused:  # fmt: skip
     product, observer = x.expr.products()[0], LossObserver.of_this_thread()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
@@ -410,26 +437,34 @@ def _fused(
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
         if sharded:
-            return sharded_cross_entropy(p.hidden, w, target, vocab_size=p.classes.stop, **options)
-        return fused_cross_entropy(p.hidden, w, target, **options)
+            options["vocab_size"] = p.classes.stop
+            return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
+        return Fused(fused_cross_entropy(p.hidden, w, target, **options))
     denominator = None if observer is None else observer.denominator
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
     monitor = observer.monitor if observer else ()
+    sums, inputs = None, ()
     with nullcontext() if expects or factor is expected() else expecting(factor):
+        problem = Problem(p.hidden, w, target, **options)
         if sharded:
-            problem = Problem(p.hidden, w, target, **options)
             out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
         else:
-            out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
+            problem = checked(problem)
+            if not monitor:
+                sums = ce_with_grads(problem)
+            out = checked_ce(problem, monitor) if sums is None else sums.out()
     if observer is not None:
         observer.observe(out, reduction)
-    loss_sum, n_valid = out
+    if sums is not None:
+        given = (problem.hidden, problem.weight, problem.bias)
+        inputs = tuple(t for t in given if t is not None and t.requires_grad)
     if reduction == "sum":
-        return loss_sum
-    return loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)
+        return Fused(out.loss_sum, sums, inputs)
+    divisor = out.n_valid.clamp(min=1) if denominator is None else denominator
+    return Fused(out.loss_sum / divisor, sums, inputs, divisor)
 
 
 def _cross_entropy(
@@ -459,20 +494,22 @@ def _cross_entropy(
             and target.shape == p.hidden.shape[:-1]
             and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
         ):  # fmt: skip
-            loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+            fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
         else:
             given = None
     if given is None:
         return native(x)
     x.expr.products()[0].report.fused()
-    if autocast_dtype(x.device) is None:
-        loss = loss.to(x.dtype)
+    dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = _again(func, x, target, options)
         live = [t for one in given.values() for t in one.live]
-        loss = Route.apply(x, _ALWAYS, (loss,), again, given, *live)
+        saved = () if fused.sums is None else fused.sums.saved
+        loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
+    else:
+        loss = fused.loss.to(dtype)
     if (observer := LossObserver.of_this_thread()) is not None:
         observer.results.append(Result.of(loss))
     return loss
