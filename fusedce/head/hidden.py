@@ -40,15 +40,21 @@ class Head:
     def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
         self.report, self.memory_budget = report, memory_budget
 
-    @torch.compiler.disable(reason=_UNCOMPILED)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, module, args)
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
         if isinstance(x, Tensor) and reason is None:
             return (_lent(x, self, module),)
         self.report.note(f"the original head runs: {reason}")
         return None
+
+
+@torch.compiler.disable(reason=_UNCOMPILED)
+def _uncompiled(head: Head, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    return head(module, args)
 
 
 def _why_not(x: Any) -> str | None:
@@ -78,7 +84,6 @@ class Hidden(Uncompiled):
     module: nn.Module
 
     @classmethod
-    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = next((a for a in args if type(a) is Hidden), None)
         with NO_TORCH_FUNCTION():

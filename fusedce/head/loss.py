@@ -250,7 +250,7 @@ class Route(torch.autograd.Function):
         z, fused, native, given = ctx.logits, ctx.fused, ctx.native, ctx.given
         if torch.is_grad_enabled():
             return _native_gradient(z + 0, native, grad, again=True), *nothing[1:]
-        expr, products = z.expr, z.expr.products()
+        expr, products = z.expr, z.expr.products
 
         def make() -> Tensor:
             z = expr.values("the gradient of logits").detach().requires_grad_()
@@ -391,7 +391,7 @@ def _kinds(expr: Expr) -> Counter[str]:
 
 def _given(x: LazyLogits) -> Given | None:
     """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
-    products = x.expr.products()
+    products = x.expr.products
     if x.memory.written or any(p.watched for p in products):
         return None
     chain = _Chain(x.grad_fn)
@@ -425,7 +425,7 @@ def _fused(
     x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
     reduction: Any, label_smoothing: float,
 ) -> Fused:  # fmt: skip
-    product, observer = x.expr.products()[0], LossObserver.of_this_thread()
+    product, observer = x.expr.products[0], LossObserver.of_this_thread()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
         w, bias = w[p.classes], None if bias is None else bias[p.classes]
@@ -485,7 +485,7 @@ def _cross_entropy(
         and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         return native(x)
-    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products()}
+    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products}
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
         p = None if given is None else _rows(x.expr, given)
         p = None if p is None else as_options(p)
@@ -499,7 +499,7 @@ def _cross_entropy(
             given = None
     if given is None:
         return native(x)
-    x.expr.products()[0].report.fused()
+    x.expr.products[0].report.fused()
     dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()

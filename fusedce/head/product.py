@@ -7,9 +7,11 @@ An :class:`Expr` is an operator applied to it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import add
 from typing import Any
 
 import torch
@@ -82,7 +84,7 @@ class Product:
         _live.add(self)
 
     def _state(self) -> list[Any]:
-        merged = tuple(getattr(self.module, "merged_adapters", ()))  # PEFT writes into weight.data
+        merged = tuple(vars(self.module).get("merged_adapters", ()))  # PEFT writes weight.data
         return [merged, *(0 if x.is_inference() else x._version for x in self.given)]
 
     def is_gone(self) -> bool:
@@ -193,6 +195,7 @@ class Expr:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
         before, after: shapes of the first of them and of the result.
+        products: those in this expression, as often as they are.
         memory: where the values are kept while lazy logits live that are these, or views of them.
     """
 
@@ -204,6 +207,8 @@ class Expr:
     ) -> None:  # fmt: skip
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
         self.before, self.after = before, after
+        below = [a.products for a in args if isinstance(a, Expr)]
+        self.products: list[Product] = [product] if product else functools.reduce(add, below)
 
     def values(self, operation: str) -> Tensor:
         """The values, without a graph; ``operation`` needs them."""
@@ -219,12 +224,6 @@ class Expr:
         args = (of(a) if isinstance(a, Expr) else a for a in self.args)
         out: Tensor = self.func(*args, **self.kwargs)
         return out
-
-    def products(self) -> list[Product]:
-        """The products in this expression."""
-        if self.product is not None:
-            return [self.product]
-        return [p for a in self.args if isinstance(a, Expr) for p in a.products()]
 
 
 class Memory:

@@ -95,7 +95,7 @@ def kept_by_detached_logits(model):
         kept = z.detach()
         del z, loss  # an evaluation step without no_grad: nothing calls backward
     lazy = getattr(kept, "memory", None)
-    own = kept.nbytes if lazy is None else kept.expr.products()[0].given[0].nbytes
+    own = kept.nbytes if lazy is None else kept.expr.products[0].given[0].nbytes
     return graph, sum(s.x.nbytes for s in saved), own
 
 

@@ -10,8 +10,10 @@ pytest.importorskip("peft")
 import peft
 from support.bounds import SAME_MODEL, STATISTIC
 from support.tiny_trainer import V, llama
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fusedce import fused_ce, replace_loss_head, restore_loss_head
+from fusedce import replace_loss_head, restore_loss_head
 
 
 def batch():
@@ -155,18 +157,26 @@ def test_switching_to_such_an_adapter_gives_real_logits():
     torch.testing.assert_close(got, expected)
 
 
-def test_frozen_head_costs_no_weight_gradient(monkeypatch):
-    """The op is given a weight that wants none, and that nothing was added to."""
-    given = []
+class Calls(TorchDispatchMode):
+    """Arguments and results of the operators of fusedce."""
 
-    def spy(hidden, weight, *args, **options):
-        given.append(weight)
-        return fused_ce(hidden, weight, *args, **options)
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    model = adapted()
-    monkeypatch.setattr("fusedce.head.loss.fused_ce", spy)
-    replace_loss_head(model)
-    loss_and_grads(model)
-    (weight,) = given
-    assert not weight.requires_grad
-    assert weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fusedce":
+            self.seen.append((args, out))
+        return out
+
+
+def test_frozen_head_costs_no_weight_gradient():
+    """The operator is given the weight itself, and returns no gradient of its size."""
+    model = replace_loss_head(adapted())
+    weight = model.get_output_embeddings().weight
+    with Calls() as calls:
+        loss_and_grads(model)
+    given = [a for args, _ in calls.seen for a in args if getattr(a, "shape", 0) == weight.shape]
+    assert {a.data_ptr() for a in given} == {weight.data_ptr()}
+    assert all(t.shape != weight.shape for _, out in calls.seen for t in tree_leaves(out))
