@@ -80,7 +80,7 @@ class Product:
         ]  # fmt: skip
         self.before = self._state()
         self.of_engine = any(_is_part(x) for x in given[1:])
-        self.of_parameters = any(isinstance(x, nn.Parameter) for x in given[1:])
+        self.of_parameters = any(_is_parameter(x) for x in given[1:])
         _live.add(self)
 
     def _state(self) -> list[Any]:
@@ -139,6 +139,10 @@ def whole(x: Any) -> Tensor:
     """All rows of an operand, gathered where each rank holds some."""
     rows: Tensor = x.full_tensor() if is_vocabulary_shard(x) else x
     return rows
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def _is_part(x: Tensor) -> bool:

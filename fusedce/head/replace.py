@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedce.contract.checks import check_memory_budget
 from fusedce.contract.groups import is_dtensor
-from fusedce.head.hidden import Head, ShardedForward, head_of
+from fusedce.head.hidden import Head, ShardedForward, head_of, rows_of
 from fusedce.head.observe import note_items
 from fusedce.head.report import HeadCounts, HeadReport, added_up
 
@@ -166,13 +166,11 @@ def _check_head(model: nn.Module, head: Any) -> None:
             f"head must be a torch.nn.Module, got {type(head).__name__}"
             + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
         )
-    # To read a parametrized weight is to compute it.
-    rows = getattr(head, "out_features", None)
-    shape = (rows, 0) if rows else getattr(getattr(head, "weight", None), "shape", ())
-    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or len(shape) != 2:
+    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or rows_of(head) is None:
+        shape = getattr(getattr(head, "weight", None), "shape", None)
         raise TypeError(
-            f"head must be a linear layer with a weight (V, H), got {type(head).__name__}"
-            + (f" with weight {tuple(shape)}" if shape else "")
+            f"head must be a linear layer with a weight (V, H), or hold one, got "
+            f"{type(head).__name__}" + (f" with weight {tuple(shape)}" if shape else "")
         )
     if all(m is not head for m in model.modules()):
         raise ValueError(
@@ -223,7 +221,11 @@ def _find_head(model: nn.Module) -> nn.Module:
     likely = [n for n, m in linears.items() if m.out_features in rows]
     for names in (list(linears), tied, likely):
         if len(names) == 1:
-            return linears[names[0]]
+            outer = model.get_submodule(names[0].rpartition(".")[0])
+            adds = {len(p) for p in outer.parameters(recurse=False) if p.dim()}  # as LoRA does
+            linear = linears[names[0]]
+            whole = outer is not model and linear.out_features in adds and rows_of(outer)
+            return outer if whole else linear
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
         f"{', '.join(likely or linears)} could be its output head. "
