@@ -48,7 +48,7 @@ class Head:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             return _uncompiled(self, module, args)
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
@@ -113,7 +113,7 @@ class Hidden(Uncompiled):
             out = func(*args, **(kwargs or {}))
             if given is None or type(out) not in (Tensor, Hidden) or not out.is_floating_point():
                 return out
-            if out.dim() != given.dim() or out.shape[-1] == rows_of(given.module):
+            if out.dim() != given.dim() or out.shape[-1] == classes_of(given.module):
                 if out.dim() == given.dim() and given.shape[-1] != out.shape[-1]:
                     given.head.report.note(_NO_PRODUCT.format(getattr(func, "__name__", func)))
                 return out.as_subclass(Tensor) if type(out) is Hidden else out
@@ -126,12 +126,12 @@ def _lent(x: Tensor, head: Head, module: nn.Module) -> Hidden:
     return lent
 
 
-def rows_of(module: Any) -> int | None:
+def classes_of(module: Any) -> int | None:
     """The number of classes of a linear head, or of a module around one linear layer."""
     if hasattr(module, "out_features"):  # to read a parametrized or sharded weight is not enough
         return int(module.out_features)
     inside = [m.out_features for m in module.modules() if isinstance(m, nn.Linear)]
-    shape = getattr(getattr(module, "weight", None), "shape", ())
+    shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
     return inside[0] if len(inside) == 1 else int(shape[0]) if len(shape) == 2 else None
 
 
@@ -140,7 +140,7 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     operands = [weight] if bias is None else [weight, bias]
     if any(t.device != x.device or not _is_operand(t) for t in operands):
         return None
-    if weight.dim() != 2 or weight.shape != (rows_of(x.module), x.shape[-1]):
+    if weight.dim() != 2 or weight.shape != (classes_of(x.module), x.shape[-1]):
         return None
     hidden = x.as_subclass(Tensor)
     dtype = autocast_dtype(x.device)

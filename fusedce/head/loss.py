@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from fusedce.contract.problem import Problem
 from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
 from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
-from fusedce.head.rules import NODES, RULES, Rows, as_options
+from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import (
     SumWithGrads,
@@ -232,7 +231,7 @@ class Route(torch.autograd.Function):
             logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
             always: a leaf that wants one, too.
             fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
-            native: computes torch's own loss from real logits.
+            native: gives the gradient of torch's own loss by real logits, times another.
         """
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -249,12 +248,12 @@ class Route(torch.autograd.Function):
         saved = ctx.saved_tensors  # the second time, torch raises its error
         z, fused, native, given = ctx.logits, ctx.fused, ctx.native, ctx.given
         if torch.is_grad_enabled():
-            return _native_gradient(z + 0, native, grad, again=True), *nothing[1:]
+            return native(z + 0, grad), *nothing[1:]
         expr, products = z.expr, z.expr.products
 
         def make() -> Tensor:
             z = expr.values("the gradient of logits").detach().requires_grad_()
-            return _native_gradient(z, native, grad)
+            return native(z, grad)
 
         if any(p.watched for p in products):
             return make(), *nothing[1:]
@@ -274,13 +273,6 @@ class Route(torch.autograd.Function):
         return Passenger([loads], make, z.meta, grad.device), *nothing[1:]
 
 
-def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
-    with torch.enable_grad():
-        loss = native(z)
-        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
-    return found
-
-
 # ---- the two witnesses ----------------------------------------------------------------------
 
 
@@ -296,7 +288,8 @@ class Fused(NamedTuple):
         self, saved: tuple[Tensor, ...], leaves: list[Tensor], upstream: Tensor, keep: bool
     ) -> Sequence[Tensor | None]:
         """Gradients of the leaves; without ``keep``, for the last time."""
-        upstream, outputs = upstream.to(self.loss.dtype), (self.loss,)
+        upstream = upstream.to(self.loss.dtype)
+        outputs: Sequence[Tensor] = (self.loss,)
         grads: Sequence[Tensor] = (upstream,)
         if self.sums is not None:
             if self.divisor is not None:
@@ -324,87 +317,35 @@ class Operands(NamedTuple):
 Given = dict[Product, Operands]
 
 
-def _rows(expr: Expr, given: Given) -> Rows | None:
-    """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
-    if expr.product is not None:
-        hidden, weight, *bias = given[expr.product].leaves
-        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
-                    slice(0, weight.shape[0]))  # fmt: skip
-    rule = RULES.get(expr.func)
-    args = []
-    for arg in expr.args if rule is not None else ():
-        args.append(_rows(arg, given) if isinstance(arg, Expr) else arg)
-        if args[-1] is None and isinstance(arg, Expr):
-            return None
-    if rule is None:
-        return None
-    return rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
-
-
-class _Chain:
-    """The nodes of autograd between logits and their products.
-
-    Attributes:
-        made: the nodes that made the logits of each product.
-        kinds: what the others differentiate; ``functions``: the number of users' functions.
-        is_known: whether no other nodes stand there: a leaf, a write, or a function of C++.
-    """
-
-    def __init__(self, node: Any) -> None:
-        self.made: list[Any] = []
-        self.kinds: Counter[str] = Counter()
-        self.functions = 0
-        self.is_known = self._walk(node)
-
-    def _walk(self, node: Any) -> bool:
-        if isinstance(node, MakeLogits._backward_cls):
-            self.made.append(node)
-            return True
-        if isinstance(node, BackwardCFunction):
-            self.functions += 1
-        elif node is None or node.name() not in NODES:
-            return False
-        else:
-            self.kinds[_kind(node.name().partition("Backward")[0])] += 1
-        below = [n for n, _ in node.next_functions if n is not None]
-        return bool(below) and all(self._walk(n) for n in below)
-
-
-# A function that reads its gradient in another shape cannot hand it on.
-_SHAPES = ("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze")
-_COPIES = ("alias", "clone", "detach", "liftfresh")
-_PARTS = {"split": "slice", "splitwithsizes": "slice", "unbind": "select"}
-
-
-def _kind(name: str) -> str:
-    """One name for an operator and the node that differentiates it."""
-    name = name.replace("_", "").lower()
-    return "" if name in _SHAPES or name in _COPIES else _PARTS.get(name, name)
-
-
-def _kinds(expr: Expr) -> Counter[str]:
-    if expr.product is not None:
-        return Counter()
-    below = (_kinds(a) for a in expr.args if isinstance(a, Expr))
-    return sum(below, Counter([_kind(expr.func.overloadpacket.__name__)]))
+def _nodes(node: Any) -> Iterator[Any]:
+    """The nodes of autograd between logits and their products, as far as they are known."""
+    yield node
+    if isinstance(node, MakeLogits._backward_cls) or node is None:
+        return
+    if isinstance(node, BackwardCFunction) or node.name() in NODES:
+        for below, _ in node.next_functions:
+            if below is not None:
+                yield from _nodes(below)
 
 
 def _given(x: LazyLogits) -> Given | None:
     """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
-    products = x.expr.products
-    if x.memory.written or any(p.watched for p in products):
+    products, nodes = x.expr.products, list(_nodes(x.grad_fn))
+    made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
+    functions = [n for n in nodes if isinstance(n, BackwardCFunction) and n not in made]
+    kinds = [n.name() for n in nodes if n is not None and not isinstance(n, BackwardCFunction)]
+    if x.memory.written or not made or None in nodes or not NODES.issuperset(kinds):
         return None
-    chain = _Chain(x.grad_fn)
-    if not chain.is_known or max(len(products), len(chain.made)) > len(set(products)):
+    if any(p.watched for p in products) or max(len(products), len(made)) > len(set(products)):
         return None  # a part of the same logits may be detached
-    if chain.functions:
+    if functions:
         # A user's function has no node of ours: it must hand on the gradient that it is given.
         # Its backward gets a passenger, and reads it unless it hands that on, too.
-        if {**chain.kinds, "": 0} != {**_kinds(x.expr), "": 0}:
+        if number_of_steps(kinds) != number_of_steps(x.expr.names()):
             return None
         for product in products:
             product.hooked = True
-    live = {node.product: node.given for node in chain.made}
+    live = {node.product: node.given for node in made}
     if None in live.values() or not live.keys() <= set(products):  # backward has run already
         return None
     return {p: _operands(p, live.get(p, ())) for p in products}
@@ -446,7 +387,7 @@ def _fused(
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
     monitor = observer.monitor if observer else ()
-    sums, inputs = None, ()
+    sums: SumWithGrads | None = None
     with nullcontext() if expects or factor is expected() else expecting(factor):
         problem = Problem(p.hidden, w, target, **options)
         if sharded:
@@ -458,9 +399,8 @@ def _fused(
             out = checked_ce(problem, monitor) if sums is None else sums.out()
     if observer is not None:
         observer.observe(out, reduction)
-    if sums is not None:
-        given = (problem.hidden, problem.weight, problem.bias)
-        inputs = tuple(t for t in given if t is not None and t.requires_grad)
+    given = (problem.hidden, problem.weight, problem.bias)
+    inputs = tuple(t for t in given if t is not None and t.requires_grad)
     if reduction == "sum":
         return Fused(out.loss_sum, sums, inputs)
     divisor = out.n_valid.clamp(min=1) if denominator is None else denominator
@@ -487,14 +427,13 @@ def _cross_entropy(
         return native(x)
     given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products}
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
-        p = None if given is None else _rows(x.expr, given)
-        p = None if p is None else as_options(p)
+        p = None if given is None else rows_of(x.expr, {q: o.leaves for q, o in given.items()})
         if (
             p is not None and p.class_dim == min(1, x.dim() - 1)
             and target.shape == p.hidden.shape[:-1]
             and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
         ):  # fmt: skip
-            fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+            fused: Fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
         else:
             given = None
     if given is None:
@@ -503,8 +442,9 @@ def _cross_entropy(
     dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
+        reduction = reduction if fused.divisor is None else "sum"
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
-        again = _again(func, x, target, options)
+        again = functools.partial(_native_gradient, func, target, options, fused.divisor)
         live = [t for one in given.values() for t in one.live]
         saved = () if fused.sums is None else fused.sums.saved
         loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
@@ -515,20 +455,17 @@ def _cross_entropy(
     return loss
 
 
-def _again(func: Any, x: LazyLogits, target: Tensor, options: Any) -> Callable[[Tensor], Tensor]:
-    """Torch's own loss, for the gradient of real logits, in float32 or better."""
-    observer = LossObserver.of_this_thread()
-    denominator = None if observer is None else observer.denominator
-
-    def native(z: Tensor) -> Tensor:
-        z = z if z.dtype == torch.float64 else z.float()
-        if options[4] == "mean" and options[0] is None:  # with every label ignored, torch's is NaN
-            count = target.ne(options[2]).sum().clamp(min=1) if denominator is None else denominator
-            return func(z, target, *options[:4], "sum", *options[5:]) / count
-        out: Tensor = func(z, target, *options)
-        return out
-
-    return native
+def _native_gradient(
+    func: Any, target: Tensor, options: Any, divisor: Tensor | None, z: Tensor, grad: Tensor
+) -> Tensor:
+    """``grad`` times the gradient of torch's own loss by ``z``, in float32 or better."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = func(z if z.dtype == torch.float64 else z.float(), target, *options)
+        loss = loss if divisor is None else loss / divisor  # of ignored labels, torch's mean is NaN
+        found: Tensor
+        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
+    return found
 
 
 LazyLogits.above[F.cross_entropy] = _cross_entropy

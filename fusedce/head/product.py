@@ -229,6 +229,11 @@ class Expr:
         out: Tensor = self.func(*args, **self.kwargs)
         return out
 
+    def names(self) -> list[str]:
+        """The names of its operators."""
+        below = [name for a in self.args if isinstance(a, Expr) for name in a.names()]
+        return below if self.product is not None else [self.func.overloadpacket.__name__, *below]
+
 
 class Memory:
     """What lazy logits and all their views share: their values, once computed."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedce.contract.checks import check_memory_budget
 from fusedce.contract.groups import is_dtensor
-from fusedce.head.hidden import Head, ShardedForward, head_of, rows_of
+from fusedce.head.hidden import Head, ShardedForward, classes_of, head_of
 from fusedce.head.observe import note_items
 from fusedce.head.report import HeadCounts, HeadReport, added_up
 
@@ -166,7 +166,7 @@ def _check_head(model: nn.Module, head: Any) -> None:
             f"head must be a torch.nn.Module, got {type(head).__name__}"
             + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
         )
-    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or rows_of(head) is None:
+    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or classes_of(head) is None:
         shape = getattr(getattr(head, "weight", None), "shape", None)
         raise TypeError(
             f"head must be a linear layer with a weight (V, H), or hold one, got "
@@ -224,7 +224,7 @@ def _find_head(model: nn.Module) -> nn.Module:
             outer = model.get_submodule(names[0].rpartition(".")[0])
             adds = {len(p) for p in outer.parameters(recurse=False) if p.dim()}  # as LoRA does
             linear = linears[names[0]]
-            whole = outer is not model and linear.out_features in adds and rows_of(outer)
+            whole = outer is not model and linear.out_features in adds and classes_of(outer)
             return outer if whole else linear
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
