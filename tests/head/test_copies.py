@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.attacks import both
+from support.attacks import same
 from support.copies import COPIES
 from support.heads import MODES, V, ce, plain_model, tokens
 from torch.autograd import forward_ad
@@ -112,14 +112,12 @@ PACKS = {
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_hooks_on_saved_tensors_that_read_memory(name):
-    def program(m, x, y):
-        with torch.autograd.graph.saved_tensors_hooks(*PACKS[name]):
-            z = m(x)
-            loss = ce(z, y) + (z * torch.linspace(0, 1, V)).sum()
-            return loss + z.square().mean() + z.exp().mean()
-
-    both(program)
+@same
+def test_hooks_on_saved_tensors_that_read_memory(m, x, y, name):
+    with torch.autograd.graph.saved_tensors_hooks(*PACKS[name]):
+        z = m(x)
+        loss = ce(z, y) + (z * torch.linspace(0, 1, V)).sum()
+        return loss + z.square().mean() + z.exp().mean()
 
 
 # ---- what is refused, and what is not -------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.attacks import both
+from support.attacks import same
 from support.heads import MODES, V, ce, loss_and_grads, plain_model, tokens
 
 from fusedce import replace_loss_head
@@ -100,14 +100,12 @@ def test_a_write_counts(write, mode):
     torch.testing.assert_close(found, native)
 
 
-def test_what_an_operator_reads_is_right():
-    def program(m, x, y):
-        z = m(x)
-        with torch.no_grad():
-            seen = torch.ops.fusedce_test_writers.sum_of(z)
-        return ce(z, y), seen
-
-    both(program)
+@same
+def test_what_an_operator_reads_is_right(m, x, y):
+    z = m(x)
+    with torch.no_grad():
+        seen = torch.ops.fusedce_test_writers.sum_of(z)
+    return ce(z, y), seen
 
 
 def clamped_out(g):
@@ -128,13 +126,11 @@ def reduced(g):
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("write", [clamped_out, many_at_once, of_a_list, reduced])
-def test_a_hook_that_writes_into_the_gradient_unseen(write):
-    def program(m, x, y):
-        z = m(x)
-        z.register_hook(write)
-        return ce(z, y)
-
-    both(program)
+@same
+def test_a_hook_that_writes_into_the_gradient_unseen(m, x, y, write):
+    z = m(x)
+    z.register_hook(write)
+    return ce(z, y)
 
 
 @pytest.mark.parametrize(
