@@ -157,7 +157,10 @@ class Passenger(Tensor):
         """The real gradient."""
         if self.read is None:
             with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                self.read = self.make()
+                made = self.make()
+                if made.stride() != self.stride():  # which operators were told
+                    made = torch.empty_like(self.meta, device=made.device).copy_(made)
+                self.read = made
         return self.read
 
     @classmethod
@@ -270,7 +273,8 @@ class Route(torch.autograd.Function):
         for product, one in given.items():
             grads = [next(left) if x.requires_grad else None for x in one.leaves]
             loads[product] = (*grads, None)[:3]
-        return Passenger([loads], make, z.meta, grad.device), *nothing[1:]
+        meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
+        return Passenger([loads], make, meta, grad.device), *nothing[1:]
 
 
 # ---- the two witnesses ----------------------------------------------------------------------
