@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
-from support.heads import V, ce, compiled, plain_model, tokens
+from support.heads import ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head
 
@@ -38,17 +38,6 @@ def test_a_compiled_function_and_a_fused_loss(first):
             return run(z) + ce(z, y)
         loss = ce(z, y)
         return loss + run(z)
-
-    both(program)
-
-
-def test_a_compiled_function_of_a_view_of_what_was_looked_at():
-    run = compiled(lambda z: z.exp().sum())
-
-    def program(m, x, y):
-        z = m(x)
-        seen = z.argmax(-1).float()
-        return run(z.view(-1, V)) + ce(z, y) + run(z[:, 1:]), seen
 
     both(program)
 
@@ -85,18 +74,6 @@ def test_inductor_is_handed_lazy_logits():
     torch._dynamo.reset()
     run = torch.compile(compiled_loss)
     both(lambda m, x, y: run(m(x), y))
-
-
-def test_a_compiled_function_of_what_the_loss_is_differentiated_by():
-    run = compiled(lambda g: g.square().sum())
-
-    def program(m, x, y):
-        z = m(x)
-        loss = ce(z, y)
-        (g,) = torch.autograd.grad(loss, z, retain_graph=True)
-        return loss, run(g)
-
-    both(program)
 
 
 # ---- compiled models ------------------------------------------------------------------------

@@ -20,22 +20,6 @@ class Squares(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-class OwnCrossEntropy(torch.autograd.Function):
-    """Libraries write such functions, which make the gradient in forward."""
-
-    @staticmethod
-    def forward(ctx, z, y):
-        p = z.float().softmax(-1)
-        grad = p.clone()
-        grad[torch.arange(len(y)), y] -= 1
-        ctx.save_for_backward(grad / len(y))
-        return -p.gather(1, y[:, None]).log().mean()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.saved_tensors[0] * g, None
-
-
 class Doubled(torch.autograd.Function):
     """Its backward is not the derivative of its forward."""
 
@@ -56,19 +40,6 @@ class WrongTurn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g.reshape(g.shape[1], g.shape[0], g.shape[2])
-
-
-class WrongRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.shape = z.shape
-        return z[:, 1:]
-
-    @staticmethod
-    def backward(ctx, g):
-        out = g.new_zeros(ctx.shape)
-        out[:, :-1] = g
-        return out
 
 
 class WrongSlice(torch.autograd.Function):
@@ -93,38 +64,17 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_function_of_any_view_gives_its_gradient(view):
-    both(lambda m, x, y: Squares.apply(VIEWS[view](m(x))))
-    both(lambda m, x, y: ce(m(x), y) + Squares.apply(VIEWS[view](m(x))))
-
-
-@pytest.mark.parametrize("view", VIEWS)
 @same
-def test_a_function_and_a_loss_of_the_same_logits(m, x, y, view):
+def test_a_function_of_any_view_and_a_loss_of_the_same_logits(m, x, y, view):
     z = m(x)
     return ce(z, y) + Squares.apply(VIEWS[view](z)) + ce(z[:, 1:], y[:, 1:])
 
 
-def test_a_librarys_own_cross_entropy():
-    both(lambda m, x, y: OwnCrossEntropy.apply(m(x).view(-1, V), y.view(-1)))
-
-
-@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongRows, WrongSlice])
+@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongSlice])
 @same
 def test_a_backward_that_is_no_derivative(m, x, y, function):
     z = function.apply(m(x))
     return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()])
-
-
-@same
-def test_a_loss_module_with_a_backward_hook(m, x, y):
-    loss = nn.CrossEntropyLoss()
-    seen = []
-    loss.register_full_backward_hook(lambda _, i, o: seen.append(i[0]))
-    value = loss(m(x).view(-1, V), y.view(-1))
-    value.backward(retain_graph=True)
-    m.zero_grad()
-    return value, seen[0]
 
 
 @same
@@ -163,12 +113,6 @@ def test_a_look_without_grad_at_a_functions_output_keeps_the_graph(m, x, y):
     with torch.no_grad():
         seen = z.argmax(-1).float() + z.amax(-1)
     return ce(z, y), seen
-
-
-@same
-def test_a_function_that_looks_and_any_other_use(m, x, y):
-    z = m(x)
-    return Squares.apply(z) + z.exp().mean() + ce(z, y) + z.logsumexp(-1).sum()
 
 
 def test_vmap():

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both
 from support.bounds import SAME_MODEL, STATISTIC
-from support.heads import H, V, ce, plain_model, tokens
+from support.heads import H, V, ce, tokens
 from torch import nn
 
 from fusedce import head_report, reference_ce, replace_loss_head
@@ -40,15 +39,6 @@ def test_a_head_that_upcasts(when):
             results.append((z + 0, ce(z, y)))
     torch.testing.assert_close(results[1][0], results[0][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-3, atol=0)
-
-
-def test_a_head_of_zeros():
-    """As some models begin: the gradient of the hidden states is 0."""
-    native = model_of(nn.Linear(H, V, bias=False))
-    nn.init.zeros_(native[1].weight)
-    replaced = replace_loss_head(copy.deepcopy(native))
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-    torch.testing.assert_close(ce(replaced(x), y), ce(native(x), y))
 
 
 class MultipliesInFloat32(nn.Linear):
@@ -130,21 +120,6 @@ def test_a_head_that_does_more_is_fused_since_its_own_code_runs(kind, mode, requ
     torch.testing.assert_close(results[1], results[0], rtol=SAME_MODEL, atol=1e-7)
 
 
-class SaturatingInHalf(nn.Linear):
-    def forward(self, x):
-        z = super().forward(x)
-        return z if z.dtype == torch.float32 else z.clamp(-0.1, 0.1)
-
-
-def test_what_a_head_does_in_another_dtype():
-    native = model_of(SaturatingInHalf(H, V))
-    replaced = replace_loss_head(copy.deepcopy(native))
-    both(lambda m, x, y: ce(m(x), y), native)
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(ce(replaced(x), y), ce(native(x), y))
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.spectral_norm,
                                   nn.utils.parametrizations.weight_norm,
@@ -164,27 +139,3 @@ def test_a_parametrized_weight(wrap, mode):
             results.append((loss.detach(), {n: p.grad for n, p in m.named_parameters()}))
         torch.testing.assert_close(results[1], results[0], rtol=SAME_MODEL, atol=1e-7)
     assert head_report(replaced).losses_fused == 2
-
-
-def test_replacing_draws_no_random_numbers():
-    model = plain_model()
-    state = torch.random.get_rng_state()
-    replace_loss_head(model)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_replacing_inside_autocast_takes_a_plain_head():
-    model = plain_model()
-    with torch.autocast("cpu", torch.bfloat16):
-        replace_loss_head(model)
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-    torch.testing.assert_close(ce(model(x), y), ce(plain_model()(x), y))
-
-
-def test_replacing_without_grad_and_in_inference_mode():
-    for mode in (torch.no_grad, torch.inference_mode):
-        model = plain_model()
-        with mode():
-            replace_loss_head(model)
-        ce(model(tokens(3, 7)), tokens(3, 7, seed=1)).backward()
-        assert model[1].weight.grad is not None

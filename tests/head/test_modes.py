@@ -19,18 +19,6 @@ def ban_in_float(z):
     return scores.argmax(-1), z.argmax(-1)
 
 
-def ban_in_a_copy(z):
-    scores = z.to(torch.float32, copy=True)
-    scores[..., 3] = 50.0
-    return scores.argmax(-1), z.argmax(-1)
-
-
-def ban_in_a_contiguous_copy(z):
-    scores = z[:, :-1].contiguous()
-    scores[..., 3] = 50.0
-    return scores.argmax(-1), z.argmax(-1)
-
-
 def ban_in_rows(z):
     rows = z.reshape(-1, V)
     rows[:, 3] = 50.0
@@ -71,7 +59,7 @@ def all_at_once(z):
 
 _writer = None
 USES = [
-    ban_in_float, ban_in_a_copy, ban_in_a_contiguous_copy, ban_in_rows, sample_warped,
+    ban_in_float, ban_in_rows, sample_warped,
     other_places, chosen, compiled_writer, all_at_once,
 ]  # fmt: skip
 
