@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attacks import both
 from support.bounds import SAME_MODEL, STATISTIC
 from support.heads import H, V, ce, tokens
 from torch import nn
@@ -139,3 +140,62 @@ def test_a_parametrized_weight(wrap, mode):
             results.append((loss.detach(), {n: p.grad for n, p in m.named_parameters()}))
         torch.testing.assert_close(results[1], results[0], rtol=SAME_MODEL, atol=1e-7)
     assert head_report(replaced).losses_fused == 2
+
+
+class Multiplied(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+class LoRA(nn.Module):
+    """As litgpt's, whose second product is no ``F.linear``."""
+
+    def __init__(self, frozen, rank=2):
+        super().__init__()
+        self.linear = frozen.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(rank, frozen.in_features))
+        self.B = nn.Parameter(torch.randn(frozen.out_features, rank))
+
+    def forward(self, x):
+        return self.linear(x) + (x @ self.A.transpose(0, 1) @ self.B.transpose(0, 1)) * 0.5
+
+
+@pytest.mark.parametrize("head", [lambda: Multiplied(H, V), lambda: LoRA(nn.Linear(H, V))])
+def test_a_head_whose_product_is_a_matmul_is_fused(head):
+    model = model_of(head())
+    model.insert(1, nn.Linear(H, H))  # so that the head is found by its rows
+    report = both(lambda m, x, y: ce(m(x), y), model)
+    assert (report.losses_fused, report.logits_made) == (1, 0)
+
+
+class Foreign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def test_another_librarys_linear_runs_but_for_the_head(monkeypatch):
+    """DeepSpeed's ZeRO-3 puts such a function in ``F.linear``."""
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: Foreign.apply(x, weight))
+    model = model_of(nn.Linear(H, V, bias=False))
+    model.insert(1, nn.Linear(H, H, bias=False))
+    report = both(lambda m, x, y: ce(m(x), y), model)
+    assert (report.losses_fused, report.logits_made) == (1, 0)
+    assert "Foreign" in type(model[:2](tokens(2)).grad_fn).__name__
+
+
+class Blocks(nn.Linear):
+    def forward(self, x):
+        return torch.einsum("bth,vh->btv", x, self.weight)
+
+
+def test_a_head_without_such_a_product_is_named_in_the_report():
+    report = both(lambda m, x, y: ce(m(x), y), model_of(Blocks(H, V)))
+    assert report.losses_fused == 0
+    assert "input reaches einsum, which is no product" in str(report)

@@ -119,6 +119,25 @@ def test_evaluation_is_fused(llama, mode, dtype, request):
     assert head_report(replaced).losses_fused == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_an_offloaded_head(llama, mode, where, tmp_path, request):
+    """Hooks of accelerate fetch the weight for the head's call, and drop it afterwards."""
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    offload = {
+        "cpu": lambda m: big_modeling.cpu_offload(m, execution_device="cpu"),
+        "disk": lambda m: big_modeling.disk_offload(m, tmp_path, execution_device="cpu"),
+    }[where]
+    ids = tokens(2, 9)
+    native, replaced = offload(copy.deepcopy(llama)), offload(copy.deepcopy(llama))
+    replace_loss_head(replaced)
+    request.getfixturevalue("no_logits")
+    with MODES[mode]():
+        losses = [m(input_ids=ids, labels=ids).loss for m in (replaced, native)]
+    torch.testing.assert_close(*losses)
+    assert head_report(replaced).losses_fused == 1
+
+
 @pytest.mark.parametrize("mode", WITHOUT_GRAD)
 @pytest.mark.parametrize(
     "options",
