@@ -1,8 +1,8 @@
 """The only patch of a model: a hook that lends its output head an input whose product is lazy.
 
 The head's own code runs, whatever it is: its casts, its dropout, an adapter of PEFT around it. Only
-``F.linear`` with a weight of ``V`` rows is not computed; it gives lazy logits. A head that does not
-call it computes its logits as always.
+``F.linear`` with a weight of ``V`` rows, and ``x @ weight.T``, are not computed; they give lazy
+logits. A head that calls neither computes its logits as always.
 """
 
 from __future__ import annotations

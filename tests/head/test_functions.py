@@ -142,9 +142,17 @@ def test_a_second_derivative_of_the_loss(m, x, y):
     return ce(m[1](h), y) + g.square().sum()
 
 
+LOSSES = {
+    "plain": ce,
+    "shifted": lambda z, y: ce(z[:, :-1], y[:, 1:]),
+    "weighted": lambda z, y: F.cross_entropy(z.mT, y, torch.linspace(0, 1, V)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @same
-def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without(m, x, y):
-    loss = ce(m(x), y)
+def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without(m, x, y, loss):
+    loss = LOSSES[loss](m(x), y)
     loss.backward(retain_graph=True)
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
