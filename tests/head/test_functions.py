@@ -160,6 +160,16 @@ def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without(m,
     return loss.detach()
 
 
+@same
+def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
+    hidden = m[0](x)
+    leaf = m[1](hidden * 0.5).detach().requires_grad_()
+    loss = ce(m[1](hidden) + leaf, y)
+    loss.backward(retain_graph=True)
+    m.zero_grad()
+    return loss, leaf.grad
+
+
 # ---- parts of one product -------------------------------------------------------------------
 
 
