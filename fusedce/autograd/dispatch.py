@@ -56,12 +56,12 @@ def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Mo
     return LossSum(total, n_valid), Monitored(argmax)
 
 
-def sum_with_grads(problem: Problem, wanted: Wanted) -> summed.SumWithGrads | None:
-    """The sum with the gradients in ``wanted``; ``None`` where the forward pass has none."""
-    problem = _prepared(problem)
-    if transformed() or capped_smoothing(problem):
+def sum_with_grads(problem: Problem) -> summed.SumWithGrads | None:
+    """The sum with the gradients that are wanted; ``None`` where the forward pass has none."""
+    wanted = wanted_gradients(problem)
+    if transformed() or capped_smoothing(problem) or not any(wanted):
         return None
-    return summed.with_grads(with_expected_upstream(problem), wanted)
+    return summed.with_grads(with_expected_upstream(_prepared(problem)), wanted)
 
 
 def capped_smoothing(problem: Problem) -> bool:

@@ -33,6 +33,7 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting
 from fusedce.contract.problem import Problem, Wanted, records, schema_of
+from fusedce.contract.results import LossSum
 from fusedce.contract.rounding import acc_dtype
 
 
@@ -61,6 +62,10 @@ class SumWithGrads(NamedTuple):
     backend: str
     ours: bool  # `saved` may be written into
 
+    def out(self) -> LossSum:
+        """The sum and the number of its tokens."""
+        return LossSum(self.loss_sum, self.n_valid)
+
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
         """Gradients of hidden state, weight and bias, in a backward pass; overwrites ``saved``.
 
@@ -73,7 +78,7 @@ class SumWithGrads(NamedTuple):
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.summed(*problem, *wanted)
+        total, n_valid, _, *saved = torch.ops.fusedce.summed(*detached(problem), *wanted)
     dtype = problem.hidden.dtype
     ours = not keeps_saved_tensors()
     return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)

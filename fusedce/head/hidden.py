@@ -1,13 +1,14 @@
 """The only patch of a model: a hook that lends its output head an input whose product is lazy.
 
 The head's own code runs, whatever it is: its casts, its dropout, an adapter of PEFT around it. Only
-``F.linear`` with a weight of ``V`` rows is not computed; it gives lazy logits. A head that does not
-call it computes its logits as always.
+``F.linear`` with a weight of ``V`` rows, and ``x @ weight.T``, are not computed; they give lazy
+logits. A head that calls neither computes its logits as always.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from fusedce.head.report import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
+_LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear
+_NO_PRODUCT = (
+    "the head's input reaches {}, which is no product with a weight of the head: these logits are "
+    "computed as always, and their loss is torch's own"
+)
 _UNCOMPILED = (
     "the head that fusedce has replaced runs uncompiled: leave out fullgraph=True, or compile the "
     "model's body alone (model.model)"
@@ -40,15 +46,34 @@ class Head:
     def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
         self.report, self.memory_budget = report, memory_budget
 
-    @torch.compiler.disable(reason=_UNCOMPILED)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _uncompiled(self, module, args)
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
         if isinstance(x, Tensor) and reason is None:
+            if F.linear is not _LINEAR and not hasattr(F.linear, "fusedce"):
+                F.linear = _but_for_lent_inputs(F.linear)
             return (_lent(x, self, module),)
         self.report.note(f"the original head runs: {reason}")
         return None
+
+
+@torch.compiler.disable(reason=_UNCOMPILED)
+def _uncompiled(head: Head, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    return head(module, args)
+
+
+def _but_for_lent_inputs(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """Another library's ``F.linear``, and torch's own for lent inputs."""
+
+    @functools.wraps(replaced)
+    def linear(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return (_LINEAR if type(x) is Hidden else replaced)(x, *args, **kwargs)
+
+    linear.fusedce = True  # type: ignore[attr-defined]
+    return linear
 
 
 def _why_not(x: Any) -> str | None:
@@ -78,18 +103,19 @@ class Hidden(Uncompiled):
     module: nn.Module
 
     @classmethod
-    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = next((a for a in args if type(a) is Hidden), None)
         with NO_TORCH_FUNCTION():
-            if func is F.linear and given is not None and given is args[0]:
-                logits = _product(*args, **(kwargs or {}))
+            if func in _PRODUCTS and given is not None and given is args[0]:
+                logits = _PRODUCTS[func](*args, **(kwargs or {}))
                 if logits is not None:
                     return logits
             out = func(*args, **(kwargs or {}))
             if given is None or type(out) not in (Tensor, Hidden) or not out.is_floating_point():
                 return out
-            if out.dim() != given.dim() or out.shape[-1] == _rows(given.module):
+            if out.dim() != given.dim() or out.shape[-1] == classes_of(given.module):
+                if out.dim() == given.dim() and given.shape[-1] != out.shape[-1]:
+                    given.head.report.note(_NO_PRODUCT.format(getattr(func, "__name__", func)))
                 return out.as_subclass(Tensor) if type(out) is Hidden else out
             return _lent(out, given.head, given.module)
 
@@ -100,10 +126,13 @@ def _lent(x: Tensor, head: Head, module: nn.Module) -> Hidden:
     return lent
 
 
-def _rows(module: Any) -> int:
-    """The number of classes of a head, also where its weight is held in parts."""
-    rows = getattr(module, "out_features", None)
-    return int(module.weight.shape[0] if rows is None else rows)
+def classes_of(module: Any) -> int | None:
+    """The number of classes of a linear head, or of a module around one linear layer."""
+    if hasattr(module, "out_features"):  # to read a parametrized or sharded weight is not enough
+        return int(module.out_features)
+    inside = [m.out_features for m in module.modules() if isinstance(m, nn.Linear)]
+    shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
+    return inside[0] if len(inside) == 1 else int(shape[0]) if len(shape) == 2 else None
 
 
 def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
@@ -111,7 +140,7 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     operands = [weight] if bias is None else [weight, bias]
     if any(t.device != x.device or not _is_operand(t) for t in operands):
         return None
-    if weight.dim() != 2 or weight.shape != (_rows(x.module), x.shape[-1]):
+    if weight.dim() != 2 or weight.shape != (classes_of(x.module), x.shape[-1]):
         return None
     hidden = x.as_subclass(Tensor)
     dtype = autocast_dtype(x.device)
@@ -126,6 +155,17 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     product = Product(x.head.report, x.head.memory_budget, x.module, hidden, weight, bias)
     logits = MakeLogits.apply(product, hidden, weight, bias)
     return logits if logits.shape == shape else logits.view(shape)
+
+
+def _matmul(x: Hidden, other: Any) -> Any:
+    """``x @ other`` as lazy logits; ``None`` if it is not the head's product."""
+    return _product(x, other.mT) if isinstance(other, Tensor) and other.dim() == 2 else None
+
+
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    _LINEAR: _product,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+}
 
 
 def _is_operand(x: Any) -> bool:

@@ -164,9 +164,10 @@ class LazyLogits(Uncompiled):
 
 @functools.cache
 def _keep_compiler_out() -> None:
-    for name in ("__torch_function__", "__torch_dispatch__"):
-        method = torch.compiler.disable(LazyLogits.__dict__[name].__func__)
-        setattr(LazyLogits, name, classmethod(method))
+    for cls in Uncompiled.__subclasses__():
+        for name in {"__torch_function__", "__torch_dispatch__"} & cls.__dict__.keys():
+            method = torch.compiler.disable(cls.__dict__[name].__func__)
+            setattr(cls, name, classmethod(method))
 
 
 def replaced(x: Any, by: Callable[[LazyLogits], Any]) -> Any:
@@ -285,7 +286,7 @@ def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Code asks for the gradient of these logits: the loss will compute it."""
 
     def watch(x: LazyLogits) -> None:
-        for product in x.expr.products():
+        for product in x.expr.products:
             product.watched = True
 
     replaced((args, kwargs), watch)
@@ -294,7 +295,7 @@ def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
     """Code may put a hook on the gradient: the loss will send a passenger there."""
-    for product in x.expr.products():
+    for product in x.expr.products:
         product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
     return func(x, *args)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -25,15 +24,20 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.contract.checks import autocast_dtype, memory_budget_of
+from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
 from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
-from fusedce.head.rules import NODES, RULES, Rows, as_options
+from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
+from fusedce.loss.fused_ce import (
+    SumWithGrads,
+    ce_with_grads,
+    checked_ce,
+    sharded_loss_sum,
+)
 from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
@@ -218,22 +222,21 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, always: Tensor, fused: tuple[Tensor], native: Any,
-        given: Given, *operands: Tensor,
+        ctx: Any, logits: LazyLogits, always: Tensor, fused: Fused, native: Any, dtype: torch.dtype,
+        given: Given, saved: tuple[Tensor, ...], *operands: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the fused loss.
+        """Return the fused loss in ``dtype``.
 
         Args:
             logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
             always: a leaf that wants one, too.
-            fused: the fused loss of the leaves in ``given``; in a tuple, since it is no input.
-            native: computes torch's own loss from real logits.
+            fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
+            native: gives the gradient of torch's own loss by real logits, times another.
         """
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
-        ctx.expr, ctx.native, ctx.given, ctx.dtype = logits.expr, native, given, logits.dtype
-        (ctx.fused,) = fused
-        return ctx.fused.detach()
+        ctx.save_for_backward(*saved)
+        ctx.logits, ctx.fused, ctx.native, ctx.given = logits, fused, native, given
+        return fused.loss.detach().to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -242,49 +245,67 @@ class Route(torch.autograd.Function):
         if grad is None:
             return nothing
         _check_not_batched(grad)
-        if ctx.given is None:
-            raise RuntimeError(
-                "Trying to backward through the graph of a fused loss a second time: specify "
-                "retain_graph=True in the first call of backward"
-            )
+        saved = ctx.saved_tensors  # the second time, torch raises its error
+        z, fused, native, given = ctx.logits, ctx.fused, ctx.native, ctx.given
         if torch.is_grad_enabled():
-            (z,) = ctx.saved_tensors
-            return _native_gradient(z + 0, ctx.native, grad, again=True), *nothing[1:]
-        expr, native = ctx.expr, ctx.native
+            return native(z + 0, grad), *nothing[1:]
+        expr, products = z.expr, z.expr.products
 
         def make() -> Tensor:
             z = expr.values("the gradient of logits").detach().requires_grad_()
-            return _native_gradient(z, native, grad)
+            return native(z, grad)
 
-        products = expr.products()
         if any(p.watched for p in products):
             return make(), *nothing[1:]
-        given, fused = ctx.given, ctx.fused
-        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(fused, leaves, grad, retain_graph=keep, allow_unused=True)
+        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
+        found = fused.gradients(saved, leaves, grad, keep)
         if not keep:  # a kept loss keeps none of them
-            ctx.given = ctx.fused = None
+            ctx.logits = ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
         all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         if all_run and not any(p.hooked for p in products):
-            return *nothing[:5], *found
+            return *nothing[:7], *found
         left, loads = iter(found), {}
         for product, one in given.items():
             grads = [next(left) if x.requires_grad else None for x in one.leaves]
             loads[product] = (*grads, None)[:3]
-        meta = torch.empty(expr.after, dtype=ctx.dtype, device="meta")
+        meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
         return Passenger([loads], make, meta, grad.device), *nothing[1:]
 
 
-def _native_gradient(z: Tensor, native: Any, grad: Tensor, again: bool = False) -> Tensor:
-    with torch.enable_grad():
-        loss = native(z)
-        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
-    return found
-
-
 # ---- the two witnesses ----------------------------------------------------------------------
+
+
+class Fused(NamedTuple):
+    """A fused loss, and the way of its gradient to the leaves that it was computed from."""
+
+    loss: Tensor  # (): with a graph, unless the sum has computed its gradients
+    sums: SumWithGrads | None = None
+    inputs: tuple[Tensor, ...] = ()  # those of the sum that want a gradient
+    divisor: Tensor | None = None  # () of the sum
+
+    def gradients(
+        self, saved: tuple[Tensor, ...], leaves: list[Tensor], upstream: Tensor, keep: bool
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the leaves; without ``keep``, for the last time."""
+        upstream = upstream.to(self.loss.dtype)
+        outputs: Sequence[Tensor] = (self.loss,)
+        grads: Sequence[Tensor] = (upstream,)
+        if self.sums is not None:
+            if self.divisor is not None:
+                upstream = upstream / self.divisor
+            grads = [g for g in self.sums.gradients(saved, upstream) if g is not None]
+            outputs = self.inputs
+            if len(outputs) == len(leaves) and all(map(_is_reshaped, outputs, leaves)):
+                return [g.view(x.shape) for g, x in zip(grads, leaves, strict=True)]
+        return torch.autograd.grad(outputs, leaves, grads, retain_graph=keep, allow_unused=True)
+
+
+def _is_reshaped(x: Tensor, leaf: Tensor) -> bool:
+    """Whether ``x`` has the entries of ``leaf`` in the same order."""
+    same = x is leaf or (x._base is leaf and x.is_contiguous() and leaf.is_contiguous())
+    return same and x.numel() == leaf.numel()
 
 
 class Operands(NamedTuple):
@@ -297,87 +318,35 @@ class Operands(NamedTuple):
 Given = dict[Product, Operands]
 
 
-def _rows(expr: Expr, given: Given) -> Rows | None:
-    """The operands from which the fused loss computes these logits; ``None`` if it cannot."""
-    if expr.product is not None:
-        hidden, weight, *bias = given[expr.product].leaves
-        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1,
-                    slice(0, weight.shape[0]))  # fmt: skip
-    rule = RULES.get(expr.func)
-    args = []
-    for arg in expr.args if rule is not None else ():
-        args.append(_rows(arg, given) if isinstance(arg, Expr) else arg)
-        if args[-1] is None and isinstance(arg, Expr):
-            return None
-    if rule is None:
-        return None
-    return rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
-
-
-class _Chain:
-    """The nodes of autograd between logits and their products.
-
-    Attributes:
-        made: the nodes that made the logits of each product.
-        kinds: what the others differentiate; ``functions``: the number of users' functions.
-        is_known: whether no other nodes stand there: a leaf, a write, or a function of C++.
-    """
-
-    def __init__(self, node: Any) -> None:
-        self.made: list[Any] = []
-        self.kinds: Counter[str] = Counter()
-        self.functions = 0
-        self.is_known = self._walk(node)
-
-    def _walk(self, node: Any) -> bool:
-        if isinstance(node, MakeLogits._backward_cls):
-            self.made.append(node)
-            return True
-        if isinstance(node, BackwardCFunction):
-            self.functions += 1
-        elif node is None or node.name() not in NODES:
-            return False
-        else:
-            self.kinds[_kind(node.name().partition("Backward")[0])] += 1
-        below = [n for n, _ in node.next_functions if n is not None]
-        return bool(below) and all(self._walk(n) for n in below)
-
-
-# A function that reads its gradient in another shape cannot hand it on.
-_SHAPES = ("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze")
-_COPIES = ("alias", "clone", "detach", "liftfresh")
-_PARTS = {"split": "slice", "splitwithsizes": "slice", "unbind": "select"}
-
-
-def _kind(name: str) -> str:
-    """One name for an operator and the node that differentiates it."""
-    name = name.replace("_", "").lower()
-    return "" if name in _SHAPES or name in _COPIES else _PARTS.get(name, name)
-
-
-def _kinds(expr: Expr) -> Counter[str]:
-    if expr.product is not None:
-        return Counter()
-    below = (_kinds(a) for a in expr.args if isinstance(a, Expr))
-    return sum(below, Counter([_kind(expr.func.overloadpacket.__name__)]))
+def _nodes(node: Any) -> Iterator[Any]:
+    """The nodes of autograd between logits and their products, as far as they are known."""
+    yield node
+    if isinstance(node, MakeLogits._backward_cls) or node is None:
+        return
+    if isinstance(node, BackwardCFunction) or node.name() in NODES:
+        for below, _ in node.next_functions:
+            if below is not None:
+                yield from _nodes(below)
 
 
 def _given(x: LazyLogits) -> Given | None:
     """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
-    products = x.expr.products()
-    if x.memory.written or any(p.watched for p in products):
+    products, nodes = x.expr.products, list(_nodes(x.grad_fn))
+    made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
+    functions = [n for n in nodes if isinstance(n, BackwardCFunction) and n not in made]
+    kinds = [n.name() for n in nodes if n is not None and not isinstance(n, BackwardCFunction)]
+    if x.memory.written or not made or None in nodes or not NODES.issuperset(kinds):
         return None
-    chain = _Chain(x.grad_fn)
-    if not chain.is_known or max(len(products), len(chain.made)) > len(set(products)):
+    if any(p.watched for p in products) or max(len(products), len(made)) > len(set(products)):
         return None  # a part of the same logits may be detached
-    if chain.functions:
+    if functions:
         # A user's function has no node of ours: it must hand on the gradient that it is given.
         # Its backward gets a passenger, and reads it unless it hands that on, too.
-        if {**chain.kinds, "": 0} != {**_kinds(x.expr), "": 0}:
+        if number_of_steps(kinds) != number_of_steps(x.expr.names()):
             return None
         for product in products:
             product.hooked = True
-    live = {node.product: node.given for node in chain.made}
+    live = {node.product: node.given for node in made}
     if None in live.values() or not live.keys() <= set(products):  # backward has run already
         return None
     return {p: _operands(p, live.get(p, ())) for p in products}
@@ -397,8 +366,8 @@ def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
 def _fused(
     x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
     reduction: Any, label_smoothing: float,
-) -> Tensor:  # fmt: skip
-    product, observer = x.expr.products()[0], LossObserver.of_this_thread()
+) -> Fused:  # fmt: skip
+    product, observer = x.expr.products[0], LossObserver.of_this_thread()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
         w, bias = w[p.classes], None if bias is None else bias[p.classes]
@@ -410,26 +379,33 @@ def _fused(
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
         if sharded:
-            return sharded_cross_entropy(p.hidden, w, target, vocab_size=p.classes.stop, **options)
-        return fused_cross_entropy(p.hidden, w, target, **options)
+            options["vocab_size"] = p.classes.stop
+            return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
+        return Fused(fused_cross_entropy(p.hidden, w, target, **options))
     denominator = None if observer is None else observer.denominator
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
     monitor = observer.monitor if observer else ()
+    sums: SumWithGrads | None = None
     with nullcontext() if expects or factor is expected() else expecting(factor):
+        problem = Problem(p.hidden, w, target, **options)
         if sharded:
-            problem = Problem(p.hidden, w, target, **options)
             out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
         else:
-            out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
+            problem = checked(problem)
+            if not monitor:
+                sums = ce_with_grads(problem)
+            out = checked_ce(problem, monitor) if sums is None else sums.out()
     if observer is not None:
         observer.observe(out, reduction)
-    loss_sum, n_valid = out
+    given = (problem.hidden, problem.weight, problem.bias)
+    inputs = tuple(t for t in given if t is not None and t.requires_grad)
     if reduction == "sum":
-        return loss_sum
-    return loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)
+        return Fused(out.loss_sum, sums, inputs)
+    divisor = out.n_valid.clamp(min=1) if denominator is None else denominator
+    return Fused(out.loss_sum / divisor, sums, inputs, divisor)
 
 
 def _cross_entropy(
@@ -450,48 +426,47 @@ def _cross_entropy(
         and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         return native(x)
-    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products()}
+    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products}
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
-        p = None if given is None else _rows(x.expr, given)
-        p = None if p is None else as_options(p)
+        p = None if given is None else rows_of(x.expr, {q: o.leaves for q, o in given.items()})
         if (
             p is not None and p.class_dim == min(1, x.dim() - 1)
             and target.shape == p.hidden.shape[:-1]
             and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
         ):  # fmt: skip
-            loss = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+            fused: Fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
         else:
             given = None
     if given is None:
         return native(x)
-    x.expr.products()[0].report.fused()
-    if autocast_dtype(x.device) is None:
-        loss = loss.to(x.dtype)
+    x.expr.products[0].report.fused()
+    dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
+        reduction = reduction if fused.divisor is None else "sum"
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
-        again = _again(func, x, target, options)
+        again = functools.partial(_native_gradient, func, target, options, fused.divisor)
         live = [t for one in given.values() for t in one.live]
-        loss = Route.apply(x, _ALWAYS, (loss,), again, given, *live)
+        saved = () if fused.sums is None else fused.sums.saved
+        loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
+    else:
+        loss = fused.loss.to(dtype)
     if (observer := LossObserver.of_this_thread()) is not None:
         observer.results.append(Result.of(loss))
     return loss
 
 
-def _again(func: Any, x: LazyLogits, target: Tensor, options: Any) -> Callable[[Tensor], Tensor]:
-    """Torch's own loss, for the gradient of real logits, in float32 or better."""
-    observer = LossObserver.of_this_thread()
-    denominator = None if observer is None else observer.denominator
-
-    def native(z: Tensor) -> Tensor:
-        z = z if z.dtype == torch.float64 else z.float()
-        if options[4] == "mean" and options[0] is None:  # with every label ignored, torch's is NaN
-            count = target.ne(options[2]).sum().clamp(min=1) if denominator is None else denominator
-            return func(z, target, *options[:4], "sum", *options[5:]) / count
-        out: Tensor = func(z, target, *options)
-        return out
-
-    return native
+def _native_gradient(
+    func: Any, target: Tensor, options: Any, divisor: Tensor | None, z: Tensor, grad: Tensor
+) -> Tensor:
+    """``grad`` times the gradient of torch's own loss by ``z``, in float32 or better."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = func(z if z.dtype == torch.float64 else z.float(), target, *options)
+        loss = loss if divisor is None else loss / divisor  # of ignored labels, torch's mean is NaN
+        found: Tensor
+        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
+    return found
 
 
 LazyLogits.above[F.cross_entropy] = _cross_entropy

@@ -7,9 +7,11 @@ An :class:`Expr` is an operator applied to it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import add
 from typing import Any
 
 import torch
@@ -78,11 +80,11 @@ class Product:
         ]  # fmt: skip
         self.before = self._state()
         self.of_engine = any(_is_part(x) for x in given[1:])
-        self.of_parameters = any(isinstance(x, nn.Parameter) for x in given[1:])
+        self.of_parameters = any(_is_parameter(x) for x in given[1:])
         _live.add(self)
 
     def _state(self) -> list[Any]:
-        merged = tuple(getattr(self.module, "merged_adapters", ()))  # PEFT writes into weight.data
+        merged = tuple(vars(self.module).get("merged_adapters", ()))  # PEFT writes weight.data
         return [merged, *(0 if x.is_inference() else x._version for x in self.given)]
 
     def is_gone(self) -> bool:
@@ -139,6 +141,10 @@ def whole(x: Any) -> Tensor:
     return rows
 
 
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x if x._base is None else x._base, nn.Parameter)
+
+
 def _is_part(x: Tensor) -> bool:
     """Whether an engine trains this operand as part of a larger memory (FSDP1, DeepSpeed)."""
     if hasattr(x, "ds_id"):
@@ -193,6 +199,7 @@ class Expr:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
         before, after: shapes of the first of them and of the result.
+        products: those in this expression, as often as they are.
         memory: where the values are kept while lazy logits live that are these, or views of them.
     """
 
@@ -204,6 +211,8 @@ class Expr:
     ) -> None:  # fmt: skip
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
         self.before, self.after = before, after
+        below = [a.products for a in args if isinstance(a, Expr)]
+        self.products: list[Product] = [product] if product else functools.reduce(add, below)
 
     def values(self, operation: str) -> Tensor:
         """The values, without a graph; ``operation`` needs them."""
@@ -220,11 +229,10 @@ class Expr:
         out: Tensor = self.func(*args, **self.kwargs)
         return out
 
-    def products(self) -> list[Product]:
-        """The products in this expression."""
-        if self.product is not None:
-            return [self.product]
-        return [p for a in self.args if isinstance(a, Expr) for p in a.products()]
+    def names(self) -> list[str]:
+        """The names of its operators."""
+        below = [name for a in self.args if isinstance(a, Expr) for name in a.names()]
+        return below if self.product is not None else [self.func.overloadpacket.__name__, *below]
 
 
 class Memory:

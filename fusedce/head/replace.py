@@ -1,10 +1,4 @@
-"""Replace the loss head of any causal language model by one call.
-
-The output head (``model.get_output_embeddings()``) returns lazy logits, see
-:mod:`fusedce.head.lazy`. The model's own loss code, shift and denominators run unchanged on them;
-``F.cross_entropy`` at their end is the fused loss. The only patch is a hook before the head's
-``forward``.
-"""
+"""Replace the loss head of any causal language model by one call."""
 
 from __future__ import annotations
 
@@ -19,9 +13,9 @@ from torch import nn
 
 from fusedce.contract.checks import check_memory_budget
 from fusedce.contract.groups import is_dtensor
-from fusedce.head.hidden import Head, ShardedForward, head_of
+from fusedce.head.hidden import Head, ShardedForward, classes_of, head_of
 from fusedce.head.observe import note_items
-from fusedce.head.report import HeadCounts, HeadReport, added_up
+from fusedce.head.report import HeadCounts, HeadReport, report_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -39,27 +33,23 @@ def replace_loss_head(
     """Make ``model`` compute its loss without logits, in training and in evaluation.
 
     The head's own code runs, with its casts, dropout, scales and adapters; only its product is not
-    computed. It returns lazy logits: real ones are computed, once, only for code that looks at them
-    (generation, metrics). Losses, gradients, hooks, writes and checkpoints are those of the
-    untouched model; what is fused, and what costs as much as before, is on the page of the replaced
-    head, and :func:`head_report` says it of a run. Parameters, state dict and module types stay.
+    computed. It returns lazy logits, on which the model's own loss code runs; real ones are
+    computed, once, for code that looks at them. Losses, gradients, hooks, writes and checkpoints
+    are those of the untouched model. The page of the replaced head says what is fused, what costs
+    as much as before, and what is refused; :func:`head_report` says it of a run. Use the logits of
+    a training step before ``optimizer.step()``.
 
-    Use the logits of a training step before ``optimizer.step()``: once a parameter of the head may
-    have changed, asking for them is a ``RuntimeError`` (a write into ``parameter.data`` cannot be
-    seen). With every label ignored a mean is 0, where torch gives NaN. Many gradients at once
-    (``is_grads_batched=True``), ``torch.compile(fullgraph=True)``, and a look at logits whose
-    weight FSDP2 has sharded again are errors. Where tensor parallelism shards the head's weight
-    over its rows (``tp_plan="auto"`` of transformers), the loss has the collectives of
-    :func:`fusedce.sharded.sharded_ce`, and all ranks of the mesh must look at logits together. A
-    head that ``resize_token_embeddings``, an adapter of PEFT or its removal has put in place is
-    replaced at the next forward.
+    Where tensor parallelism shards the rows of the head's weight (``tp_plan="auto"`` of
+    transformers), the loss has the collectives of :func:`fusedce.sharded.sharded_ce`, and all ranks
+    of the mesh must look at logits together. A head that ``resize_token_embeddings``, an adapter of
+    PEFT or its removal has put in place is replaced at the next forward.
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
             head.
         head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
-            the only ``nn.Linear`` of the model, the only one whose weight is that of an
-            ``nn.Embedding``, or the only one that has a row for each row of one.
+            the only ``nn.Linear``, the only one whose weight is that of an ``nn.Embedding``, or the
+            only one that has a row for each row of one; with the LoRA module around it.
         memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce`.
 
     Returns:
@@ -125,14 +115,12 @@ def restore_loss_head(model: ModelT) -> ModelT:
 def head_report(model: nn.Module) -> HeadReport:
     """Report what the replaced head of ``model`` has done since it was replaced.
 
-    Several heads are added up; ``head_report(model.head)`` is the report of one head.
-
     It holds ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
     the operation, the user's line, the shape and the bytes. Its ``str`` is a readable summary.
-    A model of :class:`fusedce.trainer_rl.FusedPolicyMixin` has no replaced head; the mixin's fused
-    calls are counted. With ``FUSEDCE_EXPLAIN=1`` in the environment, each place is printed once, as
-    it happens.
+    Several heads are added up, and so are the fused calls of
+    :class:`fusedce.trainer_rl.FusedPolicyMixin`. With ``FUSEDCE_EXPLAIN=1`` in the environment,
+    each place is printed once, as it happens.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -141,15 +129,10 @@ def head_report(model: nn.Module) -> HeadReport:
         >>> print(head_report(model))
     """
     _check_model(model)
-    heads = {m: attached for m in model.modules() if (attached := head_of(m)) is not None}
+    heads = {m: attached.report for m in model.modules() if (attached := head_of(m)) is not None}
     policies = [c for m in model.modules() if (c := _policy_counts(m)) is not None]
-    if policies:
-        return added_up([c.summary(True) for c in policies + [a.report for a in heads.values()]])
-    if not heads:
-        return HeadReport(False, None, 0, 0, (), ())
-    current = _named_head(model)
-    active = current is None or current in heads
-    report = added_up([a.report.summary(active) for a in heads.values()])
+    active = bool(policies) or _named_head(model) in (None, *heads)
+    report = report_of([*policies, *heads.values()], active)
     if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
         report = report._replace(notes=(*report.notes, _TRL))
     return report
@@ -166,13 +149,11 @@ def _check_head(model: nn.Module, head: Any) -> None:
             f"head must be a torch.nn.Module, got {type(head).__name__}"
             + (f": pass model.get_submodule({head!r})" if isinstance(head, str) else "")
         )
-    # To read a parametrized weight is to compute it.
-    rows = getattr(head, "out_features", None)
-    shape = (rows, 0) if rows else getattr(getattr(head, "weight", None), "shape", ())
-    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or len(shape) != 2:
+    if isinstance(head, (nn.Embedding, nn.EmbeddingBag, nn.Bilinear)) or classes_of(head) is None:
+        shape = getattr(getattr(head, "weight", None), "shape", None)
         raise TypeError(
-            f"head must be a linear layer with a weight (V, H), got {type(head).__name__}"
-            + (f" with weight {tuple(shape)}" if shape else "")
+            f"head must be a linear layer with a weight (V, H), or hold one, got "
+            f"{type(head).__name__}" + (f" with weight {tuple(shape)}" if shape else "")
         )
     if all(m is not head for m in model.modules()):
         raise ValueError(
@@ -223,7 +204,11 @@ def _find_head(model: nn.Module) -> nn.Module:
     likely = [n for n, m in linears.items() if m.out_features in rows]
     for names in (list(linears), tied, likely):
         if len(names) == 1:
-            return linears[names[0]]
+            outer = model.get_submodule(names[0].rpartition(".")[0])
+            adds = {len(p) for p in outer.parameters(recurse=False) if p.dim()}  # as LoRA does
+            linear = linears[names[0]]
+            whole = outer is not model and linear.out_features in adds and classes_of(outer)
+            return outer if whole else linear
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
         f"{', '.join(likely or linears)} could be its output head. "

@@ -59,18 +59,6 @@ class HeadReport(NamedTuple):
         return "\n".join(lines)
 
 
-def added_up(reports: Sequence[HeadReport]) -> HeadReport:
-    """The report of several heads of one model."""
-    return HeadReport(
-        active=all(r.active for r in reports),
-        since=min((r.since for r in reports if r.since is not None), default=None),
-        losses_fused=sum(r.losses_fused for r in reports),
-        logits_made=sum(r.logits_made for r in reports),
-        places=tuple(p for r in reports for p in r.places),
-        notes=tuple(dict.fromkeys(note for r in reports for note in r.notes)),
-    )
-
-
 class HeadCounts:
     """Counts of losses and logits while a head was replaced, with places and notes."""
 
@@ -103,11 +91,18 @@ class HeadCounts:
             self.notes.append(text)
             _explain(text)
 
-    def summary(self, active: bool) -> HeadReport:
-        """The report for the user; ``active`` says whether the head is in use now."""
-        places = tuple(self.places.values())
-        made = sum(p.times for p in places)
-        return HeadReport(active, self.since, self.losses, made, places, tuple(self.notes))
+
+def report_of(heads: Sequence[HeadCounts], active: bool) -> HeadReport:
+    """The report for the user of all heads of a model; ``active``: whether they are in use now."""
+    places = tuple(p for head in heads for p in head.places.values())
+    return HeadReport(
+        active=active and bool(heads),
+        since=min((head.since for head in heads), default=None),
+        losses_fused=sum(head.losses for head in heads),
+        logits_made=sum(p.times for p in places),
+        places=places,
+        notes=tuple(dict.fromkeys(note for head in heads for note in head.notes)),
+    )
 
 
 def _explain(text: str) -> None:

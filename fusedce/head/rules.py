@@ -8,13 +8,13 @@ add an operator, add a rule: its values and its derivative are torch's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.head.product import Shape
+from fusedce.head.product import Expr, Product, Shape
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 aten = torch.ops.aten
@@ -189,12 +189,36 @@ NODES = frozenset(
 )  # fmt: skip
 
 
-def as_options(p: Rows) -> Rows | None:
-    """Scale and cap as options of the fused loss; ``None`` if they are out of range.
+# Operators that change no values. A function between them that reads its gradient in another shape
+# cannot hand it on.
+_FREE = frozenset(("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze", "alias", "clone",
+                   "detach", "liftfresh"))  # fmt: skip
 
-    ``b * tanh(a * z)`` is a soft-cap of ``b`` after a scale of ``a * b``.
+
+def number_of_steps(names: Iterable[str]) -> int:
+    """The number of operators, or of their nodes, that change values or choose among them."""
+    kinds = (name.partition("Backward")[0].replace("_", "").lower() for name in names)
+    return sum(kind not in _FREE for kind in kinds)
+
+
+def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
+    """The operands from which the fused loss computes these logits; ``None`` if it cannot.
+
+    Its scale and cap are options of the loss: ``b * tanh(a * z)`` is a soft-cap of ``b`` after a
+    scale of ``a * b``.
     """
-    if p.cap is not None:
+    p = _applied(expr, given)
+    if p is not None and p.cap is not None:
         p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
-    usable = (p.cap is None or _TINY <= p.cap <= _HUGE) and -_HUGE <= p.scale <= _HUGE
-    return p if usable else None
+        p = p if p.cap and _TINY <= p.cap <= _HUGE else None
+    return p if p is not None and -_HUGE <= p.scale <= _HUGE else None
+
+
+def _applied(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
+    if expr.product is not None:
+        hidden, weight, *bias = given[expr.product]
+        classes = slice(0, weight.shape[0])
+        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1, classes)
+    args = [_applied(arg, given) if isinstance(arg, Expr) else arg for arg in expr.args]
+    rule = None if args[0] is None else RULES.get(expr.func)
+    return rule and rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)

@@ -15,7 +15,7 @@ from fusedce.contract.checks import check_argmax_out, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
@@ -135,12 +135,12 @@ def fused_ce(
     return checked_ce(problem, monitor, argmax_out)
 
 
-def ce_with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads | None:
-    """:func:`fused_ce` without graph: the loss, and its gradients for the caller's autograd node.
+def ce_with_grads(problem: Problem) -> SumWithGrads | None:
+    """:func:`checked_ce` without graph: the loss, and its gradients for the caller's autograd node.
 
     ``None`` where the forward pass computes no gradients.
     """
-    return dispatch.sum_with_grads(problem, wanted)
+    return dispatch.sum_with_grads(problem)
 
 
 def checked_ce(

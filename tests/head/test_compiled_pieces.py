@@ -7,7 +7,8 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
-from support.heads import V, ce, compiled, plain_model, tokens
+from support.bounds import SAME_MODEL
+from support.heads import ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head
 
@@ -38,17 +39,6 @@ def test_a_compiled_function_and_a_fused_loss(first):
             return run(z) + ce(z, y)
         loss = ce(z, y)
         return loss + run(z)
-
-    both(program)
-
-
-def test_a_compiled_function_of_a_view_of_what_was_looked_at():
-    run = compiled(lambda z: z.exp().sum())
-
-    def program(m, x, y):
-        z = m(x)
-        seen = z.argmax(-1).float()
-        return run(z.view(-1, V)) + ce(z, y) + run(z[:, 1:]), seen
 
     both(program)
 
@@ -87,18 +77,6 @@ def test_inductor_is_handed_lazy_logits():
     both(lambda m, x, y: run(m(x), y))
 
 
-def test_a_compiled_function_of_what_the_loss_is_differentiated_by():
-    run = compiled(lambda g: g.square().sum())
-
-    def program(m, x, y):
-        z = m(x)
-        loss = ce(z, y)
-        (g,) = torch.autograd.grad(loss, z, retain_graph=True)
-        return loss, run(g)
-
-    both(program)
-
-
 # ---- compiled models ------------------------------------------------------------------------
 
 
@@ -117,6 +95,33 @@ def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_leng
     assert counter.frame_count <= 3
     assert counter.op_count >= 100 * counter.frame_count  # the body is one graph
     assert head_report(model).losses_fused == 7
+
+
+@pytest.mark.slow
+def test_a_trainer_that_compiles_its_model_compiles_three_graphs_at_most(tmp_path, no_logits):
+    pytest.importorskip("accelerate")
+    from support import tiny_trainer
+    from torch._dynamo.utils import counters
+
+    rows = [torch.arange(3, 9 + 2 * (i // 2)) for i in range(12)]
+    rows = [{"input_ids": row, "labels": row} for row in rows]
+    results = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = replace_loss_head(tiny_trainer.llama())
+        args = tiny_trainer.TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, max_steps=6, logging_steps=1, use_cpu=True,
+            report_to=[], save_strategy="no", train_sampling_strategy="sequential",
+            torch_compile=compiles, torch_compile_backend="aot_eager" if compiles else None,
+        )  # fmt: skip
+        trainer = tiny_trainer.Trainer(model=model, args=args, train_dataset=rows)
+        trainer.train()
+        results.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert head_report(model).losses_fused == 6
+    assert results[1] == pytest.approx(results[0], rel=SAME_MODEL)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 3
+    assert len(counters["graph_break"]) == 1  # at the head
 
 
 def test_one_graph_is_refused_with_what_to_do():

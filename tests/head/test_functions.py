@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both
+from support.attacks import both, same
 from support.heads import V, ce
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,22 +18,6 @@ class Squares(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return 2 * ctx.saved_tensors[0] * g
-
-
-class OwnCrossEntropy(torch.autograd.Function):
-    """Libraries write such functions, which make the gradient in forward."""
-
-    @staticmethod
-    def forward(ctx, z, y):
-        p = z.float().softmax(-1)
-        grad = p.clone()
-        grad[torch.arange(len(y)), y] -= 1
-        ctx.save_for_backward(grad / len(y))
-        return -p.gather(1, y[:, None]).log().mean()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.saved_tensors[0] * g, None
 
 
 class Doubled(torch.autograd.Function):
@@ -58,19 +42,6 @@ class WrongTurn(torch.autograd.Function):
         return g.reshape(g.shape[1], g.shape[0], g.shape[2])
 
 
-class WrongRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.shape = z.shape
-        return z[:, 1:]
-
-    @staticmethod
-    def backward(ctx, g):
-        out = g.new_zeros(ctx.shape)
-        out[:, :-1] = g
-        return out
-
-
 class WrongSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z):
@@ -93,53 +64,24 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_function_of_any_view_gives_its_gradient(view):
-    both(lambda m, x, y: Squares.apply(VIEWS[view](m(x))))
-    both(lambda m, x, y: ce(m(x), y) + Squares.apply(VIEWS[view](m(x))))
+@same
+def test_a_function_of_any_view_and_a_loss_of_the_same_logits(m, x, y, view):
+    z = m(x)
+    return ce(z, y) + Squares.apply(VIEWS[view](z)) + ce(z[:, 1:], y[:, 1:])
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_function_and_a_loss_of_the_same_logits(view):
-    def program(m, x, y):
-        z = m(x)
-        return ce(z, y) + Squares.apply(VIEWS[view](z)) + ce(z[:, 1:], y[:, 1:])
-
-    both(program)
+@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongSlice])
+@same
+def test_a_backward_that_is_no_derivative(m, x, y, function):
+    z = function.apply(m(x))
+    return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()])
 
 
-def test_a_librarys_own_cross_entropy():
-    both(lambda m, x, y: OwnCrossEntropy.apply(m(x).view(-1, V), y.view(-1)))
-
-
-@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongRows, WrongSlice])
-def test_a_backward_that_is_no_derivative(function):
-    def program(m, x, y):
-        z = function.apply(m(x))
-        return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()])
-
-    both(program)
-
-
-def test_a_loss_module_with_a_backward_hook():
-    def program(m, x, y):
-        loss = nn.CrossEntropyLoss()
-        seen = []
-        loss.register_full_backward_hook(lambda _, i, o: seen.append(i[0]))
-        value = loss(m(x).view(-1, V), y.view(-1))
-        value.backward(retain_graph=True)
-        m.zero_grad()
-        return value, seen[0]
-
-    both(program)
-
-
-def test_a_backward_hook_of_the_loss_that_changes_the_gradient():
-    def program(m, x, y):
-        loss = nn.CrossEntropyLoss()
-        loss.register_full_backward_hook(lambda _, i, o: (i[0] * 3, None))
-        return loss(m(x).view(-1, V), y.view(-1))
-
-    both(program)
+@same
+def test_a_backward_hook_of_the_loss_that_changes_the_gradient(m, x, y):
+    loss = nn.CrossEntropyLoss()
+    loss.register_full_backward_hook(lambda _, i, o: (i[0] * 3, None))
+    return loss(m(x).view(-1, V), y.view(-1))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -160,29 +102,17 @@ def test_a_checkpoint_of_what_follows_the_head(function, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_around_the_head(reentrant):
-    def program(m, x, y):
-        return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
-
-    both(program)
+@same
+def test_a_checkpoint_around_the_head(m, x, y, reentrant):
+    return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
 
 
-def test_a_look_without_grad_at_a_functions_output_keeps_the_graph():
-    def program(m, x, y):
-        z = Doubled.apply(m(x))
-        with torch.no_grad():
-            seen = z.argmax(-1).float() + z.amax(-1)
-        return ce(z, y), seen
-
-    both(program)
-
-
-def test_a_function_that_looks_and_any_other_use():
-    def program(m, x, y):
-        z = m(x)
-        return Squares.apply(z) + z.exp().mean() + ce(z, y) + z.logsumexp(-1).sum()
-
-    both(program)
+@same
+def test_a_look_without_grad_at_a_functions_output_keeps_the_graph(m, x, y):
+    z = Doubled.apply(m(x))
+    with torch.no_grad():
+        seen = z.argmax(-1).float() + z.amax(-1)
+    return ce(z, y), seen
 
 
 def test_vmap():
@@ -190,44 +120,54 @@ def test_vmap():
     both(lambda m, x, y: torch.vmap(F.cross_entropy)(m(x), y).sum())
 
 
-def test_a_gradient_by_torch_func_of_logits():
-    def program(m, x, y):
-        z = m(x)
-        g = torch.func.grad(lambda t: ce(t, y))(z.detach())
-        return ce(z, y), g
-
-    both(program)
+@same
+def test_a_gradient_by_torch_func_of_logits(m, x, y):
+    z = m(x)
+    g = torch.func.grad(lambda t: ce(t, y))(z.detach())
+    return ce(z, y), g
 
 
-def test_a_penalty_on_the_gradient_of_real_logits():
-    def program(m, x, y):
-        h = m[0](x)
-        z = m[1](h)
-        (g,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
-        return g.square().sum() + z.square().mean()
-
-    both(program)
+@same
+def test_a_penalty_on_the_gradient_of_real_logits(m, x, y):
+    h = m[0](x)
+    z = m[1](h)
+    (g,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
+    return g.square().sum() + z.square().mean()
 
 
-def test_a_second_derivative_of_the_loss():
-    def program(m, x, y):
-        h = m[0](x)
-        (g,) = torch.autograd.grad(ce(m[1](h), y), h, create_graph=True)
-        return ce(m[1](h), y) + g.square().sum()
-
-    both(program)
+@same
+def test_a_second_derivative_of_the_loss(m, x, y):
+    h = m[0](x)
+    (g,) = torch.autograd.grad(ce(m[1](h), y), h, create_graph=True)
+    return ce(m[1](h), y) + g.square().sum()
 
 
-def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without():
-    def program(m, x, y):
-        loss = ce(m(x), y)
-        loss.backward(retain_graph=True)
+LOSSES = {
+    "plain": ce,
+    "shifted": lambda z, y: ce(z[:, :-1], y[:, 1:]),
+    "weighted": lambda z, y: F.cross_entropy(z.mT, y, torch.linspace(0, 1, V)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@same
+def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without(m, x, y, loss):
+    loss = LOSSES[loss](m(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-        return loss.detach()
+    return loss.detach()
 
-    both(program)
+
+@same
+def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
+    hidden = m[0](x)
+    leaf = m[1](hidden * 0.5).detach().requires_grad_()
+    loss = ce(m[1](hidden) + leaf, y)
+    loss.backward(retain_graph=True)
+    m.zero_grad()
+    return loss, leaf.grad
 
 
 # ---- parts of one product -------------------------------------------------------------------

@@ -58,6 +58,20 @@ LOSSES = {
     "class weight": lambda z, y: F.cross_entropy(
         z.float().view(-1, V), y.view(-1), torch.linspace(0, 1, V), label_smoothing=0.2
     ),
+    "chunk": lambda z, y: sum(ce(a, b) for a, b in zip(z.chunk(2), y.chunk(2), strict=True)),
+    "split": lambda z, y: sum(
+        ce(a, b) for a, b in zip(z.split([3, 4], 1), y.split([3, 4], 1), strict=True)
+    ),
+    "tensor_split": lambda z, y: ce(z.tensor_split(3, dim=1)[1], y.tensor_split(3, dim=1)[1]),
+    "unbind": lambda z, y: sum(ce(a, b) for a, b in zip(z.unbind(1), y.unbind(1), strict=True)),
+    "select": lambda z, y: ce(z.select(0, -1), y.select(0, -1)),
+    "iteration": lambda z, y: sum(ce(a, b) for a, b in zip(z, y, strict=True)),
+    "mT": lambda z, y: F.cross_entropy(z.mT, y),
+    "negation": lambda z, y: ce(-(-z * 0.5), y),
+    "0-d factor": lambda z, y: ce(z * torch.tensor(0.5), y),
+    "0-d divisor": lambda z, y: ce(z / torch.tensor(1.7, dtype=torch.float64), y),
+    "several losses": lambda z, y: ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + ce(z * 0.5, y),
+    "list of rows": lambda z, y: ce(z[[0, 2]], y[[0, 2]]),
     "long way": lambda z, y: F.cross_entropy(
         z.to(torch.float32).unsqueeze(0).squeeze(0).type_as(z).clone().flatten(0, 1), y.flatten()
     ),

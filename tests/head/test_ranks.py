@@ -1,19 +1,18 @@
-"""A replaced head under DDP, FSDP2 and Trainer: two gloo processes equal one."""
+"""A replaced head under DDP, FSDP1, FSDP2, HSDP and Trainer: several gloo processes equal one."""
 
-import contextlib
 import copy
+import functools
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from support import ranks
 from support.bounds import SAME_MODEL, STATISTIC
 from support.versions import FSDP2_MEAN, marked
 
@@ -39,7 +38,8 @@ def model(tied=False):
 def rows(rank=None):
     """Rows of one length without ignored labels: the mean of two ranks' means is the mean."""
     ids = torch.randint(0, V, (4, 9), generator=torch.Generator().manual_seed(1))
-    ids = ids if rank is None else ids[2 * rank : 2 * rank + 2]
+    each = 4 // dist.get_world_size() if rank is not None else 4
+    ids = ids if rank is None else ids[each * rank : each * (rank + 1)]
     return {"input_ids": ids, "labels": ids}
 
 
@@ -60,6 +60,29 @@ def fsdp(rank, units, tied=False, **kwargs):
         fully_shard(sharded.get_submodule(name), **kwargs)
     fully_shard(sharded, **kwargs)
     return two_steps(replace_loss_head(sharded), rank)
+
+
+def hsdp(rank):
+    """Two copies of the model, each sharded over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    return fsdp(rank, ["lm_head"], mesh=mesh)
+
+
+def fsdp1(rank, unit, original_parameters):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    options = {"use_orig_params": original_parameters, "device_id": torch.device("cpu")}
+    sharded = replace_loss_head(model())
+    for i, layer in enumerate(sharded.model.layers):
+        sharded.model.layers[i] = FSDP(layer, **options)
+    if unit:
+        sharded.lm_head = FSDP(sharded.lm_head, **options)
+    sharded = FSDP(sharded, **options)
+    if unit:
+        return ranks.error_of(lambda: two_steps(sharded, rank))
+    return two_steps(sharded, rank)[0], {}  # its parameters are in parts of other shapes
 
 
 def two_steps(wrapped, rank, outside=False):
@@ -87,7 +110,7 @@ def two_steps(wrapped, rank, outside=False):
     losses = torch.stack(losses)
     if rank is not None:
         dist.all_reduce(losses)
-        losses /= 2
+        losses /= dist.get_world_size()
     parameters = {}
     for name, p in wrapped.named_parameters():
         p = p.full_tensor() if hasattr(p, "full_tensor") else p
@@ -96,60 +119,53 @@ def two_steps(wrapped, rank, outside=False):
 
 
 CASES = {
-    "ddp": lambda rank: ddp(rank),
-    "ddp, unused": lambda rank: ddp(rank, find_unused_parameters=True),
-    "ddp, static": lambda rank: ddp(rank, static_graph=True),
-    "ddp, loss outside": lambda rank: ddp(rank, outside=True),
-    "ddp, unused, loss outside": lambda rank: ddp(rank, True, find_unused_parameters=True),
-    "ddp, static, loss outside": lambda rank: ddp(rank, True, static_graph=True),
-    "fsdp, root": lambda rank: fsdp(rank, []),
-    "fsdp, unit": lambda rank: fsdp(rank, ["lm_head"]),
-    "fsdp, unit, replaced before": lambda rank: fsdp(rank, ["lm_head"], before=True),
-    "fsdp, root, resharding": lambda rank: fsdp(rank, [], reshard_after_forward=True),
-    "fsdp, unit, resharding": lambda rank: fsdp(rank, ["lm_head"], reshard_after_forward=True),
-    "fsdp, tied": lambda rank: fsdp(rank, [], tied=True),
+    "ddp": ddp,
+    "ddp, unused": functools.partial(ddp, find_unused_parameters=True),
+    "ddp, static": functools.partial(ddp, static_graph=True),
+    "ddp, loss outside": functools.partial(ddp, outside=True),
+    "ddp, unused, loss outside": functools.partial(ddp, outside=True, find_unused_parameters=True),
+    "ddp, static, loss outside": functools.partial(ddp, outside=True, static_graph=True),
+    "fsdp1": functools.partial(fsdp1, unit=False, original_parameters=False),
+    "fsdp1, original parameters": functools.partial(fsdp1, unit=False, original_parameters=True),
+    "fsdp, root": functools.partial(fsdp, units=[]),
+    "fsdp, unit": functools.partial(fsdp, units=["lm_head"]),
+    "fsdp, unit, replaced before": functools.partial(fsdp, units=["lm_head"], before=True),
+    "fsdp, root, resharding": functools.partial(fsdp, units=[], reshard_after_forward=True),
+    "fsdp, unit, resharding": functools.partial(
+        fsdp, units=["lm_head"], reshard_after_forward=True
+    ),
+    "fsdp, tied": functools.partial(fsdp, units=[], tied=True),
 }
+REFUSED = {original: functools.partial(fsdp1, unit=True, original_parameters=original)
+           for original in (False, True)}  # fmt: skip
 
 
-def worker(rank, path, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-
-    def logits(self, *_):
-        raise AssertionError("real logits were computed")
-
-    try:
-        with mock.patch.object(Product, "logits", logits):
-            for name, case in CASES.items():
-                try:
-                    results[name, rank] = case(rank)
-                except Exception as e:
-                    results[name, rank] = f"{type(e).__name__}: {e}"
-                    raise
-    finally:
-        dist.destroy_process_group()
+def without_logits(case, rank):
+    with mock.patch.object(Product, "logits", side_effect=AssertionError("logits were computed")):
+        return case(rank)
 
 
-@pytest.fixture(scope="module")
-def two_processes():
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
-        results = manager.dict()
-        path = os.path.join(folder, "store")
-        with contextlib.suppress(mp.ProcessRaisedException, mp.ProcessExitedException):
-            mp.start_processes(worker, (path, results), nprocs=2, start_method="fork")
-        yield dict(results)  # without those that came after a failure
+@functools.cache
+def results(world):
+    cases = CASES | REFUSED if world == 2 else {"hsdp": hsdp}
+    return ranks.run(
+        {k: functools.partial(without_logits, case) for k, case in cases.items()}, world
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", marked(CASES, FSDP2_MEAN, "fsdp,"))
-def test_equals_one_process(name, two_processes):
+@pytest.mark.parametrize("name", marked([*CASES, "hsdp"], FSDP2_MEAN, "fsdp,"))
+def test_equals_one_process(name):
     expected = two_steps(model("tied" in name), None)
-    for rank in range(2):
-        result = two_processes.get((name, rank), "did not get that far")
-        assert isinstance(result, tuple), result
-        losses, parameters = result
+    for losses, parameters in ranks.of(results(4 if name == "hsdp" else 2), name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
-        torch.testing.assert_close(parameters, expected[1], rtol=SAME_MODEL, atol=1e-6)
+        same = {k: v for k, v in expected[1].items() if k in parameters}
+        torch.testing.assert_close(parameters, same, rtol=SAME_MODEL, atol=1e-6)
+
+
+@pytest.mark.parametrize("original", REFUSED)
+def test_a_head_that_is_a_unit_of_fsdp1_is_refused_in_words(original):
+    for error in ranks.of(results(2), original):
+        assert "FSDP1 (FullyShardedDataParallel) shards it as a unit" in error
 
 
 # ---- Trainer under accelerate ---------------------------------------------------------------

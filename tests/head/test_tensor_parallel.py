@@ -106,17 +106,18 @@ def equal(name, rank):
             patch.setattr(tensor.DTensor, "full_tensor", no_whole_weight)
         loss = f(parts)
         loss.backward()
-        with torch.no_grad():
-            evaluated = f(parts.eval())
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(evaluated, expected)
+        evaluated = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                evaluated.append(f(parts.eval()) + 0)
+    torch.testing.assert_close([loss, *evaluated], [expected] * 3)
     for (key, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
         grad = q.grad.full_tensor() if isinstance(q.grad, tensor.DTensor) else q.grad
         torch.testing.assert_close(grad, p.grad, msg=lambda m, key=key: f"{key}: {m}")
     report = head_report(parts)
     assert report.active
     if name in LOSSES:
-        assert (report.losses_fused, report.logits_made) == (2, 0)
+        assert (report.losses_fused, report.logits_made) == (3, 0)
     return float(loss)
 
 

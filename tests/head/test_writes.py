@@ -4,28 +4,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.heads import MODES, V, loss_and_grads, plain_model, tokens
+from support.heads import MODES, V, ce, loss_and_grads, plain_model, tokens
 
 from fusedce import replace_loss_head
 
 
-def test_writing_into_logits_counts():
+def masked_after_a_look(z, y):
     """Some models mask classes in place before the loss; metrics may have looked before that."""
-
-    def loss(z, y):
-        with torch.no_grad():
-            z.argmax(-1)
-        z[..., :5] = torch.finfo(z.dtype).min
-        return F.cross_entropy(z.view(-1, V), y.view(-1).clamp(min=5))
-
-    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
-    native = loss_and_grads(model, x, y, loss)
-    replace_loss_head(model)
-    torch.testing.assert_close(loss_and_grads(model, x, y, loss), native)
-
-
-def ce(z, y):
-    return F.cross_entropy(z.reshape(-1, V), y.reshape(-1))
+    with torch.no_grad():
+        z.argmax(-1)
+    z[..., :5] = torch.finfo(z.dtype).min
+    return ce(z, y.clamp(min=5))
 
 
 def view_written(z, y):
@@ -45,12 +34,6 @@ def root_written_after_a_copy(z, y):
     return ce(shifted, y[:, 1:])
 
 
-def copy_looked_at_after_a_write(z, y):
-    half = z * 0.5
-    z[..., 3] = 1.0
-    return half.exp().mean() + ce(z, y)
-
-
 def reshape_that_copies(z, y):
     rows = z[:, :-1].reshape(-1, V)
     rows[:, 3] = 1.0
@@ -62,21 +45,9 @@ def real_view_written(z, y):
     return ce(z, y)
 
 
-def real_view_of_a_view_written(z, y):
-    z.transpose(1, 2).narrow(1, 3, 2).fill_(1.0)
-    return ce(z, y)
-
-
 def data_written(z, y):
     z.data[..., 3] = 1.0
     z.detach().view(-1, V)[:, 4] = 2.0
-    return ce(z, y)
-
-
-def view_scaled(z, y):
-    flat = z.view(-1, V)
-    flat *= 0.5
-    flat.div_(3)
     return ce(z, y)
 
 
@@ -84,12 +55,6 @@ def scaled_after_a_view(z, y):
     flat = z.view(-1, V)
     z.mul_(0.5)
     return ce(flat, y)
-
-
-def scaled_after_a_look(z, y):
-    column = z.select(-1, 3)
-    z.mul_(0.5)
-    return ce(z, y) + column.sum()
 
 
 def scaled_before(z, y):
@@ -109,24 +74,6 @@ def own_type_is_no_copy(z, y):
     return ce(z, y)
 
 
-def looked_then_written(z, y):
-    z.sum()
-    z.view(-1, V)[0] = 1.0
-    return ce(z.view(-1, V), y)
-
-
-def real_view_written_without_grad(z, y):
-    with torch.no_grad():
-        z[..., 3].fill_(-9.0)
-    return ce(z, y)
-
-
-def through_a_detached_real_view(z, y):
-    turned = z.detach().mT
-    z[0] = 0.5
-    return ce(z, y) + turned.sum()
-
-
 def out_argument(z, y):
     with torch.no_grad():
         torch.clamp(z.detach(), min=0, out=z.detach())
@@ -137,23 +84,6 @@ def many_at_once(z, y):
     with torch.no_grad():
         torch._foreach_mul_([z], 2.0)
     return ce(z, y)
-
-
-def by_a_function(z, y):
-    F.relu(z, inplace=True)
-    return ce(z, y)
-
-
-def copy_of_a_transposed_one(z, y):
-    turned = z.transpose(0, 1).contiguous()
-    turned.mul_(2)
-    return ce(z, y) + ce(turned, y.t())
-
-
-def column_of_a_shift(z, y):
-    shifted = z[:, :-1].contiguous()
-    shifted[..., 0] = -100.0
-    return F.cross_entropy(shifted.view(-1, V), y[:, 1:].reshape(-1))
 
 
 def after_a_cap(z, y):
@@ -168,15 +98,6 @@ def cast_then_biased(z, y):
     return ce(sum_, y)
 
 
-def kept_gradient_of_a_view(z, y):
-    seen = []
-    flat = z.view(-1, V)
-    flat.register_hook(lambda grad: seen.append(grad.clone()))
-    flat.retain_grad()
-    (gradient,) = torch.autograd.grad(F.cross_entropy(flat, y.view(-1)), flat, retain_graph=True)
-    return ce(flat, y) + gradient.square().sum() + seen[0].sum()
-
-
 def odd_shapes(z, y):
     assert z[:1].squeeze((0,)).shape == (7, V)
     first = z[np.int64(0)]
@@ -184,76 +105,17 @@ def odd_shapes(z, y):
     return ce(z, y)
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class Reversed(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x) if x.dim() == 3 else x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -3 * grad
-
-
-def gradient_reversal(z, y):
-    return ce(Reversed.apply(z) / 2, y)
-
-
-def gradient_reversal_of_a_view(z, y):
-    return ce(Reversed.apply(z.view(-1, V)), y)
-
-
-def own_function_of_what_is_gone(z, y):
-    half = z * 0.5
-    half.mul_(3)
-    half[..., 3] = 0.0
-    other = z / 2
-    other.mul_(3)
-    return ce(Doubled.apply(half), y) + ce(Doubled.apply(other), y)
-
-
-def own_function(z, y):
-    return ce(Doubled.apply(z), y) + ce(z, y)
-
-
-def own_function_of_a_view(z, y):
-    return ce(Doubled.apply(z[:, 1:].float() * 0.5), y[:, 1:])
-
-
-def mapped(z, y):
-    tree_map = torch.utils._pytree.tree_map
-    return ce(tree_map(lambda t: t * 2, {"logits": z})["logits"], y)
-
-
 WRITES = [
-    view_written, root_written_after_a_view, root_written_after_a_copy, reshape_that_copies,
-    copy_looked_at_after_a_write,
-    real_view_written, real_view_of_a_view_written, data_written, view_scaled, scaled_after_a_view,
-    scaled_after_a_look, scaled_before, copies_written, own_type_is_no_copy,
-    looked_then_written, real_view_written_without_grad, through_a_detached_real_view,
-    out_argument, many_at_once, by_a_function, copy_of_a_transposed_one, column_of_a_shift,
-    after_a_cap, cast_then_biased, kept_gradient_of_a_view, odd_shapes, own_function,
-    gradient_reversal, gradient_reversal_of_a_view, own_function_of_what_is_gone,
-    own_function_of_a_view, mapped,
+    masked_after_a_look, view_written, root_written_after_a_view, root_written_after_a_copy,
+    reshape_that_copies, real_view_written, data_written, scaled_after_a_view, scaled_before,
+    copies_written, own_type_is_no_copy, out_argument, many_at_once, after_a_cap,
+    cast_then_biased, odd_shapes,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", WRITES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mode", MODES)
-def test_writing(loss, mode):
-    if mode != "grad" and loss is kept_gradient_of_a_view:
-        pytest.skip("there are no gradients in this mode")
+def test_a_write_counts(loss, mode):
     model, x, y = plain_model(True), tokens(3, 7), tokens(3, 7, seed=1)
     native = loss_and_grads(model, x, y, loss, mode)
     replace_loss_head(model)
@@ -296,13 +158,13 @@ def test_arguments_of_the_loss_written_after_backward(weighted):
         if replaced:
             replace_loss_head(model)
         weight = torch.linspace(0.5, 1.5, V) if weighted else None
-        z = model(x)
-        z.retain_grad()
+        z, kept = model(x), []
+        z.register_hook(kept.append)
         loss = F.cross_entropy(z.view(-1, V), y.view(-1), weight=weight)
         written = y if weight is None else weight
         loss.backward()
         written.zero_()
-        grads.append(z.grad + 0)
+        grads.append(kept[0] + 0)
     torch.testing.assert_close(grads[1], grads[0])
 
 

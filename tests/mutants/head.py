@@ -37,7 +37,7 @@ MUTANTS = [
         "head: values hold the graph",
         "else x.clone() if x is hidden and x.is_inference() else x.detach()",
         "else x.clone() if x is hidden and x.is_inference() else x",
-        "head/test_memory.py -k graph",
+        "head/test_memory.py -k hold_less",
     ),
     Mutant(
         "head: inference tensors are not written into",
@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "head: an input of another width",
-        "weight.shape != (_rows(x.module), x.shape[-1])",
-        "weight.shape[0] != _rows(x.module)",
+        "weight.shape != (classes_of(x.module), x.shape[-1])",
+        "weight.shape[0] != classes_of(x.module)",
         "head/test_heads.py -k width",
     ),
     Mutant(
@@ -62,6 +62,18 @@ MUTANTS = [
         'if torch._C._functorch.maybe_current_level() is not None:\n        return "a transform',
         'if False:\n        return "a transform',
         "head/test_tensors.py -k transforms",
+    ),
+    Mutant(
+        "head: another library's F.linear",
+        "if F.linear is not _LINEAR and not",
+        "if False and not",
+        "head/test_heads_of_their_own.py -k another_library",
+    ),
+    Mutant(
+        "head: LoRA around the layer that is found",
+        "return outer if whole else linear",
+        "return linear",
+        "head/test_heads_of_their_own.py -k product",
     ),
     Mutant(
         "head: a view where there is a bias",

@@ -17,8 +17,8 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: own count",
-        "loss_sum / (n_valid.clamp(min=1) if denominator is None else denominator)",
-        "loss_sum / n_valid.clamp(min=1)",
+        "divisor = out.n_valid.clamp(min=1) if denominator is None else denominator",
+        "divisor = out.n_valid.clamp(min=1)",
         "trainer/test_mixin.py",
     ),
     Mutant(

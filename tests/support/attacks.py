@@ -1,6 +1,8 @@
 """Programs on a model with a replaced head, against the untouched one."""
 
 import copy
+import functools
+import inspect
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -39,3 +41,15 @@ def both(program, model=None, *, rtol=SAME_MODEL, equal_nan=False, **kwargs):
         torch.testing.assert_close(x, y, **near)
     assert any(g is not None for g in results[0][2].values()), "the program trains nothing"
     return head_report(replaced)
+
+
+def same(program):
+    """A test that runs ``program(m, x, y, ...)`` on :func:`both`, with its further parameters."""
+
+    @functools.wraps(program)
+    def test(**parameters):
+        both(lambda m, x, y: program(m, x, y, **parameters))
+
+    own = inspect.signature(program).parameters.values()
+    test.__signature__ = inspect.Signature([p for p in own if p.name not in ("m", "x", "y")])
+    return test
