@@ -50,7 +50,7 @@ def test_an_empty_first_micro_batch_does_not_overflow():
     acc.backward(fused_ce(hidden[:9], weight, torch.full((9,), -100)))
     acc.backward(fused_ce(hidden, weight, labels))
     acc.finish([weight])
-    torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-2, atol=1e-3)
+    assert distance(weight.grad, exact.grad) <= 4 * torch.finfo(torch.float16).eps
 
 
 def test_clipping_after_finish_sees_the_true_norm():
@@ -64,7 +64,8 @@ def test_clipping_after_finish_sees_the_true_norm():
     acc.finish([weight, weight])
     assert distance(weight.grad, exact) <= SAME_SUMS
     torch.nn.utils.clip_grad_norm_([weight], 0.1)
-    assert distance(weight.grad, exact * (0.1 / exact.norm())) < 1e-5  # torch adds 1e-6 to norms
+    rounding = SAME_SUMS + 1e-6 / exact.norm()  # which torch adds to norms
+    assert distance(weight.grad, exact * (0.1 / exact.norm())) <= rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks
+from support.bounds import SAME_MODEL, SAME_SUMS
 from support.engines import accelerator
 from support.loops import distance
 from support.versions import FSDP2_MEAN, marked
@@ -78,7 +79,7 @@ def test_engines_train_alike(name):
     for history in ranks.of(results(), name):
         assert [m["n_tokens"] for m in history] == [m["n_tokens"] for m in exact]
         for a, b in zip(history, exact, strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["loss"] == pytest.approx(b["loss"], rel=SAME_MODEL)
 
 
 def test_epoch_end():
@@ -120,12 +121,12 @@ def test_grpo_has_the_eager_gradients():
     grpo = example("grpo")
     loss, grads = grpo.one_update(grpo.fused_policy)
     eager_loss, eager_grads = grpo.one_update(grpo.eager_policy)
-    assert abs(loss - eager_loss) < 1e-6
+    assert loss == pytest.approx(eager_loss, rel=SAME_MODEL, abs=SAME_SUMS)
     assert grads.keys() == eager_grads.keys()
     assert "head.weight" in grads
     for name, grad in eager_grads.items():
         assert grad.norm() > 1e-3, name
-        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+        assert (grads[name] - grad).norm() <= SAME_MODEL * grad.norm(), name
 
 
 def test_the_grpo_example_uses_every_term(monkeypatch):
@@ -198,10 +199,10 @@ def test_a_pipeline_trains_as_one_process(name):
     for history, found in ranks.of(pipelines(), name):
         assert [m["n_tokens"] for m in history] == [n for _, n in exact]
         for m, (loss, _) in zip(history, exact, strict=True):
-            assert m["loss"] == pytest.approx(loss, rel=1e-5)
+            assert m["loss"] == pytest.approx(loss, rel=SAME_MODEL)
         for key, p in found.items():
             if key != "layer.self_attn.in_proj_bias":  # of keys: no gradient but rounding
-                assert distance(p, parameters[key]) < 1e-4, key
+                assert distance(p, parameters[key]) <= 8 * SAME_MODEL, key  # after as many steps
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both, same
-from support.bounds import SAME_MODEL
+from support.bounds import same_model
 from support.heads import V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
@@ -217,4 +217,4 @@ def test_backward_of_some_inputs(inputs):
         wanted["both"] = wanted["logits"] + wanted["parameters"]
         ce(z * 0.5, tokens(3, 7, seed=1)).backward(inputs=wanted[inputs])
         found.append([t.grad + 0 for t in wanted[inputs]])
-    torch.testing.assert_close(found[1], found[0], rtol=SAME_MODEL, atol=1e-7)
+    same_model(found[1], found[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL, STATISTIC
+from support.bounds import SAME_SUMS, STATISTIC, same_model
 from support.heads import MODES, V, ce, compiled, loss_and_grads, plain_model, tokens
 from torch import nn
 
@@ -87,7 +87,7 @@ def test_fused(name, bias, mode, request):
     replace_loss_head(model)
     request.getfixturevalue("no_logits")
     fused = loss_and_grads(model, x, y, LOSSES[name], mode)
-    torch.testing.assert_close(fused, native, rtol=SAME_MODEL, atol=1e-6)
+    same_model(fused, native)
 
 
 REAL = {
@@ -200,7 +200,7 @@ def test_compiled_transformers_are_fused(sweep, model_type, request):
     request.getfixturevalue("no_logits")
     model.forward = compiled(model.forward)
     fused = sweep.tools.run(model, inputs)
-    torch.testing.assert_close(fused, native, rtol=1e-4, atol=1e-6)
+    same_model(fused, native)
 
 
 # ---- models of transformers -----------------------------------------------------------------
@@ -283,6 +283,6 @@ def test_what_a_model_is_told_to_divide_by_is_known_when_gradients_are_made(item
         ratios.clear()
         with expecting(0.3):  # the number that the model is given has precedence
             model(tokens(3, 4), tokens(3, 4, seed=1), num_items_in_batch=told).backward()
-    assert ratios == pytest.approx([1.0, 1.0], abs=1e-6)
+    assert ratios == pytest.approx([1.0, 1.0], rel=SAME_SUMS)
     restore_loss_head(model)
     assert not model._forward_pre_hooks

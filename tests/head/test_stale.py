@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from support.bounds import SAME_MODEL
 from support.heads import V, ce, plain_model, tokens
 from torch import nn
 
@@ -103,7 +104,8 @@ def test_lbfgs_may_run_the_model_inside_its_step():
 
         optimizer.step(closure)
         losses.append(ce(model(x), y).detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+    # its line search divides differences of losses and of gradients by each other
+    torch.testing.assert_close(losses[1], losses[0], rtol=64 * SAME_MODEL, atol=0)
 
 
 def test_a_head_that_is_a_part_of_a_larger_memory_may_be_changed_by_any_step():

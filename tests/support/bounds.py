@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 EXACT = {"rtol": 0, "atol": 0}
 STATISTIC = 1e-6
@@ -17,6 +18,21 @@ SAME_MODEL = 128 * torch.finfo(torch.float32).eps
 The model has some 20 products, each of which either run may round its own way, and an optimizer's
 step divides by small gradients; a token that is counted otherwise changes a percent.
 """
+
+
+def same_model(got: object, expected: object) -> None:
+    """Assert that tensors of one model, nested alike, differ by :data:`SAME_MODEL` at most.
+
+    Each in the Euclidean norm; the rounding of the largest is a floor for small ones.
+    """
+    pairs = list(zip(tree_leaves(got), tree_leaves(expected), strict=True))
+    pairs = [(x.detach().double(), y.detach().double()) for x, y in pairs]
+    largest = max((float(y.norm()) for _, y in pairs), default=0.0)
+    for at, (x, y) in enumerate(pairs):
+        assert x.shape == y.shape, f"{at}: {x.shape}, {y.shape}"
+        error = float((x - y).norm())
+        bound = SAME_MODEL * float(y.norm()) + SAME_SUMS * largest
+        assert error <= bound, f"tensor {at}: {error:.2e} exceeds {bound:.2e}"
 
 
 def errs_like(
