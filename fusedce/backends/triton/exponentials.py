@@ -19,10 +19,11 @@ from fusedce.backends.sharded.collectives import Shard, all_gather
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,
-    alignment,
+    aligned,
     has_options,
     operands,
     power_of_2,
+    run,
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.problem import Problem
@@ -35,10 +36,9 @@ def gemm_blocks(problem: Problem) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     walks = archs.architecture(weight.device).walks(weight.element_size())
-    if not archs.by_one_gemm(walks, weight.shape[1]):
-        return None
-    if alignment(problem) == 1:
-        return walks.unaligned
+    wide = aligned(weight) and weight.shape[1] * weight.element_size() % 16 == 0
+    if not wide or not archs.by_one_gemm(walks, weight.shape[1]):
+        return None  # cuBLAS reads other rows better
     return walks.gemm_with_options if has_options(problem) else walks.gemm
 
 
@@ -123,12 +123,15 @@ class Exponentials:
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
         """Launch one product, whose epilogue makes the exponentials."""
         problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
-        walk = operands(problem, blocks, alignment(problem)) | self.pointwise
+        walk = operands(problem, blocks) | self.pointwise
         tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
         for name in ("tiles_per_split", "splits"):
             del walk[name]
-        exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
-            width=multiple_of_16(walk["V"]), **(walk | shared)
+        run(
+            exp_gemm_kernel,
+            (min(tiles, archs.processors(h.device)),),
+            width=multiple_of_16(walk["V"]),
+            **(walk | shared),
         )
 
 
@@ -143,7 +146,9 @@ def label_logits(
     """Compute the logits of the labels."""
     (V, H), C = weight.shape, y.shape[0]
     block_c, block_h = archs.architecture(h.device).label_block
-    label_logit_kernel[(-(-C // block_c),)](
+    run(
+        label_logit_kernel,
+        (-(-C // block_c),),
         hidden=h,
         weight=weight,
         labels=y,
