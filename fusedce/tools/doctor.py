@@ -61,8 +61,6 @@ def text(found: dict[str, Any]) -> str:
     for row in found["versions"]:
         lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
-    if found["tuned"]:
-        lines.append(f"  tuned: {found['tuned']}")
     gemm = found["fast_bfloat16_on_cpu"]
     fast = f"fast: {gemm}" if gemm else "slow, computed in float32 instead"
     lines.append(f"  bfloat16 products on this CPU are {fast}")
@@ -161,7 +159,10 @@ def _backend_lines(device: torch.device) -> list[str]:
     for dtype in DTYPES:
         # The choice needs no real tensor, so that dtypes which the device lacks are shown too.
         reason = why_not_triton(device, dtype)
-        backend = default_backend(device, dtype)
+        try:
+            backend = default_backend(device, dtype)
+        except RuntimeError as error:
+            backend, reason = "no", str(error)
         if backend == "triton":
             why = "rows of hidden that are no multiple of 16 bytes go to torch"
         elif reason is None:
