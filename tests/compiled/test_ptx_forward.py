@@ -228,8 +228,9 @@ def test_tickets_start_at_zero_and_each_is_drawn_once(on, monkeypatch, arch):
 
     compact = launcher.compact
     monkeypatch.setattr(launcher, "compact", watched)
-    hidden, weight, labels, _ = case(300, 24, 700).tensors()
-    labels[140:] = -100
+    rows = gpu.row.two_bytes.forward.BLOCK_N
+    hidden, weight, labels, _ = case(2 * rows + 44, 24, 700).tensors()
+    labels[rows + 12 :] = -100
     lse_of(hidden, weight, labels)
     ((after, before),) = seen
     assert before.eq(0).all()
