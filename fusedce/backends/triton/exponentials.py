@@ -210,7 +210,9 @@ class Peers:
             exponentials.fill(h, y, best, z_label)
         planes, block = 2 if best is None else 4, archs.architecture(h.device).merge_block_n
         mine = z_label.new_empty(planes * C)
-        shard_sums_kernel[(triton.cdiv(C, block),)](
+        run(
+            shard_sums_kernel,
+            (triton.cdiv(C, block),),
             maxima=exponentials.maxima,
             sums=exponentials.sums,
             z_label=z_label,
@@ -242,7 +244,9 @@ def merge(
     C, ranks = len(z_label), dist.get_world_size(shard.group)
     merged = torch.empty(2 * C, dtype=torch.float32, device=table.device)
     block = archs.architecture(table.device).merge_block_n
-    merge_shards_kernel[(triton.cdiv(C, block),)](
+    run(
+        merge_shards_kernel,
+        (triton.cdiv(C, block),),
         table=table,
         z_label=z_label,
         labels=None if argmax is None else y[first : first + C],

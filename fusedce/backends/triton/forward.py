@@ -34,7 +34,40 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
-    Rows,
+    packed = _walk(problem, problem, blocks, lse=lse)
+    raise_on_cpu(packed.n_valid, problem)
+    return packed.loss_sum, packed.n_valid
+
+
+def row_sums(
+    problem: Problem,
+    local: Problem,  # the same with this rank's classes; labels are rows here, or -1
+    V: int,  # classes
+) -> tuple[Rows, Tensor]:
+    """The rows that count, and ``(3, N)`` fp32: reference, sum, the label's logit or NaN.
+
+    The sum is of the exponentials of this rank's classes, without the label's.
+    """
+    out = torch.empty(3, len(problem.labels), dtype=torch.float32, device=problem.hidden.device)
+    return _walk(problem, local, None, V=V, row_sums=out), out
+
+
+def _walk(
+    problem: Problem,
+    local: Problem,
+    blocks: Blocks | None,
+    *,
+    V: int | None = None,
+    lse: Tensor | None = None,
+    row_sums: Tensor | None = None,
+) -> Rows:
+    """Launch the kernel for the rows of ``problem`` that count, with the classes of ``local``."""
+    local = with_unit_strides(local)
+    if blocks is None:
+        walks = archs.architecture(local.hidden.device).walks(local.hidden.element_size())
+        blocks = archs.forward_blocks(walks, local.hidden.shape[1], has_options(local))
+    shared = operands(local, blocks)
+    N, splits, device = shared["N"], shared["splits"], local.hidden.device
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
     with on(device):
