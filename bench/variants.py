@@ -28,6 +28,7 @@ from lib.engine import MEASURED, Call, Engine, median
 from lib.problems import Spec, make_inputs, tiny
 from lib.results import FOLDER, Results, problem
 from lib.tables import markdown, milliseconds
+from lib.variants import CANDIDATES
 
 import fusedce
 from fusedce.backends.triton import archs
@@ -163,8 +164,9 @@ def main() -> int:
     args = parser.parse_args()
     begin = time.monotonic()
     device = "cpu" if args.dry else args.device
-    walks = archs.architecture(torch.device(device)).two_bytes
-    candidates = list(dict.fromkeys((walks.forward, *walks.candidates)))
+    row = archs.architecture(torch.device(device))
+    walks = row.two_bytes
+    candidates = list(dict.fromkeys((walks.forward, *CANDIDATES.get(row.name, ()))))
     results = Results(args.out or FOLDER / f"variants-{device}.json", device)
     left = 0
     with Engine(device, rounds=args.rounds, calls=1 if args.dry else None) as engine:

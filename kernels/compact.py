@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tickets"])
 def compact_kernel(
     labels,  # (N,) int
     rows,  # (N,) int32 out: valid positions, in order, then the ignored ones from the end

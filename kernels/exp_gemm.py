@@ -10,7 +10,7 @@ import triton.language as tl
 from .tile import block_reference, exp, logits_slope, logits_tile, others_of_tile, program_of_grid
 
 
-@triton.jit(do_not_specialize=["labels", "maxima", "sums", "z_label", "best", "N"])
+@triton.jit(do_not_specialize=["labels", "maxima", "sums", "z_label", "best", "N", "stride_block"])
 def exp_gemm_kernel(
     hidden,  # (N, H)
     weight,  # (V, H)
@@ -23,7 +23,7 @@ def exp_gemm_kernel(
     sums,  # (splits, rows) fp32 out, the same, relative to the tile's references
     best,  # (splits, rows) int32 out, or None: where the maximum is
     N,
-    H,  # in units of UNIT elements, as the strides of hidden and weight
+    H,
     V,
     width,  # V rounded up to a multiple of 16
     stride_hn,
@@ -37,9 +37,7 @@ def exp_gemm_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
-    UNIT: tl.constexpr,
     EVEN_H: tl.constexpr,
-    FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -48,10 +46,9 @@ def exp_gemm_kernel(
     The programs are persistent: each takes one tile after another, and the row blocks of a group
     are computed side by side.
     """
-    H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     splits = tl.cdiv(V, BLOCK_V)
     tiles = tl.cdiv(N, BLOCK_N) * splits
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         block, split = program_of_grid(tile, N, splits, BLOCK_N, GROUP_N)
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N

@@ -53,7 +53,7 @@ def forward_kernel(
     lse,  # (N,) fp32 out at valid rows, or None
     row_sums,  # (3, N) fp32 out, or None: of packed rows reference, sum, label logit; no loss then
     N,
-    H,  # in units of UNIT elements, as the strides
+    H,
     V,
     stride_hn,
     stride_wv,
@@ -65,14 +65,11 @@ def forward_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
-    UNIT: tl.constexpr,  # what rows are aligned to: the compiler then reads so many at once
     EVEN_H: tl.constexpr,
-    FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Three phases: sums of a split, merging of a row block's splits, the sum of all losses."""
-    H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)
     if block * BLOCK_N >= n_valid:
@@ -86,7 +83,7 @@ def forward_kernel(
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
     m = tl.full((BLOCK_N,), NO_REFERENCE, dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
+    for start_v in tl.range(begin, end, BLOCK_V):
         z = logits_tile(
             hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
             BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,

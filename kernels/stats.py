@@ -42,7 +42,7 @@ def stats_kernel(
     best,  # (splits, N) int32 out, or None: index of the maximum
     z_labels,  # (N,) fp32 out
     N,
-    H,  # in units of UNIT elements, as the strides
+    H,
     V,
     stride_hn,
     stride_wv,
@@ -54,14 +54,11 @@ def stats_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
-    UNIT: tl.constexpr,
     EVEN_H: tl.constexpr,
-    FLATTEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Statistics of each row over one split of the vocabulary, for `merge_stats_kernel`."""
-    H, stride_hn, stride_wv = H * UNIT, stride_hn * UNIT, stride_wv * UNIT
     block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n_valid = tl.load(count)
     if block * BLOCK_N >= n_valid:
@@ -79,7 +76,7 @@ def stats_kernel(
     index = tl.zeros((BLOCK_N,), dtype=tl.int32)
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
-    for start_v in tl.range(begin, end, BLOCK_V, flatten=FLATTEN):
+    for start_v in tl.range(begin, end, BLOCK_V):
         z = logits_tile(
             hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
             BLOCK_N, BLOCK_V, BLOCK_H, EVEN_H, INPUT_PRECISION, UPCAST,

@@ -65,6 +65,35 @@ ALIGNED = frozenset((
     "teacher_bias", "stride_g",
 ))  # fmt: skip
 OPTIONS = ("bias", "scale", "softcap")
+# Blocks of the forward kernel to measure beside the default, in bf16.
+_SMALL = (archs.Blocks(64, 128, 32, 4, 2), archs.Blocks(128, 64, 32, 4, 2))
+_HOPPER = archs.BY_NAME["sm_90"].two_bytes
+CANDIDATES: dict[str, tuple[archs.Blocks, ...]] = {
+    "sm_80": (
+        archs.Blocks(256, 128, 32, 8, 3),
+        archs.Blocks(128, 128, 32, 8, 4),
+        archs.Blocks(128, 128, 64, 8, 3, GROUP_N=8),
+        archs.Blocks(64, 128, 64, 4, 3),
+    ),
+    "sm_90": (
+        _HOPPER.forward._replace(GROUP_N=8),
+        _HOPPER.forward._replace(num_stages=4),
+        _HOPPER.forward._replace(DESCRIPTOR=False),
+        archs.Blocks(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
+        _HOPPER.stats,
+        archs.Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
+    ),
+    "sm_100": (
+        _HOPPER.forward._replace(num_stages=4),
+        archs.Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
+        _HOPPER.stats,
+        archs.Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
+    ),
+    "sm_86": (archs.Blocks(64, 64, 64, 4, 2), *_SMALL),
+    "sm_89": (archs.Blocks(64, 64, 64, 4, 2), *_SMALL),
+    "sm_120": (archs.Blocks(64, 64, 64, 4, 2), *_SMALL),
+    "gfx942": _SMALL,
+}
 
 
 class Variant(NamedTuple):
@@ -76,7 +105,7 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     unaligned: frozenset[str] = frozenset()  # arguments that are no multiples of 16 here
     wide: frozenset[str] = frozenset()  # arguments in float32 here
-    candidate: bool = False  # runs when it is asked for, in tuning or by a variable, not by default
+    candidate: bool = False  # not what runs by default
 
 
 def types_of(variant: Variant) -> dict[str, str]:
@@ -100,7 +129,7 @@ def variants(
 ) -> Iterator[Variant]:
     """Yield the compilations for ``arch``; ``config`` gives other blocks of the forward kernel.
 
-    ``candidates`` adds the configurations that tuning would try, for bf16 without options.
+    ``candidates`` adds those of :data:`CANDIDATES`, for bf16 without options.
     """
     row = archs.BY_NAME[arch]
     for dtype, size in BYTES.items():
@@ -122,41 +151,24 @@ def variants(
                     label = f"forward {name} narrow"
                     yield from _forward(label, dtype, walks.forward_narrow, none | common)
                 if candidates and name == "bf16":
-                    for blocks in walks.candidates:
+                    for blocks in CANDIDATES.get(arch, ()):
                         label = f"forward {name} {_named(blocks)}"
                         for variant in _forward(label, dtype, blocks, none | common):
                             yield variant._replace(candidate=True)
-                if not option and precision == "ieee":
-                    constants = (
-                        _walk(walks.unaligned, size)
-                        | none
-                        | common
-                        | {"lse": None, "row_sums": None}
-                    )
-                    constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
-                    narrow = frozenset(("H", "stride_hn", "stride_wv"))
-                    label = f"forward {name} unaligned"
-                    yield Variant(label, forward_kernel, dtype, constants, narrow)
             if group in ("all", "exp_gemm") and precision == "ieee":
                 blocks = walks.gemm_with_options if option else walks.gemm
-                constants = _walk(blocks, size) | none | common
+                constants = _walk(blocks) | none | common
                 constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
                 if not option:
                     constants["best"] = None
                 if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
-                if not option:
-                    constants = constants | _walk(walks.unaligned, size)
-                    constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
-                    narrow = frozenset(("H", "stride_hn", "stride_wv"))
-                    label = f"exp_gemm {name} unaligned"
-                    yield Variant(label, exp_gemm_kernel, dtype, constants, narrow)
             if group in ("all", "softmax_grad") and precision == "ieee":
                 yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
                 blocks = walks.stats_with_options if option else walks.stats
-                constants = _walk(blocks, size) | none | common
+                constants = _walk(blocks) | none | common
                 if not blocks.DESCRIPTOR:
                     constants["weight_tiles"] = None
                 if not option:
@@ -194,9 +206,8 @@ def variants(
         yield from _shards(row)
 
 
-def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
-    more = {"EVEN_H": True, "UNIT": 16 // size}
-    return _without(blocks._asdict(), "MAX_SPLITS", "DESCRIPTOR") | more
+def _walk(blocks: archs.Blocks) -> dict[str, Any]:
+    return _without(blocks._asdict(), "MAX_SPLITS", "DESCRIPTOR") | {"EVEN_H": True}
 
 
 def _forward(
@@ -204,10 +215,10 @@ def _forward(
 ) -> Iterator[Variant]:
     """Variants for a whole vocabulary and for a shard, with TMA where the row asks for it.
 
-    Blocks with TMA are for aligned rows, which always have it: without it they are a candidate,
-    for what forces narrow loads has blocks of its own.
+    Rows of a weight that are not aligned to 16 bytes force narrow loads, which no block was chosen
+    for: without TMA these are candidates.
     """
-    constants = _walk(blocks, BYTES[dtype]) | common | {"lse": None, "row_sums": None}
+    constants = _walk(blocks) | common | {"lse": None, "row_sums": None}
     if blocks.DESCRIPTOR:
         yield Variant(f"{label} TMA", forward_kernel, dtype, constants)
         of_shard = _without(constants, "row_sums")
@@ -349,8 +360,7 @@ def _shards(row: archs.Architecture) -> Iterator[Variant]:
 
 def _named(blocks: archs.Blocks) -> str:
     x = blocks
-    more = f" G{x.GROUP_N}" + (" flat" if x.FLATTEN else "")
-    return f"{x.BLOCK_N}x{x.BLOCK_V}x{x.BLOCK_H} w{x.num_warps} s{x.num_stages}{more}"
+    return f"{x.BLOCK_N}x{x.BLOCK_V}x{x.BLOCK_H} w{x.num_warps} s{x.num_stages} G{x.GROUP_N}"
 
 
 def _without(constants: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -14,6 +15,7 @@ _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+OLDEST = (8, 0)  # compute capability: before it the kernels spill kilobytes a thread
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -27,20 +29,50 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
             f"it needs CUDA, ROCm or XPU tensors, got tensors on {device} "
             f"(TRITON_INTERPRET=1 interprets the kernels on the CPU, slowly, for debugging)"
         )
+    capability = _capability(device)
+    if capability is not None and capability < OLDEST:
+        return (
+            f"the Triton kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or newer "
+            f"(A100, RTX 30), and {device} has {capability[0]}.{capability[1]}"
+        )
     return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def default_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Name of the backend that runs there unasked.
+
+    Raises:
+        RuntimeError: the device has no float64, in which losses are summed.
+    """
+    if device.type == "mps":
+        raise RuntimeError(
+            f"hidden must be on a device that has float64, in which losses are summed, not on "
+            f"{device}: move hidden, weight and labels to the CPU"
+        )
+    usable = device.type in _TRITON_DEVICES and why_not_triton(device, dtype) is None
+    return "triton" if usable else "torch"
 
 
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
+    Unasked, Triton takes only rows of whole 16 bytes: it would load others element by element.
+
     Raises:
         ValueError: unknown name.
-        RuntimeError: Triton was asked for and cannot run, with the reason.
+        RuntimeError: Triton was asked for and cannot run, with the reason; see
+            :func:`default_backend`.
     """
+    default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
-        accelerated = hidden.device.type in _TRITON_DEVICES
-        usable = accelerated and why_not_triton(hidden.device, hidden.dtype) is None
-        return "triton" if usable else "torch"
+        return default if hidden.shape[-1] * hidden.dtype.itemsize % 16 == 0 else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import fusedce
 from fusedce.backends.choose import (
     INTERPRETED,
     TRITON_INSTALLED,
-    resolve_backend,
+    default_backend,
     why_not_triton,
 )
 from fusedce.backends.torch.products import bf16_gemm
@@ -50,7 +49,6 @@ def report() -> dict[str, Any]:
         "triton_kernels": _triton(),
         "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
-        "tuned": _tuned(),
         "peers": {name: missing(name) for name in IMPLEMENTATIONS if name != "fused_ce"},
         "distributed": _distributed(),
         "right": all(c["right"] for d in devices for c in d["checks"]),
@@ -63,8 +61,6 @@ def text(found: dict[str, Any]) -> str:
     for row in found["versions"]:
         lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
-    if found["tuned"]:
-        lines.append(f"  tuned: {found['tuned']}")
     gemm = found["fast_bfloat16_on_cpu"]
     fast = f"fast: {gemm}" if gemm else "slow, computed in float32 instead"
     lines.append(f"  bfloat16 products on this CPU are {fast}")
@@ -101,20 +97,6 @@ def _triton() -> str:
     if not TRITON_INSTALLED:
         return "none, triton is not installed"
     return "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-
-
-def _tuned() -> str:
-    """Whether the forward kernel's blocks are tuned here, and how many choices are kept."""
-    if not TRITON_INSTALLED:
-        return ""
-    from fusedce.backends.triton import tuning
-
-    state = "on" if tuning.enabled() else "off, FUSEDCE_AUTOTUNE=1 turns it on"
-    try:
-        kept = len(json.loads(tuning._file().read_text()))
-    except (OSError, ValueError):
-        return f"{state}; nothing kept in {tuning._file()}"
-    return f"{state}; {kept} choices kept in {tuning._file()}"
 
 
 def _distributed() -> list[str]:
@@ -176,10 +158,13 @@ def _backend_lines(device: torch.device) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for dtype in DTYPES:
         # The choice needs no real tensor, so that dtypes which the device lacks are shown too.
-        backend = resolve_backend(None, _Probe(device, dtype))  # type: ignore[arg-type]
         reason = why_not_triton(device, dtype)
+        try:
+            backend = default_backend(device, dtype)
+        except RuntimeError as error:
+            backend, reason = "no", str(error)
         if backend == "triton":
-            why = ""
+            why = "rows of hidden that are no multiple of 16 bytes go to torch"
         elif reason is None:
             why = "Triton runs on request, backend='triton'"
         else:
@@ -189,13 +174,6 @@ def _backend_lines(device: torch.device) -> list[str]:
         f"{', '.join(dtypes)}: {backend} backend" + (f"; {why}" if why else "")
         for (backend, why), dtypes in groups.items()
     ]
-
-
-class _Probe:
-    """The attributes of a tensor that `resolve_backend` reads."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
 
 
 def _devices() -> list[torch.device]:

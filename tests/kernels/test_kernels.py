@@ -147,7 +147,7 @@ def test_every_kernel_compiles(arch):
 def test_slow_cases_say_so_once(dtype):
     from fusedce.backends.triton import forward, launch
 
-    launch._say_once.cache_clear()
+    launch.say_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
     exact = forward.loss(Problem(hidden, weight, labels))[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)

@@ -7,7 +7,7 @@ from torch import Tensor
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.divergence import divergence_and_grads
 from fusedce.backends.triton.forward import loss, token_stats
-from fusedce.backends.triton.launch import on
+from fusedce.backends.triton.launch import on, run
 from fusedce.backends.triton.training import loss_and_grads
 from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.kernels.input_grads import scale_kernel
@@ -29,4 +29,4 @@ def scale_(x: Tensor, factor: Tensor) -> None:
             block = archs.architecture(x.device).scale_block
             # 8 programs of 8 warps fill a multiprocessor.
             programs = min(-(-x.numel() // block), 8 * archs.processors(x.device))
-            scale_kernel[(programs,)](x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)
+            run(scale_kernel, (programs,), x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)

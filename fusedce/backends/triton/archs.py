@@ -2,11 +2,11 @@
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
 compile every kernel for every row. What a device runs with depends on the device, the dtype, the
-options and the alignment of the inputs, never on N: a row's loss must have the same bits in every
+options and the alignment of the weight, never on N: a row's loss must have the same bits in every
 batch. Chosen from what the compiler makes of them, not yet measured: see `bench/LOG.md`.
-``fusedce.backends.triton.tuning`` measures the candidates, on demand. Not ``triton.autotune``: it
-chooses anew in every process, by timing, inside the first call that a user makes, and its choice
-would change the last bits of a loss from run to run.
+``bench/variants.py`` measures candidates on a device. Not ``triton.autotune``: it chooses anew in
+every process, by timing, inside the first call that a user makes, and its choice would change the
+last bits of a loss from run to run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from fusedce.backends import plan
 
 KiB = 1024
+EVERY_H = 2**31
 
 
 class Blocks(NamedTuple):
@@ -32,7 +33,6 @@ class Blocks(NamedTuple):
     num_stages: int
     GROUP_N: int = 16  # row blocks that share a split's weights through L2
     DESCRIPTOR: bool = False  # read weight by TMA where its rows are 16-byte aligned
-    FLATTEN: bool = False  # one pipeline over all tiles of a split: the next one loads meanwhile
     MAX_SPLITS: int = 128  # of the vocabulary: enough programs for one row block
 
 
@@ -43,10 +43,8 @@ class Walks(NamedTuple):
     forward_with_options: Blocks  # bias, scale, soft-cap
     stats: Blocks  # entropy and argmax need registers as well
     stats_with_options: Blocks  # and the mean of the logits, class weights
-    unaligned: Blocks  # rows that do not start at multiples of 16 bytes: narrow loads
     gemm: Blocks  # the product whose epilogue writes exponentials
     gemm_with_options: Blocks  # and argmax
-    candidates: tuple[Blocks, ...] = ()  # what tuning tries besides `forward`
     forward_narrow: Blocks | None = None  # of `forward` up to a hidden size of narrow_up_to
     narrow_up_to: int = 0
     gemm_up_to: int = 0  # hidden size up to which training uses it: see `by_one_gemm`
@@ -73,7 +71,7 @@ class Architecture(NamedTuple):
     compact_block_n: int = 1024
     merge_block_n: int = 128
     scale_block: int = 8192
-    label_block: tuple[int, int] = (4, 512)  # rows of one label, and of H, that are added at a time
+    label_block: tuple[int, int] = (16, 256)  # rows of a label, and of H, added at a time
 
     def walks(self, element_size: int) -> Walks:
         """Blocks for inputs of ``element_size`` bytes."""
@@ -85,7 +83,7 @@ class Architecture(NamedTuple):
 
 
 def _same(blocks: Blocks) -> Walks:
-    return Walks(blocks, blocks, blocks, blocks, blocks, blocks, blocks)
+    return Walks(blocks, blocks, blocks, blocks, blocks, blocks)
 
 
 def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
@@ -122,18 +120,14 @@ _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
 _HOPPER_NARROW = Blocks(128, 64, 64, 8, 4, DESCRIPTOR=True)
 _TWO_A_PROCESSOR = Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True)  # programs of a multiprocessor
-_UNALIGNED = Blocks(64, 64, 32, 4, 2)
-_UNALIGNED_FP32 = Blocks(32, 64, 32, 4, 2)
 _SMALL = Blocks(64, 64, 64, 4, 2)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
 
-_FOUR_BYTES = _same(_AMPERE_FP32)._replace(unaligned=_UNALIGNED_FP32)
+_FOUR_BYTES = _same(_AMPERE_FP32)
 # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
-_OTHER_TWO = _same(_SMALL)._replace(
-    unaligned=_UNALIGNED, candidates=(Blocks(64, 128, 32, 4, 2), Blocks(128, 64, 32, 4, 2))
-)
+_OTHER_TWO = _same(_SMALL)
 # Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.
 _WIDE = Blocks(128, 128, 32, 8, 4)
 _ADA_TWO = _OTHER_TWO._replace(
@@ -141,34 +135,28 @@ _ADA_TWO = _OTHER_TWO._replace(
     forward_with_options=_WIDE,
     gemm=_WIDE,
     gemm_with_options=_WIDE,
-    candidates=(_SMALL, *_OTHER_TWO.candidates),
+    gemm_up_to=EVERY_H,
 )
 _ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
 # fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
-_BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))._replace(unaligned=Blocks(32, 64, 32, 8, 2))
-_OTHER_FOUR = _same(_SMALL_FP32)._replace(unaligned=_UNALIGNED_FP32)
+_BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))
+_OTHER_FOUR = _same(_SMALL_FP32)
 
 ARCHITECTURES = (
     Architecture(
         "sm_80",
         Walks(
-            forward=_AMPERE,
+            forward=Blocks(256, 128, 32, 8, 3),
             forward_with_options=_AMPERE,
             stats=_AMPERE,
             stats_with_options=Blocks(128, 64, 64, 8, 3),
-            unaligned=_UNALIGNED,
             gemm=_AMPERE,
             gemm_with_options=_AMPERE,
-            candidates=(
-                Blocks(128, 128, 32, 8, 4),
-                _AMPERE._replace(GROUP_N=8),
-                Blocks(64, 128, 64, 4, 3),
-            ),
         ),
         _FOUR_BYTES,
         compiler=("cuda", 80, 32),
         shared_limit=163 * KiB,
-        capabilities=((8, 0),),
+        capabilities=((8, 0), (8, 7)),
     ),
     Architecture(
         "sm_90",
@@ -177,23 +165,11 @@ ARCHITECTURES = (
             forward_with_options=_HOPPER,
             stats=_HOPPER_SMALL,
             stats_with_options=_HOPPER_NARROW,
-            unaligned=_UNALIGNED,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_SMALL,
             gemm_up_to=plan.EXP_GEMM_H,
             forward_narrow=_TWO_A_PROCESSOR,
             narrow_up_to=plan.FORWARD_NARROW_H,
-            candidates=(
-                _HOPPER._replace(FLATTEN=True),
-                _HOPPER._replace(GROUP_N=8),
-                _HOPPER._replace(num_stages=4),
-                _HOPPER._replace(DESCRIPTOR=False),
-                Blocks(256, 128, 64, 8, 4, GROUP_N=8, DESCRIPTOR=True),
-                _HOPPER_SMALL,
-                _HOPPER_SMALL._replace(FLATTEN=True),
-                _TWO_A_PROCESSOR,
-                _TWO_A_PROCESSOR._replace(FLATTEN=True),
-            ),
         ),
         _FOUR_BYTES,
         compiler=("cuda", 90, 32),
@@ -203,20 +179,13 @@ ARCHITECTURES = (
     Architecture(
         "sm_100",
         Walks(
-            forward=_HOPPER_SMALL,  # 128x256 spills 76 bytes
+            forward=_HOPPER,
             forward_with_options=_HOPPER_SMALL,
             stats=_HOPPER_SMALL,
             stats_with_options=_HOPPER_NARROW,
-            unaligned=_UNALIGNED,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_NARROW,
             gemm_up_to=plan.EXP_GEMM_H,
-            candidates=(
-                _HOPPER._replace(num_stages=4),
-                Blocks(256, 128, 64, 8, 3, GROUP_N=8, DESCRIPTOR=True),
-                _HOPPER,
-                Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),
-            ),
         ),
         _BLACKWELL_FP32,
         compiler=("cuda", 100, 32),
@@ -237,26 +206,26 @@ ARCHITECTURES = (
     ),
     Architecture(
         "sm_120",
-        _ADA_TWO._replace(gemm_up_to=plan.EXP_GEMM_H),
+        _ADA_TWO,
         _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,
         token_warps=8,  # with 4, float32 spills 8 bytes
         divergence_block_v=256,  # with 512, float16 jsd spills 16 bytes
-        capabilities=((12, 0),),
+        capabilities=((12, 0), (12, 1)),
     ),
     Architecture(
         "gfx942",
-        _OTHER_TWO,
+        _OTHER_TWO._replace(forward=Blocks(256, 128, 64, 8, 2)),
         _OTHER_FOUR,
         compiler=("hip", "gfx942", 64),
         shared_limit=64 * KiB,
-        gcn=("gfx942",),
+        gcn=("gfx90a", "gfx942", "gfx950"),
     ),
     Architecture("other", _OTHER_TWO, _OTHER_FOUR),
     Architecture(
         "interpreter",
-        _same(_TINY._replace(DESCRIPTOR=True))._replace(unaligned=_TINY),
+        _same(_TINY._replace(DESCRIPTOR=True)),
         _same(_TINY),
         exp_block_v=256,
         divergence_block_v=128,
@@ -285,7 +254,8 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 3  # of the interpreter: several tiles for each
     properties = torch.get_device_module(device).get_device_properties(device)
-    return int(properties.multi_processor_count)
+    name = "gpu_subslice_count" if device.type == "xpu" else "multi_processor_count"
+    return int(getattr(properties, name))
 
 
 def vocabulary_splits(V: int, blocks: Blocks) -> tuple[int, int]:

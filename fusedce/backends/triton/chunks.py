@@ -17,6 +17,7 @@ from fusedce.backends.triton.launch import (
     padded,
     pointwise,
     power_of_2,
+    run,
     span,
 )
 from fusedce.backends.triton.products import Tiles
@@ -108,7 +109,9 @@ class Chunks:
             scaled=None if self.scaled is None else span(self.scaled, 0, C),
         )
         terms = None if options is None else options.terms
-        softmax_rows_kernel[(C,)](
+        run(
+            softmax_rows_kernel,
+            (C,),
             exps=exponentials.out,
             grads=grads,
             hidden=h,

@@ -24,6 +24,7 @@ from fusedce.backends.triton.launch import (
     on,
     power_of_2,
     raise_on_cpu,
+    run,
     span,
 )
 from fusedce.backends.triton.products import add_product, product
@@ -183,10 +184,10 @@ class _Chunk:
         }
         if self.divergence.kind == TARGETS:
             given = self.divergence.given()[some]
-            target_rows_kernel[(C,)](targets=given, largest=given.argmax(1), **common)
+            run(target_rows_kernel, (C,), targets=given, largest=given.argmax(1), **common)
         else:
             teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
             there = _rows(teacher.hidden, some, left_out)
             product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
-            divergence_rows_kernel[(C,)](teacher=t, labels=y, **common)
+            run(divergence_rows_kernel, (C,), teacher=t, labels=y, **common)
         return losses, g[:, :V] if self.train else None, factors

@@ -19,10 +19,11 @@ from fusedce.backends.sharded.collectives import Shard, all_gather
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,
-    alignment,
+    aligned,
     has_options,
     operands,
     power_of_2,
+    run,
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.problem import Problem
@@ -35,10 +36,9 @@ def gemm_blocks(problem: Problem) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     walks = archs.architecture(weight.device).walks(weight.element_size())
-    if not archs.by_one_gemm(walks, weight.shape[1]):
-        return None
-    if alignment(problem) == 1:
-        return walks.unaligned
+    wide = aligned(weight) and weight.shape[1] * weight.element_size() % 16 == 0
+    if not wide or not archs.by_one_gemm(walks, weight.shape[1]):
+        return None  # cuBLAS reads other rows better
     return walks.gemm_with_options if has_options(problem) else walks.gemm
 
 
@@ -123,12 +123,15 @@ class Exponentials:
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
         """Launch one product, whose epilogue makes the exponentials."""
         problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
-        walk = operands(problem, blocks, alignment(problem)) | self.pointwise
+        walk = operands(problem, blocks) | self.pointwise
         tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
         for name in ("tiles_per_split", "splits"):
             del walk[name]
-        exp_gemm_kernel[(min(tiles, archs.processors(h.device)),)](
-            width=multiple_of_16(walk["V"]), **(walk | shared)
+        run(
+            exp_gemm_kernel,
+            (min(tiles, archs.processors(h.device)),),
+            width=multiple_of_16(walk["V"]),
+            **(walk | shared),
         )
 
 
@@ -143,7 +146,9 @@ def label_logits(
     """Compute the logits of the labels."""
     (V, H), C = weight.shape, y.shape[0]
     block_c, block_h = archs.architecture(h.device).label_block
-    label_logit_kernel[(-(-C // block_c),)](
+    run(
+        label_logit_kernel,
+        (-(-C // block_c),),
         hidden=h,
         weight=weight,
         labels=y,
@@ -205,7 +210,9 @@ class Peers:
             exponentials.fill(h, y, best, z_label)
         planes, block = 2 if best is None else 4, archs.architecture(h.device).merge_block_n
         mine = z_label.new_empty(planes * C)
-        shard_sums_kernel[(triton.cdiv(C, block),)](
+        run(
+            shard_sums_kernel,
+            (triton.cdiv(C, block),),
             maxima=exponentials.maxima,
             sums=exponentials.sums,
             z_label=z_label,
@@ -237,7 +244,9 @@ def merge(
     C, ranks = len(z_label), dist.get_world_size(shard.group)
     merged = torch.empty(2 * C, dtype=torch.float32, device=table.device)
     block = archs.architecture(table.device).merge_block_n
-    merge_shards_kernel[(triton.cdiv(C, block),)](
+    run(
+        merge_shards_kernel,
+        (triton.cdiv(C, block),),
         table=table,
         z_label=z_label,
         labels=None if argmax is None else y[first : first + C],

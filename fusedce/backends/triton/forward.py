@@ -5,23 +5,20 @@ They allocate and launch, and never wait for the GPU. The logits stay in registe
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
 from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
-from fusedce.backends.triton import archs, tuning
+from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks
 from fusedce.backends.triton.launch import (
     Rows,
-    alignment,
     compact,
     has_options,
     on,
     operands,
     raise_on_cpu,
+    run,
     with_unit_strides,
 )
 from fusedce.contract.objective import Stats
@@ -66,16 +63,19 @@ def _walk(
 ) -> Rows:
     """Launch the kernel for the rows of ``problem`` that count, with the classes of ``local``."""
     local = with_unit_strides(local)
-    unit = alignment(local)
-    blocks = _blocks(local, unit) if blocks is None else blocks
-    shared = operands(local, blocks, unit)
+    if blocks is None:
+        walks = archs.architecture(local.hidden.device).walks(local.hidden.element_size())
+        blocks = archs.forward_blocks(walks, local.hidden.shape[1], has_options(local))
+    shared = operands(local, blocks)
     N, splits, device = shared["N"], shared["splits"], local.hidden.device
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
     with on(device):
         packed = compact(problem.but(labels=problem.labels.contiguous()), tickets, V=V)
         if N:
-            forward_kernel[(row_blocks * splits,)](
+            run(
+                forward_kernel,
+                (row_blocks * splits,),
                 rows=packed.rows,
                 count=packed.used,
                 partials=torch.empty((2 * splits + 1) * N, dtype=torch.float32, device=device),
@@ -89,32 +89,6 @@ def _walk(
     return packed
 
 
-def _blocks(problem: Problem, unit: int) -> Blocks:
-    device, dtype = problem.hidden.device, problem.hidden.dtype
-    walks = archs.architecture(device).walks(dtype.itemsize)
-    if unit == 1:
-        return walks.unaligned
-    options = has_options(problem)
-    V, H = problem.weight.shape
-    default = archs.forward_blocks(walks, H, options)
-    if not tuning.enabled() or not walks.candidates:
-        return default
-
-    def milliseconds(blocks: Blocks) -> float:
-        rng = torch.Generator(device).manual_seed(0)  # the user's own is left alone
-        rows = torch.randn(tuning.ROWS, H, dtype=torch.float32, device=device, generator=rng)
-        labels = torch.randint(V, (tuning.ROWS,), device=device, generator=rng)
-        sample = problem.but(
-            hidden=rows.to(dtype), labels=labels, ignore_index=-100, token_weight=None
-        )
-        call = functools.partial(loss, sample, blocks)
-        with on(device):
-            return float(triton.testing.do_bench(call, return_mode="median"))
-
-    key = tuning.key_of(device, dtype, H, V, options)
-    return tuning.choose(key, (default, *walks.candidates), milliseconds)
-
-
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
     check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
@@ -123,10 +97,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     arch = archs.architecture(device)
     walks = arch.walks(problem.hidden.element_size())
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
-    unit = alignment(problem)
-    if unit == 1:
-        blocks = walks.unaligned
-    shared = operands(problem, blocks, unit)
+    shared = operands(problem, blocks)
     splits = shared["splits"]
     class_weight = problem.class_weight
     if class_weight is not None:
@@ -162,7 +133,9 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     with on(device):
         packed = compact(problem)
         if N:
-            stats_kernel[(-(-N // blocks.BLOCK_N) * splits,)](
+            run(
+                stats_kernel,
+                (-(-N // blocks.BLOCK_N) * splits,),
                 class_weight=class_weight,
                 temperature=temperature,
                 rows=packed.rows,
@@ -170,7 +143,9 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 **partials,
                 **shared,
             )
-            merge_stats_kernel[(-(-N // arch.merge_block_n),)](
+            run(
+                merge_stats_kernel,
+                (-(-N // arch.merge_block_n),),
                 labels=problem.labels,
                 rows=packed.rows,
                 count=packed.used,

@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import ChunkGradient, Chunks
-from fusedce.backends.triton.launch import power_of_2
+from fusedce.backends.triton.launch import power_of_2, run
 from fusedce.backends.triton.products import add_product
 from fusedce.kernels.input_grads import label_grad_kernel
 
@@ -135,7 +135,9 @@ def _launch(
     n, (C, H) = columns.shape[0], h.shape
     block_c, block_h = archs.architecture(h.device).label_block
     block_h = min(power_of_2(H), block_h)
-    label_grad_kernel[(n, 1 if weight is None else -(-H // block_h))](
+    run(
+        label_grad_kernel,
+        (n, 1 if weight is None else -(-H // block_h)),
         hidden=h,
         columns=columns,
         order=order,

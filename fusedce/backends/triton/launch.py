@@ -24,15 +24,12 @@ from fusedce.contract.problem import Problem
 from fusedce.kernels.compact import compact_kernel
 
 
-def operands(problem: Problem, blocks: Blocks, unit: int) -> dict[str, Any]:
-    """Arguments that ``forward_kernel`` and ``stats_kernel`` share, launch options included.
-
-    ``unit`` is the problem's :func:`alignment`.
-    """
+def operands(problem: Problem, blocks: Blocks) -> dict[str, Any]:
+    """Arguments that ``forward_kernel`` and ``stats_kernel`` share, launch options included."""
     hidden, weight = problem.hidden, problem.weight
     V, H = weight.shape
     tiles_per_split, splits = vocabulary_splits(V, blocks)
-    tma = blocks.DESCRIPTOR and (unit > 1 or _aligned(weight))
+    tma = blocks.DESCRIPTOR and aligned(weight)
     return {
         "hidden": hidden,
         "weight": weight,
@@ -41,10 +38,10 @@ def operands(problem: Problem, blocks: Blocks, unit: int) -> dict[str, Any]:
         else None,
         "labels": problem.labels,
         "N": len(hidden),
-        "H": H // unit,
+        "H": H,
         "V": V,
-        "stride_hn": hidden.stride(0) // unit,
-        "stride_wv": weight.stride(0) // unit,
+        "stride_hn": hidden.stride(0),
+        "stride_wv": weight.stride(0),
         "tiles_per_split": tiles_per_split,
         "splits": splits,
         **pointwise(problem),
@@ -52,9 +49,7 @@ def operands(problem: Problem, blocks: Blocks, unit: int) -> dict[str, Any]:
         "BLOCK_V": blocks.BLOCK_V,
         "BLOCK_H": blocks.BLOCK_H,
         "GROUP_N": blocks.GROUP_N,
-        "UNIT": unit,
         "EVEN_H": H % blocks.BLOCK_H == 0,
-        "FLATTEN": blocks.FLATTEN,
         "INPUT_PRECISION": input_precision(hidden),
         "UPCAST": interpreted(hidden.device),
         "num_warps": blocks.num_warps,
@@ -74,18 +69,6 @@ def pointwise(problem: Problem) -> dict[str, Any]:
 def has_options(problem: Problem) -> bool:
     """Whether logits are more than products."""
     return any(x is not None for x in pointwise(problem).values())
-
-
-def alignment(problem: Problem) -> int:
-    """Number of elements that one load can move: 16 bytes, or 1 where rows are not aligned.
-
-    Triton specialises on numbers that are multiples of 16, not of 8, so sizes and strides are
-    passed in this unit.
-    """
-    hidden, weight = problem.hidden, problem.weight
-    unit = 16 // hidden.element_size()
-    aligned = _aligned(hidden) and _aligned(weight) and hidden.shape[1] % unit == 0
-    return unit if aligned else 1
 
 
 def power_of_2(n: int) -> int:
@@ -113,26 +96,26 @@ def with_unit_strides(problem: Problem) -> Problem:
         bias=None if bias is None else bias.contiguous(),
     )
     for name, x in (("hidden", problem.hidden), ("weight", problem.weight)):
-        if not _aligned(x):
-            _say_once(f"rows of {name} are not aligned to 16 bytes, so loads are narrow")
+        if not aligned(x):
+            say_once(f"rows of {name} are not aligned to 16 bytes, so loads are narrow")
     return problem
 
 
 def _unit_stride(name: str, x: Tensor) -> Tensor:
     if x.stride(-1) == 1:
         return x
-    _say_once(f"{name} has stride {x.stride(-1)} in its last dimension: it is copied on every call")
+    say_once(f"{name} has stride {x.stride(-1)} in its last dimension: it is copied on every call")
     return x.contiguous()
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as wide loads need."""
     stride = x.stride(0) * x.element_size()
     return x.data_ptr() % 16 == 0 and stride > 0 and stride % 16 == 0
 
 
 @functools.cache
-def _say_once(what: str) -> None:
+def say_once(what: str) -> None:
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 
@@ -185,7 +168,9 @@ def compact(
         torch.empty((), dtype=torch.int64, device=device),
         torch.empty((), dtype=torch.float32, device=device),
     )
-    compact_kernel[(1,)](
+    run(
+        compact_kernel,
+        (1,),
         labels=labels,
         rows=packed.rows,
         count=packed.used,
@@ -221,6 +206,15 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def run(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
+    """Launch ``kernel``, and return its compilation.
+
+    Products and sums are fused: Triton 3.10 does so only when asked, and without it the forward
+    kernel spills.
+    """
+    return kernel[grid](**arguments, enable_fp_fusion=True)
+
+
 class CachedLaunch:
     """Launches ``kernel`` with ``common`` arguments and those of each call.
 
@@ -237,7 +231,7 @@ class CachedLaunch:
 
     def __call__(self, grid: tuple[int, int, int], **changing: Any) -> None:
         if self._compiled is None:
-            self._compiled = self._kernel[grid](**self._common, **changing)
+            self._compiled = run(self._kernel, grid, **self._common, **changing)
             return
         if not self._arguments:  # many kernels are launched once
             self._arguments = {name: self._common.get(name) for name in self._kernel.arg_names}

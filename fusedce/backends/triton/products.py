@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16, rows_of_hidden
 from fusedce.backends.triton.archs import Architecture
-from fusedce.backends.triton.launch import span
+from fusedce.backends.triton.launch import say_once, span
 
 
 @functools.cache
@@ -20,6 +20,9 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
         return torch.mm
     if widens(torch.mm, device, dtype):
         return functools.partial(torch.mm, out_dtype=torch.float32)
+    if device.type != "cpu":
+        kind = str(dtype).removeprefix("torch.")
+        say_once(f"torch multiplies {kind} on {device} into no float32: it multiplies in float32")
     return _of_widened
 
 
@@ -29,22 +32,26 @@ def _of_widened(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 
 @functools.cache
 def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there: CUDA does.
+    """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there, and is right.
 
-    ``addmm`` beside a float32 addend from torch 2.11 on.
+    CUDA has it, ``addmm`` beside a float32 addend from torch 2.11 on. An earlier ``addmm`` took it
+    and gave something else (pytorch issue 154086), so a product of small whole numbers, which is
+    exact, is compared.
     """
     if device.type != "cuda":
         return False
-    x = torch.zeros(16, 16, device=device, dtype=dtype)
-    out = torch.zeros(16, 16, device=device, dtype=torch.float32)
+    whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
+    x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)
+    exact = x.float() @ x.float()
     try:
         if operation is torch.mm:
             torch.mm(x, x, out_dtype=torch.float32, out=out)
         else:
             torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
+            exact += 1
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    return True
+    return out.equal(exact)
 
 
 def add_to(

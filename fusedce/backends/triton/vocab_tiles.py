@@ -29,6 +29,7 @@ from fusedce.backends.triton.launch import (
     padded,
     pointwise,
     power_of_2,
+    run,
     span,
 )
 from fusedce.backends.triton.products import add_product, add_to, product
@@ -172,7 +173,9 @@ class _Walk:
         blocks, lost = -(-width // block), None
         if self.lost is not None:
             lost = torch.empty(blocks, C, dtype=torch.float32, device=w.device)
-        token_grad_kernel[(C, blocks)](
+        run(
+            token_grad_kernel,
+            (C, blocks),
             products=products,
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
@@ -201,7 +204,9 @@ class _Walk:
         """Add single entries to ``dh (n, H)``, apply factors, and store rows at their positions."""
         (V, H), n = self.weight.shape, len(dh)
         block = min(power_of_2(H), 1024)
-        hidden_grad_kernel[(n, -(-H // block))](
+        run(
+            hidden_grad_kernel,
+            (n, -(-H // block)),
             products=dh,
             weight=self.weight,
             columns=self.columns,

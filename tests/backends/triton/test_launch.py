@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedce.backends.triton.launch import CachedLaunch, alignment, input_precision, span
-from fusedce.contract.problem import Problem
+from fusedce.backends.triton.launch import CachedLaunch, input_precision, run, span
 
 
 class Older:
@@ -50,17 +49,6 @@ def test_nobody_asks_for_tf32_beside_other_dtypes(monkeypatch, dtype):
     assert input_precision(SimpleNamespace(dtype=dtype, device=torch.device("cuda"))) == "ieee"
     x = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
     assert input_precision(x) == "ieee"
-
-
-@pytest.mark.parametrize("H", [64, 72, 123])
-def test_rows_are_read_by_as_much_as_they_are_aligned_to(H):
-    """H = 72 is a multiple of 8, not of 16, which is what Triton looks at."""
-    for dtype, unit in ((torch.bfloat16, 8), (torch.float32, 4)):
-        hidden, weight = torch.zeros(5, H, dtype=dtype), torch.zeros(7, H, dtype=dtype)
-        problem = Problem(hidden, weight, torch.zeros(5, dtype=torch.int64))
-        assert alignment(problem) == (1 if H == 123 else unit)
-    shifted = torch.zeros(7 * 64 + 1)[1:].view(7, 64)
-    assert alignment(Problem(torch.zeros(5, 64), shifted, torch.zeros(5))) == 1
 
 
 def test_a_span_of_all_is_no_view_and_any_other_one_is_cut():
@@ -110,3 +98,14 @@ def test_later_launches_differ_in_what_changes_alone(compiles):
         (how, (5, 1, 1), 7, 5, None, 64),
         (how, (9, 1, 1), 7, 9, None, 64),
     ]
+
+
+def test_products_and_sums_are_fused_whatever_the_compilers_default():
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: asked.append((grid, arguments))
+
+    run(Kernel(), (3, 1, 1), x=1)
+    assert asked == [((3, 1, 1), {"x": 1, "enable_fp_fusion": True})]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusedce.backends.triton import archs
+from fusedce.backends.triton import products as of_cublas
 from fusedce.backends.triton.products import Tiles, product
 
 H = 24
@@ -64,3 +65,37 @@ def test_tiles_are_wider_where_they_are_less_work(H):
     work = 2 * rows * T * H / 700e12
     assert work >= 40e-6 or rows * T == 2**25
     assert rows * T * 4 <= 2**27
+
+
+@pytest.mark.parametrize("operation", ["mm", "addmm"])
+@pytest.mark.parametrize("wrong", [None, "a factor", "raises"])
+def test_an_interface_that_gives_something_wrong_is_not_taken(monkeypatch, operation, wrong):
+    """A stand-in for CUDA's products of bf16 with a float32 result."""
+
+    def stand_in(*given, out_dtype, out):
+        if wrong == "raises":
+            raise RuntimeError("no such product")
+        *addend, a, b = given
+        product = a.float() @ b.float() * (2 if wrong else 1)
+        return out.copy_(product + addend[0] if addend else product)
+
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda n, device: arange(n))
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *n, device, dtype: ones(*n, dtype=dtype))
+    monkeypatch.setattr(torch, operation, stand_in)
+    of_cublas.widens.cache_clear()
+    name = getattr(torch, operation)
+    assert of_cublas.widens(name, torch.device("cuda"), torch.bfloat16) == (wrong is None)
+    of_cublas.widens.cache_clear()
+
+
+def test_products_that_are_widened_are_said_to_be(monkeypatch):
+    said = []
+    monkeypatch.setattr(of_cublas, "widens", lambda *_: False)
+    monkeypatch.setattr(of_cublas, "say_once", said.append)
+    of_cublas.product.cache_clear()
+    of_cublas.product(torch.device("cuda", 1), torch.bfloat16)
+    of_cublas.product(torch.device("cpu"), torch.bfloat16)  # the interpreter's, for debugging
+    of_cublas.product.cache_clear()
+    assert said == ["torch multiplies bfloat16 on cuda:1 into no float32: it multiplies in float32"]

@@ -61,7 +61,11 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk_tokens", [None, 39, 70])  # 70: a chunk, inside a graph two
 @pytest.mark.parametrize("V", [320, 333])
-def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options, chunk_tokens, V):
+@pytest.mark.parametrize("gemm", ["0", "1"])  # exponentials by products of cuBLAS, or by one GEMM
+def test_training_compiles_nothing_inside_a_graph(
+    monkeypatch, launches, options, chunk_tokens, V, gemm
+):
+    monkeypatch.setenv("FUSEDCE_EXP_GEMM", gemm)
     hidden, weight, labels, bias = Case(
         (96,), 32, V, torch.bfloat16, with_bias=options == "pointwise"
     ).tensors()
@@ -82,7 +86,8 @@ def test_training_compiles_nothing_inside_a_graph(monkeypatch, launches, options
     warm = step()
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step() - warm == set()
-    kernels = {"label_logit_kernel", "exp_tile_kernel", "softmax_rows_kernel", "label_grad_kernel"}
+    exponentials = "exp_gemm_kernel" if gemm == "1" else "exp_tile_kernel"
+    kernels = {"label_logit_kernel", exponentials, "softmax_rows_kernel", "label_grad_kernel"}
     assert kernels <= {name for name, _ in warm}
 
 

@@ -1,0 +1,97 @@
+"""Which backend runs where, by itself and on request."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedce import fused_ce
+from fusedce.backends import choose
+from fusedce.backends.triton import archs
+from fusedce.testing import Case
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Make the first CUDA device one of a compute capability."""
+
+    def of(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        choose._capability.cache_clear()
+        archs.architecture.cache_clear()
+
+    yield of
+    choose._capability.cache_clear()
+    archs.architecture.cache_clear()
+
+
+def rows_of(H, dtype):
+    """What the choice reads of hidden states on a CUDA device."""
+    return SimpleNamespace(device=CUDA, dtype=dtype, shape=torch.Size((3, H)))
+
+
+@pytest.mark.parametrize("capability", [(6, 0), (7, 0), (7, 5)])
+def test_an_old_card_goes_to_torch_and_says_why(card, capability):
+    card(*capability)
+    assert choose.resolve_backend(None, rows_of(64, torch.bfloat16)) == "torch"
+    with pytest.raises(RuntimeError, match=r"compute capability 8.0 or newer .* cuda:0 has"):
+        choose.resolve_backend("triton", rows_of(64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
+     ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 0), "sm_120"), ((12, 1), "sm_120")],
+)  # fmt: skip
+def test_newer_cards_have_a_row_and_take_triton(card, capability, row):
+    card(*capability)
+    assert choose.resolve_backend(None, rows_of(64, torch.bfloat16)) == "triton"
+    assert archs.architecture(CUDA).name == row
+
+
+@pytest.mark.parametrize("name", ["gfx90a", "gfx942", "gfx950"])
+def test_instinct_cards_have_a_row(card, monkeypatch, name):
+    card(9, 4)  # of torch for ROCm, which means no card of NVIDIA's
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    properties = SimpleNamespace(gcnArchName=f"{name}:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert archs.architecture(CUDA).name == "gfx942"
+    assert choose.resolve_backend(None, rows_of(64, torch.bfloat16)) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "name"),
+    [(64, torch.bfloat16, "triton"), (72, torch.bfloat16, "triton"), (60, torch.bfloat16, "torch"),
+     (60, torch.float32, "triton"), (65, torch.float32, "torch")],
+)  # fmt: skip
+def test_rows_of_whole_16_bytes_alone_go_to_triton(card, H, dtype, name):
+    card(9, 0)
+    assert choose.resolve_backend(None, rows_of(H, dtype)) == name
+    assert choose.resolve_backend("triton", rows_of(H, dtype)) == "triton"
+
+
+def test_a_device_without_float64_is_refused_by_name():
+    mps = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
+    for backend in (None, "torch", "triton"):
+        with pytest.raises(RuntimeError, match=r"float64.* not on mps: move hidden, weight"):
+            choose.resolve_backend(backend, mps)
+
+
+def test_the_processors_of_an_xpu_are_its_subslices(monkeypatch):
+    class Module:
+        @staticmethod
+        def get_device_properties(device):
+            return SimpleNamespace(gpu_subslice_count=448)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    archs.processors.cache_clear()
+    assert archs.processors(torch.device("xpu")) == 448
+    archs.processors.cache_clear()
+
+
+def test_an_unknown_name_is_refused():
+    hidden, weight, labels = Case().tensors()[:3]
+    with pytest.raises(ValueError, match="backend must be None, 'torch' or 'triton', got 'cuda'"):
+        fused_ce(hidden, weight, labels, backend="cuda")
