@@ -5,7 +5,7 @@
     python -m bench.model --measured bench/results/loss-cuda.json     # measured beside it
     python -m bench.model --ranks 2 4 8         # training with a vocabulary sharded over NVLink
 
-The model is :mod:`fusedce.prediction`. Results of GPUs under `bench/results` are found by
+The model is `bench/lib/gpu_model.py`. Results of GPUs under `bench/results` are found by
 themselves. The range in brackets comes from the least certain assumption of each method: the rate
 of our own main loops, what of a tile stays in L2, or a pass's share of the copy's bandwidth.
 """
@@ -22,22 +22,24 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # run as a module, too
 
-from lib.tables import markdown  # noqa: E402
-
-from fusedce.prediction import (  # noqa: E402
+from lib.gpu_model import (  # noqa: E402
     DEVICES,
     METHODS,
+    NOW,
     PLANS,
     SHAPES,
     Device,
     MiB,
     Prediction,
     bare_gemms,
+    by_tiles,
     call,
     fused_ce,
     predict,
-    way_of,
 )
+from lib.tables import markdown  # noqa: E402
+
+from fusedce.backends.plan import tiles_of  # noqa: E402
 
 Row = dict[str, str]
 
@@ -54,24 +56,18 @@ _LAUNCH = 3e-6  # seconds of each (assumed)
 def tensor_parallel(N: int, H: int, V: int, ranks: int, device: Device) -> Prediction:
     """Seconds of a training pass by Triton with ``V / ranks`` classes on each rank.
 
-    The last chunk's sum of d_hidden over ranks is covered by its product for d_weight, those of
-    other chunks by more. An all-reduce sends ``2 (ranks - 1) / ranks`` of its bytes.
+    The losses of tokens: their statistics, then tiles of the vocabulary in backward, and one sum
+    of d_hidden over ranks, which sends ``2 (ranks - 1) / ranks`` of its bytes.
     """
     rows = -(-V // ranks)
-    local = fused_ce(N, H, rows, device)
+    way = tiles_of(call(N, H, rows, device=device))
     rate = NVLINK[device.name] * _REACHED
-    share = 2 * (ranks - 1) / ranks / rate  # seconds a byte of an all-reduce
-    chunks = -(-N // way_of(call(N, H, rows)).tokens)
-    of_hidden = 4 * N * H * share + chunks * _LATENCY
-    cover = local.terms["d_weight product"]
-    terms = dict(local.terms) | {
+    terms = by_tiles(N, H, rows, device, NOW, way) | {
         "agreement": _LATENCY + _AGREEMENT * _LAUNCH,
-        "label logits over ranks": _LATENCY + 4 * N * share,
-        "sums over ranks": chunks * (_LATENCY + 2 * _LAUNCH) + 8 * N * (ranks - 1) / rate,
-        "d_hidden over ranks, beside products": _BESIDE * of_hidden,
-        "d_hidden over ranks, not covered": max(of_hidden - cover, 0) / chunks,
+        "statistics over ranks": _LATENCY + 16 * N * (ranks - 1) / rate,
+        "d_hidden over ranks": _LATENCY + 4 * N * H * 2 * (ranks - 1) / ranks / rate,
     }
-    return Prediction(terms, local.memory)
+    return Prediction(terms, way.held)
 
 
 def over_ranks(ranks: Sequence[int], device: Device, N: int = 8192) -> list[Row]:

@@ -8,6 +8,5 @@
 * ``input_grads``: what products leave out of the gradients of hidden states and head.
 * ``stats``: label, log-sum-exp, entropy, argmax and mean of every row, in one pass.
 * ``token_grad``: gradient of a tile of logits with factors of each row's own.
-* ``shards``: a row's sum of exponentials over the ranks of a sharded vocabulary.
 * ``divergence``: divergence of a student from a teacher, and the student's gradient.
 """

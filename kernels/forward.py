@@ -51,7 +51,6 @@ def forward_kernel(
     tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
     loss_sum,  # () fp32 out
     lse,  # (N,) fp32 out at valid rows, or None
-    row_sums,  # (3, N) fp32 out, or None: of packed rows reference, sum, label logit; no loss then
     N,
     H,  # in units of UNIT elements, as the strides
     V,
@@ -129,11 +128,6 @@ def forward_kernel(
         s += s_i * tl.exp2(m_i - m_safe)
     at = partials + 2 * plane + offs_n
     z_label = tl.load(at, mask=mask_n, other=0.0, cache_modifier=".cg")
-    if row_sums is not None:  # other ranks have more classes, and perhaps the label
-        tl.store(row_sums + offs_n, m_safe, mask=mask_n)
-        tl.store(row_sums + N64 + offs_n, s, mask=mask_n)
-        tl.store(row_sums + 2 * N64 + offs_n, z_label, mask=mask_n)
-        return
     loss = token_loss(m_safe, s, z_label)
     if lse is not None:
         # Beside +inf, or -inf alone, a loss is NaN but its log-sum-exp is not.

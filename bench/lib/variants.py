@@ -16,7 +16,6 @@ from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kerne
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel, scale_kernel
-from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
     label_logit_kernel,
@@ -34,7 +33,6 @@ KERNELS = (
     "divergence",
     "scale",
     "compact",
-    "shards",
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
@@ -54,7 +52,7 @@ _TYPES = dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
      "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
-     "zmean", "d_bias", "merged", "row_sums", "table"),
+     "zmean", "d_bias"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
@@ -127,12 +125,7 @@ def variants(
                         for variant in _forward(label, dtype, blocks, none | common):
                             yield variant._replace(candidate=True)
                 if not option and precision == "ieee":
-                    constants = (
-                        _walk(walks.unaligned, size)
-                        | none
-                        | common
-                        | {"lse": None, "row_sums": None}
-                    )
+                    constants = _walk(walks.unaligned, size) | none | common | {"lse": None}
                     constants |= {"EVEN_H": False, "weight_tiles": None, "UNIT": 1}
                     narrow = frozenset(("H", "stride_hn", "stride_wv"))
                     label = f"forward {name} unaligned"
@@ -190,8 +183,6 @@ def variants(
     if group in ("all", "stats"):
         constants = {"BLOCK_N": row.merge_block_n}
         yield Variant("merge_stats", merge_stats_kernel, "i64", constants)
-    if group in ("all", "shards"):
-        yield from _shards(row)
 
 
 def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
@@ -202,16 +193,14 @@ def _walk(blocks: archs.Blocks, size: int) -> dict[str, Any]:
 def _forward(
     label: str, dtype: str, blocks: archs.Blocks, common: dict[str, Any]
 ) -> Iterator[Variant]:
-    """Variants for a whole vocabulary and for a shard, with TMA where the row asks for it.
+    """Variants with TMA where the row asks for it, and without.
 
     Blocks with TMA are for aligned rows, which always have it: without it they are a candidate,
     for what forces narrow loads has blocks of its own.
     """
-    constants = _walk(blocks, BYTES[dtype]) | common | {"lse": None, "row_sums": None}
+    constants = _walk(blocks, BYTES[dtype]) | common | {"lse": None}
     if blocks.DESCRIPTOR:
         yield Variant(f"{label} TMA", forward_kernel, dtype, constants)
-        of_shard = _without(constants, "row_sums")
-        yield Variant(f"{label} TMA shard", forward_kernel, dtype, of_shard)
     without = constants | {"weight_tiles": None}
     yield Variant(label, forward_kernel, dtype, without, candidate=blocks.DESCRIPTOR)
 
@@ -267,9 +256,6 @@ def _softmax_rows(
         constants |= {"shifts": None, "class_weight": None}
         if normalised:
             constants["row_factors"] = None
-    of_shard = constants | dict.fromkeys(("best", "argmax", "rows"))
-    yield Variant(f"softmax_rows {label} shard", softmax_rows_kernel, dtype, of_shard, wide=wide)
-    constants["merged"] = None
     yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
     if not option:
         walks = row.walks(BYTES[dtype])
@@ -326,25 +312,13 @@ def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
     for option in (False, True):
         none = {} if option else dict.fromkeys(OPTIONS)
         label = f"label_logit {dtype}{' bias+scale+cap' if option else ''}"
-        yield Variant(label, label_logit_kernel, dtype, constants | none | {"rows": None})
-        yield Variant(f"{label} shard", label_logit_kernel, dtype, constants | none)
+        yield Variant(label, label_logit_kernel, dtype, constants | none)
         more = {} if option else {"d_bias": None}
         label = f"label_grad {dtype}{' bias' if option else ''}"
         sums = frozenset({"d_weight"})
         yield Variant(f"{label} sum", label_grad_kernel, dtype, constants | more, wide=sums)
         if dtype == "bf16":
             yield Variant(label, label_grad_kernel, dtype, constants | more)
-
-
-def _shards(row: archs.Architecture) -> Iterator[Variant]:
-    for extra in (False, True):
-        constants: dict[str, Any] = {"BLOCK_C": row.merge_block_n, "num_warps": 4}
-        label = " terms" if extra else ""
-        of_sums = constants | {"OWN_REFERENCES": extra} | ({} if extra else {"best": None})
-        yield Variant(f"shard_sums{label}", shard_sums_kernel, "fp32", of_sums)
-        none = {} if extra else dict.fromkeys(("labels", "lse", "argmax", "rows"))
-        of_merge = constants | none | {"PLANES": 4 if extra else 2}
-        yield Variant(f"merge_shards{label}", merge_shards_kernel, "fp32", of_merge)
 
 
 def _named(blocks: archs.Blocks) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,11 @@ from fusedce.backends.plan import (
     is_small_head,
     least_of_tiles,
     tiles_of,
+    way_of_divergence,
 )
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task
 
 
 class Dtypes(NamedTuple):
@@ -98,6 +99,21 @@ def check_budget(problem: Problem, call: Call) -> None:
     tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
 
 
+def check_divergence_budget(task: Task) -> None:
+    """Raise ValueError where the losses of a divergence's tokens, or backward, exceed the budget.
+
+    A shard's plan has room for all gradients from the start.
+    """
+    problem, wanted, divergence, shard = task
+    if problem.memory_budget is None or divergence is None or shard is not None:
+        return
+    n, triton = len(problem.labels), problem.backend == "triton"
+    call = call_of(problem, wanted, n, waiting(problem), triton=triton)
+    for few in {max(n - 1, 0), n}:  # backward gathers the tokens that have a gradient
+        size = divergence.teacher_size()
+        way_of_divergence(call._replace(n=few), size, memory_budget=problem.memory_budget)
+
+
 @functools.cache
 def memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for other devices."""
@@ -135,36 +151,10 @@ class Gradients:
         if wanted.weight:
             narrow = by_tiles or chunks == 1
             dtype = dtypes.weight if narrow else acc
-            if not chunks:
-                self.weight = torch.zeros(weight.shape, dtype=dtype, device=device)
-            elif dtype == dtypes.weight:
-                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
-            else:
-                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
+            fill = torch.empty if chunks else torch.zeros
+            self.weight = fill(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
-
-    def add_rows(
-        self,
-        y: Tensor,  # (C,) classes, in range
-        h: Tensor,  # (C, H)
-        coefficient: Tensor,  # (C,)
-        add_product: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        """Gradients of the head by single logits: ``weight[y] += coefficient * h``.
-
-        A weight gradient of two bytes holds a product that was rounded, and nearly all of a row
-        may cancel. ``add_product(classes, rows)`` adds that product's rows of some classes (n,),
-        in their order, to ``rows (n, H)`` in float32: the sum is then rounded once.
-        """
-        if self.weight is not None and self.weight.dtype == h.dtype:
-            add_rows(self.weight, y, h * coefficient[:, None])
-        elif self.weight is not None:
-            classes, rows = _summed(y, h * coefficient[:, None])
-            add_product(classes, rows)
-            self.weight[classes] = rows.to(self.weight.dtype)
-        if self.bias is not None:
-            add_rows(self.bias, y, coefficient)
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
@@ -179,19 +169,3 @@ class Gradients:
         if grad is None:
             return torch.empty(0, dtype=dtype, device=self.device)
         return grad if grad.dtype == dtype else grad.to(dtype)
-
-
-def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
-    """``total[y] += rows``, of one dtype."""
-    if total.device.type == "cpu":
-        total.index_add_(0, y, rows)
-        return
-    unique, summed = _summed(y, rows)  # deterministic everywhere
-    total[unique] += summed
-
-
-def _summed(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The different numbers of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
-    unique, inverse = y.unique(return_inverse=True)
-    summed = rows.new_zeros(len(unique), *rows.shape[1:])
-    return unique, summed.index_put_((inverse,), rows, accumulate=True)  # (sorts first)

@@ -30,25 +30,40 @@ def loss_and_grads(
     statistics = Wanted(lse=True, zmean=smoothing, argmax=argmax is not None)
     stats = token_stats(problem, statistics, argmax)
     y = problem.labels.long().clamp(0, V - 1)
-    nll, lse = stats.nll.double(), stats.lse.double()
+    zmean = stats.zmean.double() if smoothing else None
+    factor = expected_upstream(problem, stats.n_valid)
+    losses, upstream = losses_and_upstream(
+        problem, y, stats.nll.double(), stats.lse.double(), zmean, factor, V
+    )
     used = problem.valid()
     if problem.token_weight is not None:  # (a bad label's loss is NaN)
-        used = used & ((problem.token_weight != 0) | nll.isnan())
-    zmean = stats.zmean.double() if smoothing else None
+        used = used & ((problem.token_weight != 0) | stats.nll.isnan())
     # Positions left out may hold anything, and NaN times 0 is NaN.
-    losses = token_losses(problem, y, nll, lse, zmean).masked_fill(~used, 0)
-    factor = expected_upstream(problem, stats.n_valid)
+    total = losses.masked_fill(~used, 0).sum().to(stats.nll.dtype)
+    upstream = upstream._replace(used=used)
+    grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
+    return Summed(total, stats.n_valid, factor, *grads)
+
+
+def losses_and_upstream(
+    problem: Problem,
+    y: Tensor,  # (n,) labels, in range, as all below
+    nll: Tensor,  # float64
+    lse: Tensor,  # float64
+    zmean: Tensor | None,  # float64, with label smoothing
+    factor: Tensor,  # () of the gradients
+    V: int,  # classes
+) -> tuple[Tensor, Upstream]:
+    """``(n,)`` losses float64, and the factors of their gradients."""
+    losses = token_losses(problem, y, nll, lse, zmean)
     by = slopes(problem, y, lse)
-    nothing = torch.zeros_like(nll)
-    outer = nothing + factor
-    gamma = None
-    at_label = by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll)
-    if smoothing:
+    others = -torch.expm1(-nll)
+    outer, gamma = torch.zeros_like(nll) + factor, None
+    at_label = by.lse * torch.exp(-nll) - by.nll * others
+    if zmean is not None:
         gamma = outer * by.zmean / V
         c = 1.0 if problem.class_weight is None else problem.class_weight.double()[y]
         at_label = at_label + by.zmean * c / V
-    of_p, others = outer * (by.nll + by.lse), -torch.expm1(-nll)
-    upstream = Upstream(of_p, None, gamma, outer * at_label, used, others)
-    grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
-    total = losses.sum().to(stats.nll.dtype)
-    return Summed(total, stats.n_valid, factor, *grads)
+    used = torch.ones_like(nll, dtype=torch.bool)
+    alpha = outer * (by.nll + by.lse)
+    return losses, Upstream(alpha, None, gamma, outer * at_label, used, others)

@@ -27,14 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of
 from fusedce.contract.objective import expected, expecting
-from fusedce.contract.problem import Problem
 from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
 from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
 from fusedce.head.rules import NODES, RULES, Rows, as_options
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce, sharded_loss_sum
-from fusedce.loss.sharded import sharded_cross_entropy
+from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 T: Any = torch.Tensor
@@ -406,11 +404,10 @@ def _fused(
         "bias": bias, "ignore_index": ignore_index, "softcap": p.cap, "logit_scale": p.scale,
         "label_smoothing": float(label_smoothing),
         "memory_budget": memory_budget_of(product.memory_budget),
+        "vocab_size": p.classes.stop if sharded else None,
     }  # fmt: skip
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
-        if sharded:
-            return sharded_cross_entropy(p.hidden, w, target, vocab_size=p.classes.stop, **options)
         return fused_cross_entropy(p.hidden, w, target, **options)
     denominator = None if observer is None else observer.denominator
     factor = expected_factor() if reduction == "sum" else None
@@ -419,11 +416,7 @@ def _fused(
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
     monitor = observer.monitor if observer else ()
     with nullcontext() if expects or factor is expected() else expecting(factor):
-        if sharded:
-            problem = Problem(p.hidden, w, target, **options)
-            out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
-        else:
-            out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
+        out = fused_ce(p.hidden, w, target, monitor=monitor, **options)
     if observer is not None:
         observer.observe(out, reduction)
     loss_sum, n_valid = out

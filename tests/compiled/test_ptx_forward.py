@@ -13,9 +13,8 @@ from support.compiled import skip_one_known_step
 
 import fusedce
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.forward import loss, row_sums
+from fusedce.backends.triton.forward import loss
 from fusedce.contract.problem import Problem
-from fusedce.kernels.tile import LOG2E
 from fusedce.testing import Case, check
 
 ROOT = Path(__file__).parents[2]

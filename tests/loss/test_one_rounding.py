@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import rounding
 from support.rounding import Draw
 
-from fusedce import fused_ce, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
 from fusedce.backends import gradients, mean_logit
-from fusedce.backends.torch import logit_tiles, products
+from fusedce.backends.torch import products
+from fusedce.contract.objective import expecting
 
 # In the median, and in one of a hundred.
 BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
@@ -171,7 +173,6 @@ def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, maske
     """It is found where the sample did not look: at a class of the third tile, of some tokens."""
     monkeypatch.setattr(mean_logit, "SAMPLE", 2)
     monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
-    monkeypatch.setattr(logit_tiles, "_LEAST", 100)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(40, 32, generator=rng), torch.randn(430, 32, generator=rng) / 6
     hidden[:, 0] = torch.where(torch.arange(40) % 3 == 0, 1.0, 0.0)
@@ -199,3 +200,26 @@ def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, maske
     for x, e in zip(got[1:], exact[1:], strict=True):
         error = (x.double() - e).norm() / e.norm()
         assert error <= (1e-6 * max(height / 30, 1) if dtype == torch.float32 else 2.5e-3)
+
+
+@pytest.mark.parametrize("labels", ["indices", "probabilities"])
+def test_a_sum_is_rounded_once(labels, monkeypatch):
+    """Nobody divides it: the gradient is made with the factor 1, and not with that of a mean."""
+    monkeypatch.setattr(gradients, "SMALL_HEAD", 0)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 16, generator=rng).bfloat16()
+    weight = torch.randn(50, 16, generator=rng).bfloat16().requires_grad_()
+    given = torch.tensor([4, 9, 30])
+    if labels == "probabilities":
+        given = F.one_hot(given, 50).bfloat16()
+    found = torch.autograd.grad(fused_cross_entropy(hidden, weight, given, reduction="sum"), weight)
+    with expecting(1.0):
+        loss = fused_ce(hidden, weight, torch.tensor([4, 9, 30])).loss_sum
+    exact = torch.autograd.grad(loss, weight)
+    if labels == "indices":
+        assert torch.equal(found[0], exact[0])
+    wide = weight.detach().double().requires_grad_()
+    e = F.cross_entropy(hidden.double() @ wide.T, torch.tensor([4, 9, 30]), reduction="sum")
+    (e,) = torch.autograd.grad(e, wide)
+    once = (e.bfloat16().double() - e).norm()
+    assert (found[0].double() - e).norm() <= 1.1 * once

@@ -22,12 +22,11 @@ from support.vocabulary import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fusedce import fused_ce
+from fusedce import fused_ce, fused_cross_entropy
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends import plan
-from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.backends.sharded.collectives import REDUCE_SCATTER
-from fusedce.loss.sharded import sharded_ce
+from fusedce.backends.shards.agreement import LENGTH
+from fusedce.backends.shards.collectives import REDUCE_SCATTER
+from fusedce.sharded import sharded_ce
 
 ROUNDINGS = ((torch.float32, 4), (torch.bfloat16, 0.5), (torch.float16, 0.5))
 FLOOR = {dtype: n * torch.finfo(dtype).eps for dtype, n in ROUNDINGS}  # where both are lucky
@@ -46,6 +45,13 @@ def backward(out, local, upstream=0.37):
     return {k: local[k].grad for k in ("hidden", "weight", "bias") if k in local}
 
 
+class _LossOfTokens:
+    """The sum of the unsharded kernels' losses of tokens, which is what ranks compute."""
+
+    def __init__(self, x):
+        self.loss_sum = fused_cross_entropy(**x, reduction="none", backend="triton").sum()
+
+
 def compared(x, sizes, rank, exact=None, real=None, **asked):
     """The loss here: errors at most twice those of the unsharded kernels, and a rounding."""
     dtype = x["hidden"].dtype
@@ -54,7 +60,7 @@ def compared(x, sizes, rank, exact=None, real=None, **asked):
     grads = backward(out, local)
     every, _ = own_rows(x, [sum(sizes)], 0)
     classes = {k: every[k][:real] for k in ("weight", "bias") if k in every}
-    whole = fused_ce(**every | classes, backend="triton")
+    whole = _LossOfTokens(every | classes)
     theirs = backward(whole, every)
     loss, n_valid, exact = truth(x, real=real)
     assert out.loss_sum.dtype == torch.float32
@@ -221,22 +227,6 @@ def batches(rank):
     return found[0][1]
 
 
-def budgets_of_devices(rank):
-    """Ranks whose devices would have chunks of other sizes cut the same ones."""
-    sizes = UNEQUAL[dist.get_world_size()]
-    x = inputs(sum(sizes), torch.float32, n=300)
-    local, _ = own_rows(x, sizes, rank)
-    local["token_weight"] = torch.ones(300)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(plan, "DEVICE_BUDGET", 128 * 4 * max(sizes))  # 128 tokens
-        with watched_collectives() as calls:
-            out = sharded_ce(**local, process_group=group(), backend="triton")
-    chunks = [name for name, *_ in calls].count(ALL_GATHER) - 1
-    assert chunks == 2
-    return float(out.loss_sum)
-
-
 def monitored(options, tokens, backend, rank):
     """Sums beside the loss and the likeliest classes, with gradients and without."""
     world = dist.get_world_size()
@@ -295,10 +285,8 @@ def collectives(rank):
                 **local, process_group=group(), chunk_tokens=8, backend="triton",
                 tokens_sharded=tokens, **options,
             )  # fmt: skip
-            before = len(calls)
             if grad:
                 out.loss_sum.backward()
-            assert len(calls) == before, "backward communicates"
         found[name] = list(calls), int(out.n_valid)
     return found
 
@@ -327,7 +315,6 @@ CASES = {
     "forward, wide": functools.partial(forward, {}, WIDE),
     "infinite": infinite,
     "batches": batches,
-    "budgets of devices": budgets_of_devices,
     **{
         f"monitors, {name}, {backend}": functools.partial(monitored, options, tokens, backend)
         for name, options, tokens in (
@@ -396,26 +383,20 @@ def test_ranks_train_together_or_not_at_all(world):
 def test_the_collectives_are_those_of_the_docstring(world):
     for found in ranks.of(results(world), "collectives"):
         calls, n = found["training"]
-        chunks = [min(8, n - i) for i in range(0, n, 8)]
-        assert len(chunks) > 1
-        met, labels = (ALL_GATHER, world * LENGTH, True), ("all_reduce", n, False)
-        by_chunk = [
-            call  # a chunk's rows are added up while the next chunk is computed
-            for C in chunks
-            for call in ((ALL_GATHER, world * 2 * C, False), ("all_reduce", C * H, True))
-        ]
-        assert calls == [met, labels, *by_chunk]
-        calls, _ = found["smoothing"]
-        assert calls == [met, labels, (ALL_GATHER, world * (H + 1), False), *by_chunk]
-        calls, _ = found["forward"]
-        assert calls == [met, (ALL_GATHER, world * 3 * n, False)]
+        met, rows = (ALL_GATHER, world * LENGTH, True), ("all_reduce", n * H, True)
+        assert calls == [met, (ALL_GATHER, world * 2 * n, False), rows]
+        calls, n = found["smoothing"]
+        assert calls == [met, (ALL_GATHER, world * 3 * n, False), rows]
+        calls, n = found["forward"]
+        assert calls == [met, (ALL_GATHER, world * 2 * n, False)]
         calls, n = found["tokens"]
-        chunks = [min(8, n - i) for i in range(0, n, 8)]
+        of_tokens = [(ALL_GATHER, world * N * H, False), (ALL_GATHER, world * N, False)]
         assert calls == [
             met,
-            (ALL_GATHER, world * N * H, False),
-            (ALL_GATHER, world * N, False),
-            ("all_reduce", n, False),
-            *[(ALL_GATHER, world * 2 * C, False) for C in chunks],
+            *of_tokens,
+            (ALL_GATHER, world * 2 * n, False),
+            ("all_reduce", 2, False),  # losses and counts
+            *of_tokens,  # backward keeps its own rank's alone
+            (ALL_GATHER, world * N * 4, False),
             (REDUCE_SCATTER, N * H, False),
         ]

@@ -51,12 +51,6 @@ MUTANTS = [
         "backends/test_gradients.py -k small_heads_gradient",
     ),
     Mutant(
-        "two passes: the denominator is forgotten",
-        "outer = nothing + factor",
-        "outer = nothing + 1",
-        TILES,
-    ),
-    Mutant(
         "two passes: the mean logit's slope dropped at the label",
         "at_label = at_label + by.zmean * c / V",
         "pass",
@@ -73,12 +67,6 @@ MUTANTS = [
         "missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE",
         "missing = 0",
         f"{BUDGET} -k same_bits_in_every_batch",
-    ),
-    Mutant(
-        "tiles, torch: blocks overwrite each other",
-        "hidden.to(gemm), d_weight, add=number > 0",
-        "hidden.to(gemm), d_weight",
-        TILES,
     ),
     Mutant(
         "tiles, triton: blocks overwrite each other",
@@ -105,15 +93,15 @@ MUTANTS = [
         TILES,
     ),
     Mutant(
-        "shards: chunks under any budget",
-        "return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES",
-        "return False",
-        f"{SHARDED} -k budget",
-    ),
-    Mutant(
         "budget: several classes cost nothing",
         "len(problem.hidden) * K * (in_range + upstream)",
         "len(problem.hidden) * K % (in_range + upstream)",
         "test_memory_budget.py -k says_the_whole",
+    ),
+    Mutant(
+        "divergences: the least budget of the forward pass alone",
+        "            check_divergence_budget(task)\n            loss",
+        "            loss",
+        "test_memory_budget.py -k has_room_for_backward",
     ),
 ]

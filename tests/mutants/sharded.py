@@ -20,12 +20,6 @@ MUTANTS = [
         "test_sharded_agreement.py -k can_send",
     ),
     Mutant(
-        "shards: weights travel in the dtype of each rank",
-        "_gather_tokens(token_weight.double(), most",
-        "_gather_tokens(token_weight, most",
-        f"{AGREE} -k labels_and_weights",
-    ),
-    Mutant(
         "shards: labels travel in the dtype of each rank",
         "problem.but(labels=problem.labels.long())",
         "problem",
@@ -67,7 +61,6 @@ MUTANTS = [
         "    if True:\n        mine",
         f"{AGREE} -k before_they_meet",
     ),
-    Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",
         "self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))",
@@ -78,18 +71,6 @@ MUTANTS = [
         "shards: the last chunk's d_hidden of this rank only",
         "self.start(len(self._d_rows))",
         "pass",
-        SHARDS,
-    ),
-    Mutant(
-        "shards: nothing overlaps",
-        "        sums.start(begin)  #",
-        "        # ",
-        f"{SHARDS} -k coll",
-    ),
-    Mutant(
-        "shards: the label counts twice",
-        "            clear_labels(self.e, self.at, self.inside)\n",
-        "",
         SHARDS,
     ),
     Mutant(
@@ -106,18 +87,6 @@ MUTANTS = [
     ),
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
-        "shards: one chunk",
-        "by_chunk = chunks_of(rows, way.tokens)",
-        "by_chunk = chunks_of(rows, max(len(rows), 1))",
-        SHARDS,
-    ),
-    Mutant(
-        "shards: chunks overwrite each other",
-        "of_head.weight, add=number > 0)",
-        "of_head.weight, add=False)",
-        SHARDS,
-    ),
-    Mutant(
         "shards: labels may differ",
         " or len({*checksums[0]}) > 1",
         "",
@@ -130,32 +99,10 @@ MUTANTS = [
         "test_sharded_dtensors.py",
     ),
     Mutant(
-        "shards: smoothing left out of the gradient", "g += shift.to", "g += 0 * shift.to", SHARDS
-    ),
-    Mutant("shards: z-loss left out at the label", "+ by.lse * (-self.nll).exp()", "", SHARDS),
-    Mutant(
-        "shards: no slope",
-        "return g if self.slope is None else g.mul_(self.slope)",
-        "return g",
-        SHARDS,
-    ),
-    Mutant(
         "shards: tokens of weight 0 are read",
         "valid & ((token_weight != 0) | bad)",
         "valid",
         SHARDS,
-    ),
-    Mutant(
-        "shards: rounded where p -> 1",
-        "torch.expm1(-self.nll)",
-        "((-self.nll).float().exp() - 1)",
-        SHARDS,
-    ),
-    Mutant(
-        "edge: -inf at the label of a shard",
-        "torch.logaddexp(gap, torch.zeros_like(gap)), torch.logaddexp(z_label, others)",
-        "torch.logaddexp(gap, torch.zeros_like(gap)), z_label + torch.logaddexp(gap, 0 * gap)",
-        "test_sharded_agreement.py -k masked_label",
     ),
     Mutant(
         "shards: numbers are not compared",
@@ -206,15 +153,75 @@ MUTANTS = [
         "test_sharded_agreement.py -k other_things",
     ),
     Mutant(
-        "shards: a sum meets a mean",
-        '"function": function, "reduction": reduction,',
-        '"function": function, "reduction": None,',
-        "test_sharded_agreement.py -k other_things",
-    ),
-    Mutant(
         "shards: vocab_size may not be all rows",
         "0 < vocab_size <= sum(rows)",
         "0 < vocab_size < sum(rows)",
         "test_sharded.py -k padd",
+    ),
+    Mutant(
+        "merge: the lower masses keep their size",
+        "rest + (1 + less) * q,",
+        "rest + (1 + less),",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "merge: a moment is not moved",
+        "moment + lower * q + (1 + less) * drop,",
+        "moment + lower * q,",
+        "test_sharded_tokens.py -k equals",
+    ),
+    Mutant(
+        "shards: the label's logit of the first rank",
+        "table[:, 2].amax(0)",
+        "table[0, 2]",
+        "test_sharded.py -k equals",
+    ),
+    Mutant(
+        "shards: chunks wait for the sum over ranks",
+        "self._running.start(self._before)",
+        "pass",
+        "test_sharded.py -k collectives",
+    ),
+    Mutant(
+        "divergences over shards: of one rank's classes",
+        "self.kl, self.mean, total = self._merge.sums(self.kl, self.mean, total)",
+        "pass",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "divergences over shards: forward of one rank's classes",
+        "(kl,) = self._merge.sums(kl)",
+        "pass",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "probabilities over shards: the largest of one rank",
+        "top, self.label, others = self._merge.largest(top, self.label, others)",
+        "pass",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "probabilities over shards: padding's and others' class weights",
+        "problem.class_weight[shard.first : shard.first + real]",
+        "problem.class_weight[:real]",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "agreement: the teacher's settings are a rank's own",
+        '{"reduction": reduction} | divergence.settings()',
+        '{"reduction": reduction}',
+        "test_sharded_divergences.py -k settings_of_the_teacher",
+    ),
+    Mutant(
+        "agreement: only what the first rank names",
+        "dict.fromkeys(name for one in told for name in one.settings)",
+        "told[0].settings",
+        "test_sharded_divergences.py -k settings_of_the_teacher",
+    ),
+    Mutant(
+        "agreement: budgets of environments are a rank's own",
+        "layout._replace(problem=problem.but(memory_budget=budget))",
+        "layout",
+        "test_sharded.py -k a_budget_decides",
     ),
 ]

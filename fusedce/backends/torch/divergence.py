@@ -1,11 +1,5 @@
 """The torch backend: a student beside a teacher or given probabilities, and its gradients.
 
-The student's logits of a chunk of tokens are made tile by tile of the vocabulary, ``(v, C)``, and
-so are the teacher's where there is one. Once the log-sum-exps are known, a second walk over the
-tiles turns the student's logits into the gradient, in their place. One product for the teacher,
-three for the student. Products are of large tiles; the passes between them go over small ones,
-which stay in a core's own cache while they are read a dozen times.
-
 With ``h = (log q - log p) / 2`` (p of the teacher, q of the student) and ``t = tanh(h)``, the
 difference ``q - p`` is ``(p + q) * t``, which does not cancel. To each class's part of a divergence
 what sums to 0 over all classes is added::
@@ -21,255 +15,199 @@ difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the large
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import compared_classes, way_of_divergence
-from fusedce.backends.protocol import Diverged
-from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
+from fusedce.backends.plan import Call, Way, compared_classes
+from fusedce.backends.shards.merge import Merge
+from fusedce.backends.torch.cross_entropy import Seen
+from fusedce.backends.torch.logit_tiles import Logits, label_entry
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.backends.torch.rows import Rows
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
-from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem
 
 
-def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
-    hidden = problem.hidden
-    (V, H), (N, device) = problem.weight.shape, (len(hidden), hidden.device)
-    rows, n_valid = valid_rows(problem)
-    products = Products.of(hidden)
-    acc, gemm = products.acc, products.gradients
-    call = call_of(problem, wanted, len(rows), waiting(problem))
-    way = way_of_divergence(
-        call,
-        divergence.teacher_size(),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
-    step, train = way.classes, any(wanted.gradients())
-    parts = chunks_of(rows, way.tokens)
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
-    factor = expected_upstream(problem, n_valid)
-    losses = torch.zeros(N, dtype=acc, device=device)
-    compare = _ToTargets if divergence.kind == TARGETS else _ToTeacher
-    compared = compare(problem, divergence, min(way.tokens, len(rows)), compared_classes(call, way))
-
-    for at, chunk in enumerate(parts):
-        h, C = hidden[chunk].to(acc), len(chunk)
-        compared.start(h, chunk, step)
-        outer = problem.logit_scale / divergence.temperature * factor.double()
-        of_rows = torch.ones(C, dtype=torch.float64, device=device) * outer
-        w = None if problem.token_weight is None else problem.token_weight[chunk].double()
-        of_rows = (of_rows if w is None else of_rows * w).to(acc)[:, None]  # (C, 1)
-        scaled = (h * of_rows).to(gemm)
-        dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
-        for begin, end in tiles(V, step):
-            for first in range(begin, end, compared.step):
-                compared.gradient(first, min(first + compared.step, end))
-            if not train:
-                continue
-            g = compared.s[begin:end].to(gemm)  # (v, C)
-            if dh is not None:
-                products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
-            if grads.weight is not None:
-                products(g, scaled, grads.weight[begin:end], add=at > 0)
-            if grads.bias is not None:
-                grads.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
-        loss = compared.losses()
-        losses[chunk] = (loss if w is None else loss * w).to(acc)
-        if grads.hidden is not None and dh is not None:
-            grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
-    return Diverged(losses, n_valid, factor, *grads.written())
+def compared(divergence: Divergence, call: Call, way: Way) -> Any:
+    """The class of objectives, up to the arguments that depend on a chunk."""
+    kind = _ToTargets if divergence.kind == TARGETS else _ToTeacher
+    return functools.partial(kind, divergence, compared_classes(call, way))
 
 
-class _Exponentials:
-    """Sums of the exponentials of tiles of logits.
+class _Compared:
+    """An objective whose losses are complete once its gradient was asked for."""
 
-    All tiles share the first one's maximum as their reference (0 where that fits as well), until a
-    sum shows that it is too low: then the tile has its own. Only tiles of the latter kind, and the
-    first, are searched for their maximum.
-    """
+    needs_gradient = True
 
-    def __init__(self) -> None:
-        self.k: Tensor | None = None  # (C,)
-        self.references: list[Tensor] = []
-        self.sums: list[Tensor] = []
+    def __init__(
+        self,
+        divergence: Divergence,
+        step: int,  # classes that are compared at a time: they stay in a core's own cache
+        problem: Problem,  # token weights are the chunk's
+        rows: Rows,
+        labels: Tensor,  # (C,) among all classes
+        factor: Tensor,
+        *,
+        argmax: bool,  # (not asked for)
+        first: int,
+        V: int,
+        merge: Merge | None,
+    ) -> None:
+        self.problem, self.divergence, self.rows, self.step = problem, divergence, rows, step
+        self.student = divergence.student(problem)
+        self.here, self.acc = len(problem.weight), self.student.acc
+        self.V, self._merge = V, merge
+        self.label = torch.full_like(labels, -1)
+        outer = factor.double() / divergence.temperature * problem.logit_scale
+        self.of_rows = self.weighted(torch.ones_like(labels, dtype=torch.float64) * outer)
+        self.start(labels - first, (labels >= 0) & (labels < V))
 
-    def add(self, z: Tensor, scratch: Tensor) -> None:
-        """Take in a tile ``z (v, C)``; ``scratch`` of its shape is overwritten."""
-        if self.k is None:
-            k = self._maxima(z)
-            self.k = k.masked_fill(k.abs() <= NEAR, 0)
-            self.shifted = bool(self.k.any())
-        k = self.k
-        shifted = torch.sub(z, k, out=scratch) if self.shifted else z
-        sums = torch.exp(shifted, out=scratch).sum(0)
-        if bool((sums > HIGHEST).any()):
-            k = self._maxima(z)
-            sums = torch.sub(z, k, out=scratch).exp_().sum(0)
-        self.references.append(k)
-        self.sums.append(sums)
+    def start(self, labels: Tensor, known: Tensor) -> None:
+        """Before the first tile."""
 
-    def _maxima(self, z: Tensor) -> Tensor:
-        return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
+    def of_part(self, s: Tensor, begin: int) -> Tensor:
+        """The derivative of a part of a tile by finished logits."""
+        raise NotImplementedError
 
-    def lse(self) -> Tensor:
-        """``(C,)`` float64."""
-        k = torch.stack(self.references).double()  # (tiles, C)
-        top = k.amax(0)
-        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
+    def weighted(self, x: Tensor) -> Tensor:
+        """``x (C,)`` times the tokens' weights."""
+        w = self.problem.token_weight
+        return x if w is None else x * w.double()
 
+    @property
+    def y(self) -> Tensor:
+        """No label's entry stands out."""
+        return self.label[None][:0]
 
-class _CrossEntropy(NamedTuple):
-    """The student's cross-entropy of the label, at temperature 1."""
-
-    nll: Tensor  # (C,) float64
-    lse: Tensor  # (C,) float64
-    y: Tensor  # (C,)
-    weight: float  # of its gradient by the logits that are divided by the temperature
-    temperature: float
+    def large(self) -> Tensor:
+        """No entry."""
+        return torch.full_like(self.of_rows, math.inf).to(self.acc)
 
     def gradient(self, s: Tensor, begin: int) -> Tensor:
-        """``weight * (softmax - onehot) (v, C)`` of a tile of logits."""
-        g = torch.mul(s, self.temperature).sub_(self.lse.to(s.dtype)).exp_()
-        at, inside = label_entry(self.y, begin, len(g))
-        of_label = (-self.nll).expm1().to(g.dtype)
-        g.scatter_(0, at, torch.where(inside, of_label, g.gather(0, at)[0])[None])
-        return g.mul_(self.weight)
+        """The derivative by the products."""
+        of_rows = self.of_rows.to(self.acc)
+        for first in range(0, len(s), self.step):
+            part = s[first : first + self.step]
+            slope = self.student.slope(part)
+            g = self.of_part(part, begin + first).mul_(of_rows)
+            torch.mul(g, 1 if slope is None else slope, out=part)
+        return s
 
 
-class _ToTeacher:
-    """The student's logits of one chunk after another beside the teacher's."""
+class _ToTeacher(_Compared):
+    """Beside a teacher's logits, which wait as the student's do."""
 
-    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
-        self.problem, self.divergence, self.step = problem, divergence, step
-        self.student, self.teacher = divergence.student(problem), divergence.teacher()
-        self.logits = Logits(self.student, Products.of(problem.hidden))
-        self.teacher_logits = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
-        self.of_student, self.of_teacher = (_buffer(problem, most) for _ in range(2))
-        self.scratch = [_buffer(problem, most, self.step) for _ in range(2)]
-
-    def start(self, h: Tensor, chunk: Tensor, classes: int) -> None:
-        """Make the logits of ``h (C, H)``, positions ``chunk``, by products of ``classes``."""
-        problem, divergence = self.problem, self.divergence
-        V, C = len(problem.weight), len(h)
-        self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
-        of_student, of_teacher = _Exponentials(), _Exponentials()
-        y, temperature = problem.labels[chunk].long(), divergence.temperature
-        ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
-        here = self.logits.operand(h)
-        there = self.teacher_logits.operand(self.teacher.hidden[chunk])
-        for begin, end in tiles(V, classes):
-            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
-            t = self.teacher_logits.tile(there, begin, end, out=self.t[begin:end])
-            for first, s_part, t_part in zip(
-                range(begin, end, self.step), s.split(self.step), t.split(self.step), strict=True
-            ):
-                scratch = self.scratch[0][: s_part.numel()].view_as(s_part)
-                of_student.add(s_part, scratch)
-                if ce is not None:
-                    ce.add(torch.mul(s_part, temperature, out=scratch), first)
-                of_teacher.add(t_part, scratch)
-        lse, lse_t = of_student.lse(), of_teacher.lse()
-        self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
-        self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
-        self.kl, self.mean, self.total = (torch.zeros_like(lse) for _ in range(3))
+    def start(self, labels: Tensor, known: Tensor) -> None:
+        divergence, problem = self.divergence, self.problem
+        teacher = divergence.teacher()
+        self.head = Logits(teacher.projection, Products.of(teacher.hidden))
+        self.there = self.head.operand(teacher.hidden[self.rows])
+        self.t = torch.empty(self.here, len(labels), dtype=self.acc, device=labels.device)
+        self.seen, self.seen_there = (
+            Seen(problem, self.label, moments=False, zmean=False) for _ in range(2)
+        )
         self.ce = None
-        if ce is not None:
-            weight = divergence.ce_weight * temperature
-            self.ce = _CrossEntropy(ce.losses(), ce.lse(), y, weight, temperature)
-        if divergence.kind != FORWARD:  # the gradient needs the divergence itself
-            for begin, end in tiles(V, self.step):
-                self._walk(begin, end)
+        if divergence.ce_weight:
+            self.labels = labels
+            self.ce = Seen(problem, labels, moments=False, zmean=False, known=known)
+
+    def see(self, s: Tensor, begin: int) -> None:
+        """Make the teacher's tile, too."""
+        t = self.t[begin : begin + len(s)]
+        self.head.tile(self.there, begin, begin + len(s), out=t)
+        for first in range(0, len(s), self.step):
+            part = slice(first, first + self.step)
+            self.seen.see(s[part], begin + first)
+            self.seen_there.see(t[part], begin + first)
+            if self.ce is not None:
+                self.ce.see(s[part] * self.divergence.temperature, begin + first)
+
+    def merge(self, z: Tensor) -> None:
+        """The divergence itself, where its gradient needs it."""
+        if self._merge is not None:
+            self._merge.seen(self.seen, self.seen_there, *([] if self.ce is None else [self.ce]))
+        if self.ce is not None:
+            self.ce.finish()
+        lse, lse_t = self.seen.lse(), self.seen_there.lse()
+        self.lse, self.lse_t = lse.to(self.acc), lse_t.to(self.acc)
+        self.half_shift = ((lse_t - lse) / 2).to(self.acc)
+        self.kl, self.mean, total = (torch.zeros_like(lse) for _ in range(3))
+        self.kind = self.divergence.kind
+        if self.kind == FORWARD:
+            return
+        for begin in range(0, self.here, self.step):
+            s = z[begin : begin + self.step]
+            part, q, x = self._terms(s, self.t[begin : begin + self.step])
+            self.kl += part.sum(0)
+            self.mean += (q * x).sum(0)
+            if self.kind == JSD:
+                total += q.sum(0)
+        if self._merge is not None:
+            self.kl, self.mean, total = self._merge.sums(self.kl, self.mean, total)
         # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
         # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
-        if divergence.kind == REVERSE:
-            self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()
-        if divergence.kind == JSD:
-            self.mean /= self.total
+        self.mean *= (self.lse - lse).clamp_(-1, 1).exp_() if self.kind == REVERSE else 1 / total
 
     def losses(self) -> Tensor:
-        """``(C,)`` float64, once all tiles were walked over."""
-        loss = self.kl.masked_fill(self.kl >= INFINITE, torch.inf)
-        return loss if self.ce is None else loss + self.divergence.ce_weight * self.ce.nll
+        """``(C,)`` float64."""
+        kl = self.kl
+        if self._merge is not None and self.kind == FORWARD:
+            (kl,) = self._merge.sums(kl)
+        loss = kl.masked_fill(kl >= INFINITE, torch.inf)
+        if self.ce is not None:
+            loss += self.divergence.ce_weight * self.ce.nll()
+        return self.weighted(loss)
 
-    def gradient(self, begin: int, end: int) -> None:
-        """Write the gradient of a tile, by logits over the temperature, in their place."""
-        if self.divergence.kind == FORWARD:
-            self._walk(begin, end)
-            return
-        # q x - q mean, with q x in t
-        s, t = self.s[begin:end], self.t[begin:end]
-        torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
-
-    def _walk(self, begin: int, end: int) -> None:
-        """Add a tile's part of the divergence, and overwrite its logits for :meth:`gradient`.
-
-        Contents of the four buffers, ``(v, C)`` each:
-
-        ======  ================  ==============================  =================================
-        buffer  before            while it runs                   after
-        ======  ================  ==============================  =================================
-        s       student's logits  q; "jsd": max(p, q)             "forward": the gradient; else q
-        t       teacher's logits  p + q; "jsd": -abs(log p/q)     "forward": scratch; else q * x
-        first   scratch           h; "jsd": log p/q               scratch
-        second  scratch           tanh(h); "jsd": exp of t        scratch
-        ======  ================  ==============================  =================================
-
-        ``h`` is the module's, called ``half`` here. The gradient of the last two kinds is ``q * (x
-        - mean)`` with x a logarithm; ``self.mean`` sums ``q * x`` over the classes, for "jsd"
-        ``self.total`` sums q. The results of "jsd" in s and t hold the factor ``1 - beta``.
-        """
-        s, t = self.s[begin:end], self.t[begin:end]
-        first, second = (x[: s.numel()].view_as(s) for x in self.scratch)
-        slope = self.student.slope(s)
-        more = None if self.ce is None else self.ce.gradient(s, begin)
-        half = torch.sub(s, t, out=first)
-        torch.add(self.half_shift, half, alpha=0.5, out=half)
-        if self.divergence.kind == JSD:
-            self._jsd(s, t, half, second)
+    def of_part(self, s: Tensor, begin: int) -> Tensor:
+        """The derivative by finished logits over the temperature."""
+        part, q, x = self._terms(s, self.t[begin : begin + len(s)])
+        if self.kind == FORWARD:
+            self.kl += part.sum(0)
+            g = x
         else:
-            self._kl(s, t, half, second)
-        written = [s] if self.divergence.kind == FORWARD else [s, t]
-        if more is not None:
-            written[-1].add_(more)
-        if slope is not None:
-            for x in written:
-                x.mul_(slope)
+            share = 1 - self.divergence.beta if self.kind == JSD else 1.0
+            g = (x - self.mean.to(self.acc)).mul_(q).mul_(share)
+        return g if self.ce is None else g.add_(self._of_ce(s, begin))
 
-    # In the two methods below, each assignment names what its buffer holds from there on.
+    def _of_ce(self, s: Tensor, begin: int) -> Tensor:
+        """``weight * (softmax - onehot)`` at temperature 1."""
+        t, ce = self.divergence.temperature, self.ce
+        assert ce is not None
+        g = (s * t).sub_(ce.lse().to(self.acc)).exp_()
+        at, inside = label_entry(self.labels, begin, len(g))
+        of_label = (-ce.nll()).expm1().to(self.acc)
+        g.scatter_(0, at, torch.where(inside, of_label, g.gather(0, at)[0])[None])
+        return g.mul_(self.divergence.ce_weight * t)
 
-    def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
-        tanh = torch.tanh(half, out=scratch)
-        q = s.sub_(self.lse).exp_()  # in s
-        both = t.sub_(self.lse_t).exp_().add_(q)  # p + q, in t
-        if self.divergence.kind == FORWARD:
-            g = torch.mul(both, tanh, out=s)  # q - p, the gradient
-            part = torch.sub(g, both, out=both)  # (p + q) * (tanh - 1), in t
-            self.kl += torch.addcmul(g, half, part, out=part).sum(0)
-            return
-        part = tanh.mul_(both)  # q - p, in scratch
-        self.kl -= torch.addcmul(part, half, both.add_(part), value=-1, out=part).sum(0)
-        torch.mul(half.mul_(2), q, out=t)  # q log(q / p)
-        self.mean += t.sum(0)
+    def _terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each class's part of the divergence, q and the logarithm; "forward": q - p for that."""
+        if self.kind == JSD:
+            return self._jsd(s - self.lse, t - self.lse_t, s, t)
+        half = (s - t).mul_(0.5).add_(self.half_shift)
+        q = (s - self.lse).exp_()
+        both = (t - self.lse_t).exp_().add_(q)
+        gap = half.tanh().mul_(both)  # q - p
+        if self.kind == FORWARD:
+            return torch.addcmul(gap, half, gap - both), q, gap
+        return (gap + both).mul_(half).sub_(gap), q, half.mul_(2)
 
-    def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
+    def _jsd(
+        self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         beta = self.divergence.beta
-        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()  # max(p, q), in s
-        d = half.mul_(-2)  # log p - log q, in half
-        minus = torch.abs(d, out=t).neg_()  # -|d|, in t
+        d = (t - s).sub_(self.half_shift, alpha=2)  # log p - log q
+        big = torch.maximum(log_q, log_p).exp_()
         teacher = d > 0  # has the larger probability
-        ratio = torch.exp(minus, out=scratch)  # of the smaller probability to the larger one
-        q = ratio.where(teacher, 1.0).mul_(big)
+        minus = d.abs().neg_()
+        ratio = minus.exp()  # of the smaller probability to the larger one
+        q = ratio.where(teacher, 1.0) * big
         of_p, of_q = d.new_tensor([beta, 1 - beta])
         weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
-        less = minus.expm1().mul_(weight)
-        of_small = ratio.mul_(weight)  # in scratch
+        less, of_small = minus.expm1().mul_(weight), ratio * weight
         log = less.log1p()  # of the mixture over `big`
         part = torch.addcmul(log, minus, of_small, value=-1).addcmul_(less, log)
         if self.divergence.is_uneven():  # near 0 only the sum of two positive numbers is exact
@@ -277,86 +215,70 @@ class _ToTeacher:
             mixture = of_small + torch.where(teacher, of_p, of_q)
             log = log.where(~far, mixture.log())
             part = part.where(~far, mixture.mul_(log).addcmul_(minus, of_small, value=-1))
-        self.kl -= part.mul_(big).sum(0)
-        torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
-        self.mean += t.sum(0)
-        self.total += q.sum(0)
-        t.mul_(1 - beta)
-        torch.mul(q, 1 - beta, out=s)
+        return part.mul_(big).neg_(), q, d.clamp_(min=0).add_(log).neg_()
 
 
-class _ToTargets:
-    """The student's logits of one chunk after another beside given probabilities ``t``.
+class _ToTargets(_Compared):
+    """Beside given probabilities ``t``.
 
     The cross-entropy is ``T * nll[y] + sum over v of t[v] * (z[y] - z[v])``, with ``T`` the sum of
     ``t`` and ``y`` its largest class: where the student is sure of ``y``, nothing cancels.
     """
 
-    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
-        self.problem, self.divergence, self.step = problem, divergence, step
-        self.student = divergence.student(problem)
-        self.logits = Logits(self.student, Products.of(problem.hidden))
-        self.of_student = _buffer(problem, most)
-        self.scratch = [_buffer(problem, most, self.step) for _ in range(2)]
+    def start(self, labels: Tensor, known: Tensor) -> None:
+        wide = torch.zeros_like(labels, dtype=torch.float64)
+        top, self.label, others = wide - math.inf, torch.zeros_like(labels), wide
+        for begin in range(0, self.here, self.step):
+            t = self._weighed(begin, min(begin + self.step, self.here))
+            x, at = t.max(1)
+            others = others + t.scatter_(1, at[:, None], 0).sum(1)
+            less = torch.minimum(x, top)
+            others = others + less.masked_fill(less == -math.inf, 0)
+            self.label = torch.where(x > top, at + begin, self.label)
+            top = torch.maximum(x, top)
+        if self._merge is not None:
+            top, self.label, others = self._merge.largest(top, self.label, others)
+        self.others, self.total = others, others + top
+        self.apart = wide.clone()  # what the second walk adds
+        self.seen = Seen(self.problem, self.label, moments=False, zmean=False, known=known)
 
-    def start(self, h: Tensor, chunk: Tensor, classes: int) -> None:
-        """Make the logits of ``h (C, H)``, positions ``chunk``, by products of ``classes``."""
-        V, C = len(self.problem.weight), len(h)
-        self.chunk, self.s = chunk, self.of_student[: V * C].view(V, C)
-        largest, at, others = [], [], []
-        for begin, end in tiles(V, self.step):
-            t = self._weighed(begin, end)
-            value, place = t.max(1)
-            largest.append(value.double())
-            at.append(place + begin)
-            others.append(t.scatter_(1, place[:, None], 0).sum(1).double())
-        top = torch.stack(largest).max(0).indices[None]
-        self.y = torch.stack(at).gather(0, top)[0]
-        of_label = torch.stack(largest).gather(0, top)[0]
-        # of all classes but y
-        total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
-        stats, here = TileStats(self.y, h.dtype), self.logits.operand(h)
-        for begin, end in tiles(V, classes):
-            s = self.logits.tile(here, begin, end, out=self.s[begin:end])
-            for first, part in zip(range(begin, end, self.step), s.split(self.step), strict=True):
-                stats.add(self.scratch[0][: part.numel()].view_as(part).copy_(part), first)
-        nll, lse = stats.losses(), stats.lse()
-        z_loss = self.problem.z_loss
-        of_all = total + of_label
-        of_lse = 2 * z_loss * lse
-        self.z_label, self.lse = stats.z_label, lse.to(h.dtype)
-        self.alpha = (of_all + of_lse).to(h.dtype)
-        self.at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(h.dtype)
-        self.loss = of_all * nll + z_loss * lse.square()
+    def see(self, s: Tensor, begin: int) -> None:
+        """Take in a tile."""
+        self.seen.see(s, begin)
+
+    def merge(self, z: Tensor) -> None:
+        """Losses but for what the second walk adds."""
+        if self._merge is not None:
+            self._merge.seen(self.seen)
+        self.seen.finish()
+        nll, lse, z_loss = self.seen.nll(), self.seen.lse(), self.problem.z_loss
+        self.lse, of_lse = lse.to(self.acc), 2 * z_loss * lse
+        self.alpha = (self.total + of_lse).to(self.acc)
+        at_label = self.total * (-nll).expm1() + self.others + of_lse * (-nll).exp()
+        self.at_label = at_label.to(self.acc)
+        self.loss = self.total * nll + z_loss * lse.square()
 
     def losses(self) -> Tensor:
-        """``(C,)`` float64, once all tiles were walked over."""
-        return self.loss.masked_fill(self.loss >= INFINITE, torch.inf)
+        """``(C,)`` float64."""
+        apart = self.apart
+        if self._merge is not None:
+            (apart,) = self._merge.sums(apart)
+        loss = self.loss + apart
+        return self.weighted(loss.masked_fill(loss >= INFINITE, torch.inf))
 
-    def gradient(self, begin: int, end: int) -> None:
-        """Write the gradient of a tile in the logits' place."""
-        s = self.s[begin:end]
-        slope = self.student.slope(s)
-        t = self._weighed(begin, end).t()
-        t = self.scratch[1][: t.numel()].view_as(s).copy_(t)
-        behind = torch.sub(self.z_label, s, out=self.scratch[0][: s.numel()].view_as(s))
-        self.loss += behind.mul_(t).sum(0)
-        g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
-        at, inside = label_entry(self.y, begin, len(g))
-        g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
-        if slope is not None:
-            g.mul_(slope)
+    def of_part(self, s: Tensor, begin: int) -> Tensor:
+        """The derivative by finished logits."""
+        t = self._weighed(begin, begin + len(s)).t()
+        self.apart += (self.seen.z_label - s).mul_(t).sum(0)
+        g = (s - self.lse).exp_().mul_(self.alpha).sub_(t)
+        at, inside = label_entry(self.label, begin, len(g))
+        return g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
 
     def _weighed(self, begin: int, end: int) -> Tensor:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""
-        t = self.divergence.given()[:, begin:end].index_select(0, self.chunk).to(self.s.dtype)
+        t = self.divergence.given()[self.rows, begin:end].to(self.acc, copy=True)
         if smoothing := self.problem.label_smoothing:
-            t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))
+            t.mul_(1 - smoothing).add_(smoothing / self.V)
         if self.problem.class_weight is not None:
             t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
         return t
-
-
-def _buffer(problem: Problem, tokens: int, classes: int | None = None) -> Tensor:
-    size = tokens * (len(problem.weight) if classes is None else classes)
-    return torch.empty(size, dtype=Projection.of(problem).acc, device=problem.hidden.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedce.backends.plan import ROW_MULTIPLE
 from fusedce.contract.labels import bad_label_code, bad_label_codes, bad_label_message
 from fusedce.contract.problem import Problem
+from fusedce.contract.task import Shard
 
 Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 
@@ -46,6 +47,12 @@ def valid_rows(
     return valid.int().argsort(descending=True, stable=True)[:n], n_valid
 
 
+def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
+    on_cpu = problem.labels.device.type == "cpu"
+    return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
+
+
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
     """``rows`` in chunks; none at all where there is no row."""
     return rows.split(size) if len(rows) else ()
@@ -61,7 +68,12 @@ def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
         missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE
         if missing:
             yield torch.cat([block, block[-1:].expand(missing)])
-        elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
-            yield slice(int(block[0]), int(block[-1]) + 1)
         else:
-            yield block
+            yield as_slice(block)
+
+
+def as_slice(rows: Tensor) -> Rows:
+    """``rows`` as a slice, where they stand side by side on a CPU."""
+    if rows.device.type == "cpu" and rows[-1] - rows[0] == len(rows) - 1:
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows

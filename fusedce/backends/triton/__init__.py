@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.divergence import divergence_and_grads
+from fusedce.backends.protocol import Summed
+from fusedce.backends.triton import archs, divergence, training
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on
-from fusedce.backends.triton.training import loss_and_grads
 from fusedce.backends.triton.vocab_tiles import token_grads
+from fusedce.contract.task import Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
@@ -20,6 +20,19 @@ __all__ = [
     "token_grads",
     "token_stats",
 ]
+
+
+def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
+    """The sum and its wanted gradients; of a whole vocabulary."""
+    assert task.shard is None, "the sum over ranks is that of the tokens' losses"
+    return training.loss_and_grads(task.problem, task.wanted, argmax)
+
+
+def divergence_and_grads(task: Task) -> Summed:
+    """Each token's divergence, and the wanted gradients of their sum."""
+    assert task.divergence is not None
+    assert task.shard is None, "sharded divergences are the torch backend's"
+    return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

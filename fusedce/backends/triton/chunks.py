@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
+from fusedce.backends.triton.exponentials import Exponentials, gemm_blocks
 from fusedce.backends.triton.launch import (
     CachedLaunch,
     padded,
@@ -43,12 +43,8 @@ class ChunkGradient(NamedTuple):
 class Chunks:
     """The logits of one chunk after another, in the same buffers."""
 
-    def __init__(
-        self, problem: Problem, C: int, *, of_weight: bool = False, peers: Peers | None = None
-    ) -> None:
-        """``peers``: the ranks that hold other rows of the vocabulary."""
+    def __init__(self, problem: Problem, C: int, *, of_weight: bool = False) -> None:
         weight, bias = problem.weight, problem.bias
-        self.peers = peers
         V, H = weight.shape
         device = weight.device
         self.arch = archs.architecture(device)
@@ -94,12 +90,7 @@ class Chunks:
         (V, H), C = self.weight.shape, h.shape[0]
         exponentials, grads = self.exponentials, self.grads
         best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
-        merged = None
-        if self.peers is None:
-            exponentials.fill(h, y, best)
-        else:
-            lse = None if options is None else options.lse
-            merged = self.peers.merged(exponentials, h, y, first, losses, lse, best, argmax, rows)
+        exponentials.fill(h, y, best)
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
@@ -118,7 +109,6 @@ class Chunks:
             maxima=exponentials.maxima,
             sums=exponentials.sums,
             z_label=exponentials.z_label,
-            merged=merged,
             losses=losses,
             columns=gradient.columns,
             entries=gradient.entries,
@@ -127,7 +117,7 @@ class Chunks:
             shifts=None if terms is None or exponentials.out is grads else terms[3],
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
-            best=best if merged is None else None,
+            best=best,
             argmax=argmax,
             rows=None if argmax is None else rows,
             first=first,
@@ -215,12 +205,9 @@ class ChunkFactors(NamedTuple):
 class RowFactors:
     """Options of a loss as factors per row; :meth:`chunk` gives those of one chunk."""
 
-    def __init__(
-        self, problem: Problem, V: int | None = None, mean: MeanLogit | None = None
-    ) -> None:
-        """``V``, ``mean``: of all ranks' classes, where ``weight`` has only some of them."""
-        self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
-        self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.V = problem, problem.weight.shape[0]
+        self.mean = MeanLogit(problem) if problem.label_smoothing else None
         self.class_weight = None
         self.largest = torch.ones((), dtype=torch.float32, device=problem.weight.device)
         if self.mean is not None and problem.class_weight is not None:

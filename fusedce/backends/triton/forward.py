@@ -15,7 +15,6 @@ from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.triton import archs, tuning
 from fusedce.backends.triton.archs import Blocks
 from fusedce.backends.triton.launch import (
-    Rows,
     alignment,
     compact,
     has_options,
@@ -37,43 +36,15 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
-    packed = _walk(problem, problem, blocks, lse=lse)
-    raise_on_cpu(packed.n_valid, problem)
-    return packed.loss_sum, packed.n_valid
-
-
-def row_sums(
-    problem: Problem,
-    local: Problem,  # the same with this rank's classes; labels are rows here, or -1
-    V: int,  # classes
-) -> tuple[Rows, Tensor]:
-    """The rows that count, and ``(3, N)`` fp32: reference, sum, the label's logit or NaN.
-
-    The sum is of the exponentials of this rank's classes, without the label's.
-    """
-    out = torch.empty(3, len(problem.labels), dtype=torch.float32, device=problem.hidden.device)
-    return _walk(problem, local, None, V=V, row_sums=out), out
-
-
-def _walk(
-    problem: Problem,
-    local: Problem,
-    blocks: Blocks | None,
-    *,
-    V: int | None = None,
-    lse: Tensor | None = None,
-    row_sums: Tensor | None = None,
-) -> Rows:
-    """Launch the kernel for the rows of ``problem`` that count, with the classes of ``local``."""
-    local = with_unit_strides(local)
-    unit = alignment(local)
-    blocks = _blocks(local, unit) if blocks is None else blocks
-    shared = operands(local, blocks, unit)
-    N, splits, device = shared["N"], shared["splits"], local.hidden.device
+    problem = with_unit_strides(problem)
+    unit = alignment(problem)
+    blocks = _blocks(problem, unit) if blocks is None else blocks
+    shared = operands(problem, blocks, unit)
+    N, splits, device = shared["N"], shared["splits"], problem.hidden.device
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
     with on(device):
-        packed = compact(problem.but(labels=problem.labels.contiguous()), tickets, V=V)
+        packed = compact(problem.but(labels=problem.labels.contiguous()), tickets)
         if N:
             forward_kernel[(row_blocks * splits,)](
                 rows=packed.rows,
@@ -83,10 +54,10 @@ def _walk(
                 tickets=tickets,
                 loss_sum=packed.loss_sum,
                 lse=lse,
-                row_sums=row_sums,
                 **shared,
             )
-    return packed
+    raise_on_cpu(packed.n_valid, problem)
+    return packed.loss_sum, packed.n_valid
 
 
 def _blocks(problem: Problem, unit: int) -> Blocks:

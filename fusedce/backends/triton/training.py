@@ -7,8 +7,6 @@ cuBLAS's products; inside a CUDA graph, which nothing may wait for, all rows are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -94,16 +92,11 @@ def add_chunks(
     outer: float,  # a factor
     every_row: bool,  # all are computed, in their order
     graph: bool = False,
-    d_rows: Tensor | None = None,  # (n, H) fp32 to write, in place of grads.hidden
-    written: Callable[[int], None] | None = None,  # called with the number of rows written so far
 ) -> Tensor:
     """``(n,)`` fp32 losses of the rows, chunk by chunk, with their gradients."""
     hidden, labels, device = problem.hidden, problem.labels, problem.hidden.device
     rows, count = packed.rows, packed.used
     losses = torch.empty(n, dtype=torch.float32, device=device)
-    d_hidden, positions = grads.hidden, rows
-    if d_rows is not None:
-        d_hidden, positions = d_rows, torch.arange(n, dtype=torch.int32, device=device)
     for begin in range(0, n, C):
         end = min(begin + C, n)
         chunk: Tensor | slice = slice(begin, end)
@@ -121,10 +114,8 @@ def add_chunks(
         gradient = chunks.gradient(h, y, nll, count, begin, factors, argmax, rows)
         if factors is not None:
             nll.copy_(factors.losses(nll))
-        if d_hidden is not None:
-            chunks.hidden_gradient(gradient, positions, begin, d_hidden, outer)
-            if written is not None:
-                written(end)
+        if grads.hidden is not None:
+            chunks.hidden_gradient(gradient, rows, begin, grads.hidden, outer)
         add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
     return losses
 
