@@ -213,7 +213,7 @@ def fused_ce(
     """This library's loss: `forward_kernel`, or the way that the backend takes in the budget."""
     if not training:
         return _with_range(lambda assumed: _forward(N, H, V, device, assumed), assumed, "own_gemm")
-    asked = call(N, H, V, 2, memory_budget, device=device)
+    asked = call(N, H, V, 2, device=device)
     if asked.gemm_block:
         assumed = assumed._replace(one_gemm=True)
     way = way_of(asked, memory_budget=memory_budget)
@@ -312,7 +312,7 @@ def fused_kl(
     memory_budget: int | None = None,
 ) -> Prediction:
     """The forward divergence from a teacher of the same sizes: four products, one kernel."""
-    way = way_of_divergence(call(N, H, V, 2, memory_budget), H, memory_budget=memory_budget)
+    way = way_of_divergence(call(N, H, V, 2), H, memory_budget=memory_budget)
     C = min(way.tokens, N)
     chunks = -(-N // C)
     terms = {"logits products": 2 * product(device, C, V, H) * (N / C)}

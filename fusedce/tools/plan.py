@@ -19,7 +19,6 @@ from fusedce.backends.plan import (
     Call,
     Way,
     device_budget,
-    is_small_head,
     least_bytes,
     way_of,
 )
@@ -146,7 +145,7 @@ def plan(
         )
         for name in METHODS
     )
-    asked = call(tokens, of.H, of.V, b, 1, cpu=known is None, device=known)
+    asked = call(tokens, of.H, of.V, b, cpu=known is None, device=known)
     return ModelPlan(
         of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
         states, room, least_bytes(asked), way_of(asked).bytes, methods,
@@ -169,17 +168,16 @@ def device_here() -> str | None:
 
 
 def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    N: int, H: int, V: int, b: int = 2, *, cpu: bool = False,
     device: Any = None,
 ) -> Call:  # fmt: skip
     """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
 
     A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
-    wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
     return Call(
-        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        N, N, V, H, b, logit, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
         gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
     )  # fmt: skip
@@ -194,7 +192,7 @@ def ours(
     N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
 ) -> Way:
     """The way that our training pass takes (:func:`fusedce.backends.plan.way_of`)."""
-    asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
+    asked = call(N, H, V, b, cpu=device is None, device=device)
     return way_of(asked, memory_budget=memory_budget)
 
 
@@ -212,7 +210,7 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
 
     The last is the first in which all logits are one chunk.
     """
-    asked = call(N, H, V, b, 1, cpu=device is None, device=device)
+    asked = call(N, H, V, b, cpu=device is None, device=device)
     budget, found = least_bytes(asked), list[Point]()
     while not found or found[-1].way != ONE_CHUNK:
         way = ours(N, H, V, b, device, budget)

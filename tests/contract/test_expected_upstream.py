@@ -7,7 +7,6 @@ import torch
 from support.params import QUICK_ON_TORCH
 
 import fusedce
-from fusedce.backends import gradients as buffers
 from fusedce.contract.objective import expecting
 from fusedce.testing import Case
 
@@ -88,13 +87,8 @@ def test_a_known_factor_costs_no_rounding(backend, way, chunk_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
-@pytest.mark.parametrize(
-    ("chunk_tokens", "small_head"),
-    [(None, buffers.SMALL_HEAD), (None, 0), (64, 0)],
-    ids=["one chunk, fp32", "one chunk, bf16", "chunks"],
-)
-def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens, small_head, monkeypatch):
-    monkeypatch.setattr(buffers, "SMALL_HEAD", small_head)
+@pytest.mark.parametrize("chunk_tokens", [None, 64], ids=["one chunk", "chunks"])
+def test_one_rounding_whatever_the_logits(backend, logits, chunk_tokens):
     hidden, weight, labels, _ = Case((100,), 64, 700, torch.bfloat16, logits=logits).tensors()
     given = hidden.requires_grad_(), weight.requires_grad_(), labels
     assert max(gradients(backend, mean_reduction, chunk_tokens, given)) <= ONE_ROUNDING
@@ -155,9 +149,7 @@ def accelerated():
 
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize("accumulator", [plain, accelerated])
-def test_a_declared_window_rounds_a_large_head_once(backend, accumulator, monkeypatch):
-    monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
-
+def test_a_declared_window_rounds_once(backend, accumulator):
     def grads_of(x, labels, **options):
         acc = accumulator()
         few = labels.index_fill(0, torch.arange(60), -100)  # trains nothing here
@@ -179,14 +171,12 @@ def test_another_factor_than_the_expected_one_is_right(backend):
         assert ratio <= 2.0  # of the gradient, of the factor, and of their product: sqrt(3)
 
 
-def test_an_expectation_ends_with_its_block(monkeypatch):
+def test_an_expectation_ends_with_its_block():
     hidden, weight, labels = inputs()
 
     def grad():
         """An unexpected factor costs a second rounding, which changes bits."""
-        with monkeypatch.context() as patch:
-            patch.setattr(buffers, "SMALL_HEAD", 0)
-            return torch.autograd.grad(fusedce.fused_ce(hidden, weight, labels).loss_sum, weight)[0]
+        return torch.autograd.grad(fusedce.fused_ce(hidden, weight, labels).loss_sum, weight)[0]
 
     before = grad()
     with expecting(0.37):

@@ -1,4 +1,9 @@
-"""Gradients in bfloat16 are as exact as one rounding of the exact ones, for all options."""
+"""Gradients in bfloat16 err by no more than eager's with float32 logits, for all options.
+
+On the Triton backend they are about as exact as one rounding of the exact ones.
+"""
+
+import math
 
 import pytest
 import torch
@@ -7,12 +12,12 @@ from support import rounding
 from support.rounding import Draw
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
-from fusedce.backends import gradients, mean_logit
+from fusedce.backends import gradients
 from fusedce.backends.torch import products
 from fusedce.contract.objective import expecting
 
-# In the median, and in one of a hundred.
-BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
+# In the median, and in one of a hundred. (The torch backend's are bounded by eager's, below.)
+BOUNDS = {"torch": (math.inf, math.inf), "triton": (1.1, 1.3)}
 # Allowed difference of a table computed anew: it has fewer draws, and CPUs add in other orders.
 TOLERANCES = (0.02, 0.05)
 
@@ -23,7 +28,7 @@ def exact_products(monkeypatch):
     gemm = products.bf16_gemm() or products._checked(products.MKL)
     if gemm is None:
         pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
+    monkeypatch.setattr(products, "bf16_gemm", lambda: products.MKL)
 
 
 @pytest.fixture
@@ -57,18 +62,25 @@ def test_the_page_states_every_option_within_its_bounds(backend):
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
 @pytest.mark.parametrize("shared", [0.0, 0.94])
-def test_options_one_by_one_on_torch(logits, shared):
-    for name, ratios in rounding.errors(Draw(logits, shared, True, 0), "torch"):
-        assert max(ratios) <= 1.12, (name, ratios)
+def test_no_option_errs_more_than_eager(logits, shared):
+    draw = Draw(logits, shared, True, 0)
+    hidden, weight, bias, labels, rng = draw.tensors()
+    for name, loss in rounding.losses(labels, draw.V, rng):
+        for ours, eagers in rounding.beside_eager(loss, (hidden, weight, bias)):
+            assert ours <= eagers, name
 
 
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
-def test_log_probabilities_from_several_tiles(monkeypatch, logits):
-    """The likeliest class may lie in another tile than the label; tokens are two whole blocks."""
+def test_no_tile_errs_more_than_eager(monkeypatch, logits):
+    """Tokens are two whole blocks, whose labels lie in any of several tiles."""
     monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
-    for name, ratios in rounding.errors(Draw(logits, 0.94, True, 0, N=128), "torch", "log-prob"):
-        assert max(ratios) <= 1.12, (name, ratios)
+    draw = Draw(logits, 0.94, True, 0, N=128)
+    hidden, weight, bias, labels, rng = draw.tensors()
+    for name, loss in rounding.losses(labels, draw.V, rng):
+        if "log-prob" in name:
+            for ours, eagers in rounding.beside_eager(loss, (hidden, weight, bias)):
+                assert ours <= eagers, name
 
 
 @pytest.mark.parametrize("logits", ["peaked", "sharp"])
@@ -86,44 +98,34 @@ def test_without_amx_each_gradient_is_rounded_once(logits):
         assert max(ratios) <= 1.01, (name, ratios)
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("amx", ["exact_products", "widened"])
+@pytest.mark.parametrize("way", ["exact_products", "widened"])
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_hidden_states_that_share_a_mean_do_no_harm(
-    request, monkeypatch, shared, amx, large, label_smoothing
-):
-    """Those of a class add up in the weight's gradient, and its label's is taken away from them.
-
-    The gradient of a large head waits in bfloat16.
-    """
-    request.getfixturevalue(amx)
-    if large:
-        monkeypatch.setattr(gradients, "SMALL_HEAD", 0)
-    errors = of_states_that_share_a_mean("torch", shared, label_smoothing=label_smoothing)
-    assert max(errors) <= (1.01 if amx == "widened" else 1.05)
+def test_hidden_states_that_share_a_mean_do_no_harm(request, shared, way, label_smoothing):
+    """Those of a class add up in the weight's gradient, and its label's is taken away from them."""
+    request.getfixturevalue(way)
+    loss, inputs = of_states_that_share_a_mean(shared, label_smoothing=label_smoothing)
+    for ours, eagers in rounding.beside_eager(loss, inputs):
+        assert ours <= eagers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("large", "bound"), [(False, 1.1), (True, 2.3)])
-def test_hidden_states_that_share_a_mean_on_triton(monkeypatch, large, bound):
-    """There a large head's gradient is rounded before its labels' rows are taken away."""
-    if large:
-        monkeypatch.setattr(gradients, "SMALL_HEAD", 0)
-    assert max(of_states_that_share_a_mean("triton", 0.9)) <= bound
+def test_hidden_states_that_share_a_mean_on_triton():
+    """There a head's gradient is rounded before its labels' rows are taken away."""
+    loss, inputs = of_states_that_share_a_mean(0.9)
+    got = rounding._gradients(loss, inputs, torch.bfloat16, "triton")
+    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
+    assert max(rounding._over_once(x, e) for x, e in zip(got, exact, strict=True)) <= 2.3
 
 
-def of_states_that_share_a_mean(backend, shared, **options):
-    """Errors of the gradients of hidden states with a cosine of 0.9, and 8 labels of a class."""
+def of_states_that_share_a_mean(shared, **options):
+    """A loss of hidden states with a cosine of 0.9, and 8 labels of a class."""
     hidden, weight, _, labels, _ = Draw("flat", shared, False, 0, N=512, V=64).tensors()
-    inputs = (hidden / 10**0.5 + 0.9**0.5).bfloat16(), weight
 
-    def loss(h, w, backend):
+    def loss(h, w, b, backend):
         return fused_ce(h, w, labels, backend=backend, **options).mean()
 
-    got = rounding._gradients(loss, inputs, torch.bfloat16, backend)
-    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
-    return [rounding._over_once(x, e) for x, e in zip(got, exact, strict=True)]
+    return loss, ((hidden / 10**0.5 + 0.9**0.5).bfloat16(), weight, None)
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -131,10 +133,6 @@ def of_states_that_share_a_mean(backend, shared, **options):
 @pytest.mark.parametrize("logits", ["flat", "peaked", "sharp"])
 @pytest.mark.parametrize("shared", [0.0, 0.94])
 def test_statistics_alone_on_torch(statistic, logits, shared):
-    """No label's entry stands out, so rounding the entries errs as much as rounding their sum.
-
-    The two are independent of each other: together they are a square root of 2.
-    """
     hidden, weight, bias, labels, rng = Draw(logits, shared, True, 0).tensors()
     factors = torch.rand(len(labels), generator=rng) / len(labels)
 
@@ -142,11 +140,8 @@ def test_statistics_alone_on_torch(statistic, logits, shared):
         stats = fused_logprobs(h, w, labels, bias=b, backend=backend)
         return (getattr(stats, statistic) * factors).sum()
 
-    inputs = (hidden, weight, bias)
-    got = rounding._gradients(loss, inputs, torch.bfloat16, "torch")
-    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
-    ratios = [rounding._over_once(x, e) for x, e in zip(got, exact, strict=True)]
-    assert max(ratios) <= (1.12 if logits == "sharp" else 2**0.5 * 1.05), ratios
+    for ours, eagers in rounding.beside_eager(loss, (hidden, weight, bias)):
+        assert ours <= eagers
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -159,11 +154,8 @@ def test_logits_far_from_zero(shift):
     def loss(h, w, b, backend):
         return fused_ce(h, w, labels, bias=b, backend=backend).mean()
 
-    inputs = (hidden, weight, bias)
-    got = rounding._gradients(loss, inputs, torch.bfloat16, "torch")
-    exact = rounding._gradients(loss, inputs, torch.float64, "torch")
-    for x, e in list(zip(got, exact, strict=True))[:2]:
-        assert rounding._over_once(x, e) <= 1.3
+    for ours, eagers in rounding.beside_eager(loss, (hidden, weight, bias))[:2]:
+        assert ours <= eagers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,7 +163,6 @@ def test_logits_far_from_zero(shift):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, masked):
     """It is found where the sample did not look: at a class of the third tile, of some tokens."""
-    monkeypatch.setattr(mean_logit, "SAMPLE", 2)
     monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(40, 32, generator=rng), torch.randn(430, 32, generator=rng) / 6

@@ -20,12 +20,6 @@ MUTANTS = [
         f"{CONTRACT} -k second_backward",
     ),
     Mutant(
-        "backward: fp16 waits in fp16",
-        "large = dtype != torch.float16 and not small",
-        "large = not small",
-        f"{CONTRACT} -k may_overflow",
-    ),
-    Mutant(
         "tokens: upstream of the entropy dropped at the label",
         "at_label += beta * surprise",
         "at_label += 0 * surprise",

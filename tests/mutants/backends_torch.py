@@ -7,8 +7,6 @@ OPTIONS = "test_options.py"
 TORCH = "test_properties.py -k torch_backend"
 EDGES = "test_edges.py"
 PRODUCTS = "backends/torch/test_products.py"
-ROUNDING = "test_one_rounding.py -k one_by_one_on_torch"
-REFERENCE = "test_one_rounding.py -k first_reference"
 
 MUTANTS = [
     Mutant(
@@ -64,12 +62,6 @@ MUTANTS = [
         "return cls(dtype, acc, acc, acc)",
         "return cls(dtype, acc, dtype, acc)",
         "test_one_rounding.py -k without_amx",
-    ),
-    Mutant(
-        "products: a result between other columns",
-        "given = out if rows else out.new_empty(m, n).copy_(out)\n    (of_a",
-        "given = out\n    (of_a",
-        f"{PRODUCTS} -k written_or_added",
     ),
     Mutant(
         "products: limits of MKL are not asked for",

@@ -45,12 +45,6 @@ MUTANTS = [
         "head/test_heads.py -k budget",
     ),
     Mutant(
-        "budget: beside it a small head waits in float32",
-        "return memory_budget is None and elements <= small",
-        "return elements <= small",
-        "backends/test_gradients.py -k small_heads_gradient",
-    ),
-    Mutant(
         "two passes: the mean logit's slope dropped at the label",
         "at_label = at_label + by.zmean * c / V",
         "pass",

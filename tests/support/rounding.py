@@ -119,6 +119,24 @@ def errors(draw: Draw, backend: str, only: str = "") -> Iterator[tuple[str, list
             yield name, [_over_once(x, e) for x, e in zip(got, exact, strict=True)]
 
 
+def eager(loss: Loss) -> Loss:
+    """``loss`` of float32 logits that eager's bfloat16 product made, as `F.linear(...).float()`."""
+
+    def of_logits(h, w, b, backend):
+        logits = torch.nn.functional.linear(h, w, b).float()
+        return loss(logits, torch.eye(len(w)), None, "torch")
+
+    return of_logits
+
+
+def beside_eager(loss: Loss, inputs: tuple[Tensor | None, ...]) -> list[tuple[float, float]]:
+    """Ours on the torch backend and eager's error of each gradient, in roundings."""
+    exact = _gradients(loss, inputs, torch.float64, "torch")
+    found = (_gradients(x, inputs, torch.bfloat16, "torch") for x in (loss, eager(loss)))
+    ours, theirs = ([_over_once(x, e) for x, e in zip(f, exact, strict=True)] for f in found)
+    return list(zip(ours, theirs, strict=True))
+
+
 def _gradients(
     loss: Loss, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, ...]:

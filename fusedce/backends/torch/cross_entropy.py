@@ -24,7 +24,6 @@ from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
 from fusedce.backends.plan import Way, tiles_of
 from fusedce.backends.shards.merge import Mass, Merge, merged
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
-from fusedce.backends.torch.outliers import P
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, chunks_of, valid_rows
 from fusedce.backends.torch.walk import by_tiles
@@ -134,17 +133,13 @@ class Factors:
         # exp(z - lse) is exp(z - k) times a factor, and differences to 0 are exact.
         below = k.double() - lse
         to_p = below.exp()
-        alpha, beta, gamma = upstream.alpha.double(), upstream.beta, upstream.gamma
-        beta = None if beta is None else beta.double()
-        gamma = None if gamma is None else gamma.double()
+        alpha = upstream.alpha.double()
+        beta, gamma = (None if x is None else x.double() for x in (upstream.beta, upstream.gamma))
         self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)
         self.beta = None if beta is None else (-scale * to_p * beta).to(acc)
         self.gamma = None if gamma is None else (scale * gamma).to(acc)
         self.at_label = (scale * upstream.at_label).to(acc)
-        large = P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
-        large = (large * abs(scale)).to(acc)
-        self._large = large.masked_fill(large == 0, math.inf)
 
     def gradient(self, z: Tensor, begin: int) -> Tensor:
         """The derivative by the products."""
@@ -176,10 +171,6 @@ class Factors:
             for some, x in zip(at.split(step), entries.split(step), strict=True):
                 g.scatter_add_(0, some, x)
         return g
-
-    def large(self) -> Tensor:
-        """The size of entries of the gradient that must not be rounded."""
-        return self._large
 
 
 class SumOfLosses:
@@ -218,7 +209,7 @@ class SumOfLosses:
             problem, self.labels.clamp(0, self.V - 1), self.nll, lse, zmean, self.factor, self.V
         )
         factors = Factors(problem, self.rows, self.label, lse, upstream)
-        self.gradient, self.large, self.y = factors.gradient, factors.large, factors.y
+        self.gradient, self.y = factors.gradient, factors.y
 
     def losses(self) -> Tensor:
         """``(C,)`` float64."""

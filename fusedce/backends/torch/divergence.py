@@ -70,7 +70,11 @@ class _Compared:
         """Before the first tile."""
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
-        """The derivative of a part of a tile by finished logits."""
+        """The derivative by finished logits of a part of a tile, which it may overwrite."""
+        raise NotImplementedError
+
+    def losses(self) -> Tensor:
+        """``(C,)`` float64, once the gradient was asked for."""
         raise NotImplementedError
 
     def weighted(self, x: Tensor) -> Tensor:
@@ -80,12 +84,8 @@ class _Compared:
 
     @property
     def y(self) -> Tensor:
-        """No label's entry stands out."""
-        return self.label[None][:0]
-
-    def large(self) -> Tensor:
-        """No entry."""
-        return torch.full_like(self.of_rows, math.inf).to(self.acc)
+        """``(1, C)`` classes whose entries stand out; out of range for none."""
+        return self.label[None]
 
     def gradient(self, s: Tensor, begin: int) -> Tensor:
         """The derivative by the products."""
@@ -112,7 +112,7 @@ class _ToTeacher(_Compared):
         )
         self.ce = None
         if divergence.ce_weight:
-            self.labels = labels
+            self.label = self.labels = labels
             self.ce = Seen(problem, labels, moments=False, zmean=False, known=known)
 
     def see(self, s: Tensor, begin: int) -> None:
