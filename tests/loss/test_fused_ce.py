@@ -212,12 +212,16 @@ def test_compile_gives_the_same_gradients(backend):
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 def test_accuracy_is_that_of_one_rounding(logits, chunk_tokens, backend):
-    """Loss to 1e-6 of fp64, gradients to about one rounding, at p -> 0.999 too."""
+    """Loss to 1e-6 of fp64, gradients to about one rounding, at p -> 0.999 too.
+
+    The upstream factor is known: another than the expected one costs a further rounding.
+    """
     from fusedce.testing import Case
     from fusedce.testing.cases import _run
 
     def ours(*args):
-        return fused_ce(*args, chunk_tokens=chunk_tokens, backend=backend)
+        with expecting(1.0):
+            return fused_ce(*args, chunk_tokens=chunk_tokens, backend=backend)
 
     for seed in range(3 if backend == "torch" else 1):  # the interpreter is slow
         case = Case(

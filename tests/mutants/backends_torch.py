@@ -87,16 +87,4 @@ MUTANTS = [
         "if False:",
         f"{PRODUCTS} -k is_not_taken",
     ),
-    Mutant(
-        "rounding: a rounded tile has no sum",
-        "self(x.new_ones(1, len(x)), x, sums)",
-        "self(x.new_zeros(1, len(x)), x, sums)",
-        ROUNDING,
-    ),
-    Mutant(
-        "products: column sums in the user's default dtype",
-        "x.new_empty(1, x.shape[1], dtype=self.acc)",
-        "torch.empty(1, x.shape[1])",
-        "test_defaults.py -k names_its_dtype",
-    ),
 ]
