@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
-from fusedce.backends.plan import Way, tiles_of
+from fusedce.backends.plan import Way, tile_classes, tiles_of
 from fusedce.backends.shards.merge import Mass, Merge, merged
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
 from fusedce.backends.torch.products import Products
@@ -31,6 +31,7 @@ from fusedce.backends.two_passes import losses_and_upstream
 from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 
+_WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
 _NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 
 
@@ -46,6 +47,7 @@ class Seen:
         zmean: bool,
         temperature: Tensor | None = None,  # (C,)
         known: Tensor | None = None,  # (C,) bool: labels that are classes, here or elsewhere
+        keep: bool = True,  # tiles as they are; else they become exponentials, without moments
     ) -> None:
         acc = Projection.of(problem).acc
         self.y, self.moments, self.temperature, self.acc = y, moments, temperature, acc
@@ -58,18 +60,22 @@ class Seen:
         c = problem.class_weight
         self.c = None if c is None or not zmean else c.to(acc)
         self._scratch = problem.weight.new_empty(0, dtype=acc)
+        # Of the exponentials in each tile, by its first class.
+        self.references: dict[int, Tensor] | None = None if keep or moments else {}
 
     def see(self, z: Tensor, begin: int) -> None:
-        """Take in a tile ``z (v, C)``."""
+        """Take in a tile ``z (v, C)``.
+
+        One reference a tile and token is enough for its exponentials: 0 where all are near 1.
+        """
         if self.temperature is not None:
             z.div_(self.temperature)
         at, inside = label_entry(self.y, begin, len(z))
         self.z_label = torch.where(inside, z.gather(0, at)[0], self.z_label)
         if self.zsum is not None:
             self.zsum += _column_sums(z, None if self.c is None else self.c[begin : begin + len(z)])
-        if self._scratch.numel() < z.numel():
-            self._scratch = self._scratch.new_empty(z.numel())
-        d, lowest = self._scratch[: z.numel()].view_as(z), torch.finfo(z.dtype).min
+        lowest = torch.finfo(z.dtype).min
+        d = z if self.references is not None else self._scratch_like(z)
         if self.moments:
             top, best = z.max(0)  # takes as long as an exponential; ten times as long as `amax`
             e = torch.sub(z, k := top.clamp(min=lowest), out=d).clamp_(min=lowest).exp()
@@ -80,12 +86,21 @@ class Seen:
             own = z.gather(0, at)
             z.scatter_(0, at, own.masked_fill(inside, -math.inf))
             top, best = z.amax(0), self.mass.best
-            e = torch.sub(z, k := top.clamp(min=lowest), out=d).exp_()
-            z.scatter_(0, at, own)
+            k = top.clamp(min=lowest).masked_fill_(top.abs() <= _NEAR, 0)
+            e = torch.exp(z, out=d) if _all_zero(k) else torch.sub(z, k, out=d).exp_()
+            if self.references is None:
+                z.scatter_(0, at, own)
+            else:
+                self.references[begin] = k
             rest = e.sum(0).double() - 1
             moment = torch.zeros_like(rest)
         rest = rest.masked_fill_(top == -math.inf, -1)
         self.mass = merged(self.mass, Mass(k.double(), rest, moment, best))
+
+    def _scratch_like(self, z: Tensor) -> Tensor:
+        if self._scratch.numel() < z.numel():
+            self._scratch = self._scratch.new_empty(z.numel())
+        return self._scratch[: z.numel()].view_as(z)
 
     def finish(self) -> None:
         """All tiles, of all ranks, were seen."""
@@ -120,6 +135,7 @@ class Factors:
         lse: Tensor,  # (C,)
         upstream: Upstream,  # of these tokens
         temperature: Tensor | None = None,  # (C,)
+        references: dict[int, Tensor] | None = None,  # where tiles are exponentials (see Seen)
     ) -> None:
         head = Projection.of(problem)
         self.problem, self.rows, self.label, self.head = problem, rows, y, head
@@ -135,7 +151,8 @@ class Factors:
         to_p = below.exp()
         alpha = upstream.alpha.double()
         beta, gamma = (None if x is None else x.double() for x in (upstream.beta, upstream.gamma))
-        self.k = None if k.device.type == "cpu" and not k.any() else k  # (waits for no GPU)
+        self.k = None if _all_zero(k) else k
+        self.lse, self.of_p, self.references = lse, scale * alpha, references
         self.alpha = (scale * to_p * (alpha if beta is None else alpha - beta * below)).to(acc)
         self.beta = None if beta is None else (-scale * to_p * beta).to(acc)
         self.gamma = None if gamma is None else (scale * gamma).to(acc)
@@ -143,11 +160,14 @@ class Factors:
 
     def gradient(self, z: Tensor, begin: int) -> Tensor:
         """The derivative by the products."""
-        slope = self.head.slope(z)
+        slope = None if self.references is not None else self.head.slope(z)
         if self.temperature is not None:
             z.div_(self.temperature)
-        d = z if self.k is None else z.sub_(self.k)
-        if self.beta is None:
+        d = z if self.k is None or self.references is not None else z.sub_(self.k)
+        if self.references is not None:
+            to_p = (self.references[begin].double() - self.lse).exp_()
+            g = z.mul_((to_p * self.of_p).to(z.dtype))
+        elif self.beta is None:
             g = d.exp_().mul_(self.alpha)
         else:  # (p is 0 where log p is -inf)
             g = d.exp()
@@ -194,7 +214,10 @@ class SumOfLosses:
         self.V, self.label, self._merge = V, labels - first, merge
         known = (labels >= 0) & (labels < self.V)
         smoothing = problem.label_smoothing > 0
-        self.seen = Seen(problem, self.label, moments=argmax, zmean=smoothing, known=known)
+        capped = problem.softcap is not None  # its slope is that of the logits
+        self.seen = Seen(
+            problem, self.label, moments=argmax, zmean=smoothing, known=known, keep=capped
+        )
         self.see = self.seen.see
 
     def merge(self, z: Tensor) -> None:
@@ -208,7 +231,8 @@ class SumOfLosses:
         self.lost, upstream = losses_and_upstream(
             problem, self.labels.clamp(0, self.V - 1), self.nll, lse, zmean, self.factor, self.V
         )
-        factors = Factors(problem, self.rows, self.label, lse, upstream)
+        references = seen.references
+        factors = Factors(problem, self.rows, self.label, lse, upstream, references=references)
         self.gradient, self.y = factors.gradient, factors.y
 
     def losses(self) -> Tensor:
@@ -246,12 +270,20 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n_valid = valid_rows(problem)
-    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    call = call_of(problem, Wanted(), len(rows))
+    way = tiles_of(call, memory_budget=problem.memory_budget)
+    logits = Logits(Projection.of(problem), Products.of(problem.hidden))
+    if problem.memory_budget is None:  # of few tokens, more classes fit into the cache
+        most = tile_classes(call, None, way.tokens)
+        if logits.products.logits != problem.hidden.dtype:
+            most = min(most, _WIDENED // max(problem.hidden.shape[1], 1))
+        way = way._replace(classes=max(way.classes, most))
+    way = way._replace(classes=logits.step(way))
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
     for block, seen in _seen(problem, chunks_of(rows, way.tokens), way, Wanted()):
         of_block = problem.rows(block)
         total += token_losses(of_block, seen.y, seen.nll(), seen.lse(), None).sum()
-    return total.to(Projection.of(problem).acc), n_valid
+    return total.to(logits.head.acc), n_valid
 
 
 def _seen(
@@ -265,7 +297,7 @@ def _seen(
         seen = Seen(
             problem, problem.labels[block].long(),
             moments=wanted.entropy or wanted.argmax, zmean=wanted.zmean,
-            temperature=None if t is None else t[block],
+            temperature=None if t is None else t[block], keep=False,
         )  # fmt: skip
         for begin, end in tiles(len(problem.weight), way.classes):
             seen.see(logits.tile(h, begin, end), begin)
@@ -310,6 +342,11 @@ def _at(upstream: Upstream, rows: Rows) -> Upstream:
             for x in chosen
         ]
     return Upstream(*chosen)  # type: ignore[arg-type]
+
+
+def _all_zero(k: Tensor) -> bool:
+    """Whether there is nothing to subtract; asked of no GPU, which would be waited for."""
+    return k.device.type == "cpu" and not k.any()
 
 
 def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:

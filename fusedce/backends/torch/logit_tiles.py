@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
+
+_ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
 
 
 def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
@@ -51,6 +54,12 @@ class Logits:
         if head.softcap is not None:
             z.div_(head.softcap).tanh_().mul_(head.softcap)
         return z
+
+    def step(self, way: Way) -> int:
+        """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
+        if not self.products.exact_bf16:
+            return way.classes
+        return min(way.classes, max(_ELEMENTS // max(way.tokens, 1), _LEAST))
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""

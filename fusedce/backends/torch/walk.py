@@ -19,7 +19,6 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.plan import Way
 from fusedce.backends.torch.logit_tiles import Logits, label_entry, tiles
-from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows
 from fusedce.contract.problem import Problem
 
@@ -56,19 +55,34 @@ class Sums:
         self.problem, self.logits, self.grads, self.classes = problem, logits, grads, classes
         self._wide: Tensor | None = None  # rows of a narrow gradient, until they are complete
 
-    def add(self, of: Gradient, g: Tensor, begin: int, *, first: bool, last: bool) -> None:
-        """Add a tile ``g (v, C)``; ``first`` and ``last`` of these classes."""
+    def add(
+        self,
+        of: Gradient,
+        g: Tensor,  # (v, C)
+        h: Tensor,  # (C, H), the operand of the logits
+        begin: int,
+        d_hidden: Tensor | None = None,  # (C, H), if it is not that of all tokens
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        """Add a tile; ``first`` and ``last`` of these classes."""
         grads, products = self.grads, self.logits.products
         end, gemm = begin + len(g), products.gradients
         if grads.bias is not None:
             grads.bias[begin:end] += g.sum(1)
-        tile, h = g.to(gemm), self.problem.hidden[of.rows].to(gemm)
+        tile, h = g.to(gemm), h.to(gemm)
         entries = None if gemm == products.acc else rounded_entries(of, g, tile, begin)
         if grads.hidden is not None:
-            w = self.logits.rows(begin, end, gemm)
-            add_to_rows(products, grads.hidden, of.rows, tile, w)
+            rows, total = of.rows, d_hidden
+            if total is None:
+                total = grads.hidden[rows] if isinstance(rows, slice) else zeros_like_rows(grads, h)
+            products(tile.t(), self.logits.rows(begin, end, gemm), total, add=True)
             if entries is not None:
-                self._give_back_to_hidden(of.rows, begin, *entries)
+                classes, columns, lost = entries
+                total.index_add_(0, columns, self.problem.weight[begin + classes] * lost)
+            if d_hidden is None and not isinstance(rows, slice):
+                grads.hidden.index_add_(0, rows, total)
         if grads.weight is None:
             return
         rows = grads.weight[begin:end]
@@ -94,14 +108,6 @@ class Sums:
             shape, acc = (self.classes, self.problem.weight.shape[1]), self.logits.products.acc
             self._wide = self.problem.weight.new_empty(shape, dtype=acc)
         return self._wide[:v]
-
-    def _give_back_to_hidden(
-        self, rows: Rows, begin: int, classes: Tensor, columns: Tensor, lost: Tensor
-    ) -> None:
-        assert self.grads.hidden is not None
-        positions = columns + rows.start if isinstance(rows, slice) else rows[columns]
-        added = self.problem.weight[begin + classes] * lost
-        self.grads.hidden.index_add_(0, positions, added)
 
 
 def rounded_entries(
@@ -129,20 +135,24 @@ def by_chunks(
     written: Callable[[Any], None],  # called with it after each chunk
 ) -> None:
     """Statistics and gradients of one chunk after another, whose logits are held."""
-    V = len(problem.weight)
+    V, step = len(problem.weight), logits.step(way)
     train = any(x is not None for x in (grads.hidden, grads.weight, grads.bias))
     kept = logits.head.weight.new_empty(V * way.tokens if chunks else 0, dtype=logits.head.acc)
-    sums = Sums(problem, logits, grads, way.classes)
+    sums = Sums(problem, logits, grads, step)
     for number, rows in enumerate(chunks):
         h = logits.operand(problem.hidden[rows])
         of, z = objective(rows, h), kept[: V * len(h)].view(V, len(h))
-        for begin, end in tiles(V, way.classes):
+        for begin, end in tiles(V, step):
             of.see(logits.tile(h, begin, end, out=z[begin:end]), begin)
         of.merge(z)
-        for begin, end in tiles(V if train or of.needs_gradient else 0, way.classes):
-            g = of.gradient(z[begin:end], begin)
+        apart = grads.hidden is not None and not isinstance(rows, slice)
+        d_hidden = zeros_like_rows(grads, h) if apart else None
+        for begin, end in tiles(V if train or of.needs_gradient else 0, step):
+            g, last = of.gradient(z[begin:end], begin), number == len(chunks) - 1
             if train:
-                sums.add(of, g, begin, first=number == 0, last=number == len(chunks) - 1)
+                sums.add(of, g, h, begin, d_hidden, first=number == 0, last=last)
+        if grads.hidden is not None and d_hidden is not None:
+            grads.hidden[rows] = d_hidden
         written(of)
 
 
@@ -153,15 +163,12 @@ def by_tiles(
     sums = Sums(problem, logits, grads, way.classes)
     for begin, end in tiles(len(problem.weight) if blocks else 0, way.classes):
         for number, of in enumerate(blocks):
-            z = logits.tile(logits.operand(problem.hidden[of.rows]), begin, end)
-            g = of.gradient(z, begin)
-            sums.add(of, g, begin, first=number == 0, last=number == len(blocks) - 1)
+            h = logits.operand(problem.hidden[of.rows])
+            g = of.gradient(logits.tile(h, begin, end), begin)
+            sums.add(of, g, h, begin, first=number == 0, last=number == len(blocks) - 1)
 
 
-def add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
-    """``total[rows] += tile.T @ w``."""
-    if isinstance(rows, slice):
-        products(tile.t(), w, total[rows], add=True)
-        return
-    added = torch.empty(len(rows), w.shape[1], dtype=total.dtype, device=total.device)
-    total.index_add_(0, rows, products(tile.t(), w, added))
+def zeros_like_rows(grads: Gradients, h: Tensor) -> Tensor:
+    """``(C, H)`` zeros in the dtype of the gradient of all hidden states."""
+    assert grads.hidden is not None
+    return torch.zeros(h.shape, dtype=grads.hidden.dtype, device=h.device)
