@@ -70,7 +70,7 @@ class _Compared:
         """Before the first tile."""
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
-        """The derivative by finished logits of a part of a tile, which it may overwrite."""
+        """The derivative by the products of a part of a tile, which it may overwrite."""
         raise NotImplementedError
 
     def losses(self) -> Tensor:
@@ -92,9 +92,7 @@ class _Compared:
         of_rows = self.of_rows.to(self.acc)
         for first in range(0, len(s), self.step):
             part = s[first : first + self.step]
-            slope = self.student.slope(part)
-            g = self.of_part(part, begin + first).mul_(of_rows)
-            torch.mul(g, 1 if slope is None else slope, out=part)
+            torch.mul(self.of_part(part, begin + first), of_rows, out=part)
         return s
 
 
@@ -106,7 +104,9 @@ class _ToTeacher(_Compared):
         teacher = divergence.teacher()
         self.head = Logits(teacher.projection, Products.of(teacher.hidden))
         self.there = self.head.operand(teacher.hidden[self.rows])
-        self.t = torch.empty(self.here, len(labels), dtype=self.acc, device=labels.device)
+        C, device = len(labels), labels.device
+        self.t = torch.empty(self.here, C, dtype=self.acc, device=device)
+        self.scratch = torch.empty(2, min(self.step, self.here), C, dtype=self.acc, device=device)
         self.seen, self.seen_there = (
             Seen(problem, self.label, moments=False, zmean=False) for _ in range(2)
         )
@@ -135,22 +135,21 @@ class _ToTeacher(_Compared):
         lse, lse_t = self.seen.lse(), self.seen_there.lse()
         self.lse, self.lse_t = lse.to(self.acc), lse_t.to(self.acc)
         self.half_shift = ((lse_t - lse) / 2).to(self.acc)
-        self.kl, self.mean, total = (torch.zeros_like(lse) for _ in range(3))
+        self.kl, self.mean, self.total = (torch.zeros_like(lse) for _ in range(3))
         self.kind = self.divergence.kind
         if self.kind == FORWARD:
             return
         for begin in range(0, self.here, self.step):
-            s = z[begin : begin + self.step]
-            part, q, x = self._terms(s, self.t[begin : begin + self.step])
-            self.kl += part.sum(0)
-            self.mean += (q * x).sum(0)
-            if self.kind == JSD:
-                total += q.sum(0)
+            self._walk(z[begin : begin + self.step], begin)
         if self._merge is not None:
-            self.kl, self.mean, total = self._merge.sums(self.kl, self.mean, total)
+            sums = self._merge.sums(self.kl, self.mean, self.total)
+            self.kl, self.mean, self.total = sums
         # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
         # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
-        self.mean *= (self.lse - lse).clamp_(-1, 1).exp_() if self.kind == REVERSE else 1 / total
+        if self.kind == REVERSE:
+            self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()
+        else:
+            self.mean /= self.total
 
     def losses(self) -> Tensor:
         """``(C,)`` float64."""
@@ -163,15 +162,13 @@ class _ToTeacher(_Compared):
         return self.weighted(loss)
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
-        """The derivative by finished logits over the temperature."""
-        part, q, x = self._terms(s, self.t[begin : begin + len(s)])
+        """The derivative by the products."""
         if self.kind == FORWARD:
-            self.kl += part.sum(0)
-            g = x
-        else:
-            share = 1 - self.divergence.beta if self.kind == JSD else 1.0
-            g = (x - self.mean.to(self.acc)).mul_(q).mul_(share)
-        return g if self.ce is None else g.add_(self._of_ce(s, begin))
+            self._walk(s, begin)
+            return s
+        # q x - q mean, with q x in t
+        t = self.t[begin : begin + len(s)]
+        return torch.addcmul(t, s, self.mean.to(s.dtype), value=-1, out=s)
 
     def _of_ce(self, s: Tensor, begin: int) -> Tensor:
         """``weight * (softmax - onehot)`` at temperature 1."""
@@ -183,31 +180,69 @@ class _ToTeacher(_Compared):
         g.scatter_(0, at, torch.where(inside, of_label, g.gather(0, at)[0])[None])
         return g.mul_(self.divergence.ce_weight * t)
 
-    def _terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each class's part of the divergence, q and the logarithm; "forward": q - p for that."""
-        if self.kind == JSD:
-            return self._jsd(s - self.lse, t - self.lse_t, s, t)
-        half = (s - t).mul_(0.5).add_(self.half_shift)
-        q = (s - self.lse).exp_()
-        both = (t - self.lse_t).exp_().add_(q)
-        gap = half.tanh().mul_(both)  # q - p
-        if self.kind == FORWARD:
-            return torch.addcmul(gap, half, gap - both), q, gap
-        return (gap + both).mul_(half).sub_(gap), q, half.mul_(2)
+    def _walk(self, s: Tensor, begin: int) -> None:
+        """Add a tile's part of the divergence, and overwrite its logits for :meth:`of_part`.
 
-    def _jsd(
-        self, log_q: Tensor, log_p: Tensor, s: Tensor, t: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        Contents of the four buffers, ``(v, C)`` each:
+
+        ======  ================  ==============================  =================================
+        buffer  before            while it runs                   after
+        ======  ================  ==============================  =================================
+        s       student's logits  q; "jsd": max(p, q)             "forward": the gradient; else q
+        t       teacher's logits  p + q; "jsd": -abs(log p/q)     "forward": scratch; else q * x
+        first   scratch           h; "jsd": log p/q               scratch
+        second  scratch           tanh(h); "jsd": exp of t        scratch
+        ======  ================  ==============================  =================================
+
+        ``h`` is the module's, called ``half`` here. The gradient of the last two kinds is ``q * (x
+        - mean)`` with x a logarithm; ``self.mean`` sums ``q * x`` over the classes, for "jsd"
+        ``self.total`` sums q. The results of "jsd" in s and t hold the factor ``1 - beta``.
+        """
+        t = self.t[begin : begin + len(s)]
+        first, second = self.scratch[:, : len(s)]
+        slope = self.student.slope(s)
+        more = None if self.ce is None else self._of_ce(s, begin)
+        half = torch.sub(s, t, out=first)
+        torch.add(self.half_shift, half, alpha=0.5, out=half)
+        if self.divergence.kind == JSD:
+            self._jsd(s, t, half, second)
+        else:
+            self._kl(s, t, half, second)
+        written = [s] if self.divergence.kind == FORWARD else [s, t]
+        if more is not None:
+            written[-1].add_(more)
+        if slope is not None:
+            for x in written:
+                x.mul_(slope)
+
+    # In the two methods below, each assignment names what its buffer holds from there on.
+
+    def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
+        tanh = torch.tanh(half, out=scratch)
+        q = s.sub_(self.lse).exp_()  # in s
+        both = t.sub_(self.lse_t).exp_().add_(q)  # p + q, in t
+        if self.divergence.kind == FORWARD:
+            g = torch.mul(both, tanh, out=s)  # q - p, the gradient
+            part = torch.sub(g, both, out=both)  # (p + q) * (tanh - 1), in t
+            self.kl += torch.addcmul(g, half, part, out=part).sum(0)
+            return
+        part = tanh.mul_(both)  # q - p, in scratch
+        self.kl -= torch.addcmul(part, half, both.add_(part), value=-1, out=part).sum(0)
+        torch.mul(half.mul_(2), q, out=t)  # q log(q / p)
+        self.mean += t.sum(0)
+
+    def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
         beta = self.divergence.beta
-        d = (t - s).sub_(self.half_shift, alpha=2)  # log p - log q
-        big = torch.maximum(log_q, log_p).exp_()
+        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()  # max(p, q), in s
+        d = half.mul_(-2)  # log p - log q, in half
+        minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         teacher = d > 0  # has the larger probability
-        minus = d.abs().neg_()
-        ratio = minus.exp()  # of the smaller probability to the larger one
-        q = ratio.where(teacher, 1.0) * big
+        ratio = torch.exp(minus, out=scratch)  # of the smaller probability to the larger one
+        q = ratio.where(teacher, 1.0).mul_(big)
         of_p, of_q = d.new_tensor([beta, 1 - beta])
         weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
-        less, of_small = minus.expm1().mul_(weight), ratio * weight
+        less = minus.expm1().mul_(weight)
+        of_small = ratio.mul_(weight)  # in scratch
         log = less.log1p()  # of the mixture over `big`
         part = torch.addcmul(log, minus, of_small, value=-1).addcmul_(less, log)
         if self.divergence.is_uneven():  # near 0 only the sum of two positive numbers is exact
@@ -215,7 +250,12 @@ class _ToTeacher(_Compared):
             mixture = of_small + torch.where(teacher, of_p, of_q)
             log = log.where(~far, mixture.log())
             part = part.where(~far, mixture.mul_(log).addcmul_(minus, of_small, value=-1))
-        return part.mul_(big).neg_(), q, d.clamp_(min=0).add_(log).neg_()
+        self.kl -= part.mul_(big).sum(0)
+        torch.mul(d.clamp_(min=0).add_(log).neg_(), q, out=t)  # q log(q / m)
+        self.mean += t.sum(0)
+        self.total += q.sum(0)
+        t.mul_(1 - beta)
+        torch.mul(q, 1 - beta, out=s)
 
 
 class _ToTargets(_Compared):
@@ -267,12 +307,14 @@ class _ToTargets(_Compared):
         return self.weighted(loss.masked_fill(loss >= INFINITE, torch.inf))
 
     def of_part(self, s: Tensor, begin: int) -> Tensor:
-        """The derivative by finished logits."""
+        """The derivative by the products."""
+        slope = self.student.slope(s)
         t = self._weighed(begin, begin + len(s)).t()
         self.apart += (self.seen.z_label - s).mul_(t).sum(0)
         g = (s - self.lse).exp_().mul_(self.alpha).sub_(t)
         at, inside = label_entry(self.label, begin, len(g))
-        return g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
+        g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
+        return g if slope is None else g.mul_(slope)
 
     def _weighed(self, begin: int, end: int) -> Tensor:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""
