@@ -82,6 +82,11 @@ class Logits:
             out = self._z[: len(w) * len(h)].view(len(w), len(h))
         return self.products(w, h.t(), out)
 
+    def scratch(self, tile: Tensor) -> Tensor:
+        """Memory of the shape of ``tile (v, C)``, until the next tile."""
+        self._z = _as_large_as(self._z, tile.numel())
+        return self._z[: tile.numel()].view(tile.shape)
+
 
 def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
     return buffer if buffer.numel() >= elements else buffer.new_empty(elements)

@@ -71,6 +71,13 @@ def _acc(task: Task) -> torch.dtype:
     return Projection.of(task.problem).acc
 
 
+def _kept(task: Task) -> torch.dtype:
+    """Of what waits for its gradient: logits, or exponentials that the gradient rounds anyway."""
+    problem, products = task.problem, Products.of(task.problem.hidden)
+    exponentials = task.divergence is None and problem.softcap is None and not task.wanted.argmax
+    return products.gradients if exponentials else products.acc
+
+
 def _summed(task: Task, argmax: Tensor | None, losses: Tensor | None) -> Summed:
     asked, wanted, divergence, shard = task
     part = _whole(task) if shard is None else _here(task, shard)
@@ -115,7 +122,8 @@ def _summed(task: Task, argmax: Tensor | None, losses: Tensor | None) -> Summed:
     head = Projection.of(problem) if divergence is None else divergence.student(problem)
     logits = Logits(head, Products.of(problem.hidden))
     of_here = grads if shard is None else of_classes(grads, shard.real(asked))
-    by_chunks(problem, logits, part.chunks, way, of_here, objective, written)
+    kept = _kept(task)
+    by_chunks(problem, logits, part.chunks, way, of_here, objective, written, kept)
     if sums is not None:
         sums.wait()
     d_hidden, d_weight, d_bias = grads.written()
@@ -159,7 +167,7 @@ def _way(task: Task, call: Call) -> Way:
 def _whole(task: Task) -> _Part:
     problem, wanted, divergence, _ = task
     rows, n_valid = valid_rows(problem)
-    logit = None if divergence is not None else _acc(task).itemsize
+    logit = None if divergence is not None else _kept(task).itemsize
     call = call_of(problem, wanted, len(rows), waiting(problem), logit=logit)
     way = _way(task, call)
     way = way._replace(tokens=min(way.tokens, max(len(rows), 1)))

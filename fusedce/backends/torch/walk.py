@@ -54,6 +54,9 @@ class Sums:
     def __init__(self, problem: Problem, logits: Logits, grads: Gradients, classes: int) -> None:
         self.problem, self.logits, self.grads, self.classes = problem, logits, grads, classes
         self._wide: Tensor | None = None  # rows of a narrow gradient, until they are complete
+        # Rows of such a gradient that are not rounded before their labels' entries are added:
+        # classes, the logits' gradient, and of the entries rows here, columns and what is lost.
+        self._apart: list[tuple[Tensor, ...]] = []
 
     def add(
         self,
@@ -91,9 +94,8 @@ class Sums:
             if entries is not None and len(entries[0]):
                 classes, columns, lost = entries
                 chosen, at = classes.unique(return_inverse=True)
-                sums = h.new_empty(len(chosen), h.shape[1], dtype=products.acc)
-                products(tile[chosen], h, sums).index_add_(0, at, h[columns] * lost)
-                rows[chosen] = sums.to(rows.dtype)
+                known = sum(len(x) for x, *_ in self._apart)
+                self._apart.append((begin + chosen, tile[chosen], known + at, columns, lost))
             return
         wide = rows if rows.dtype == products.acc else self._rows_in_acc(len(g))
         products(tile, h, wide, add=not first)
@@ -102,6 +104,17 @@ class Sums:
             wide.index_add_(0, classes, h[columns] * lost)
         if wide is not rows and last:
             rows.copy_(wide)  # rounded once
+
+    def finish(self, h: Tensor) -> None:
+        """Complete the rows of labels; ``h (C, H)`` is the only chunk's, where there are some."""
+        if self._apart and self.grads.weight is not None:
+            products = self.logits.products
+            classes, g, at, columns, lost = (torch.cat(x) for x in zip(*self._apart, strict=True))
+            h = h.to(products.gradients)
+            rows = h.new_empty(len(classes), h.shape[1], dtype=products.acc)
+            products(g, h, rows).index_add_(0, at, h[columns] * lost)
+            self.grads.weight[classes] = rows.to(self.grads.weight.dtype)
+            self._apart.clear()
 
     def _rows_in_acc(self, v: int) -> Tensor:
         if self._wide is None:
@@ -133,24 +146,31 @@ def by_chunks(
     grads: Gradients,
     objective: Callable[[Any, Tensor], Any],  # an `Objective` of a chunk, from its hidden states
     written: Callable[[Any], None],  # called with it after each chunk
+    dtype: torch.dtype,  # of what is held
 ) -> None:
     """Statistics and gradients of one chunk after another, whose logits are held."""
     V, step = len(problem.weight), logits.step(way)
     train = any(x is not None for x in (grads.hidden, grads.weight, grads.bias))
-    kept = logits.head.weight.new_empty(V * way.tokens if chunks else 0, dtype=logits.head.acc)
+    kept = logits.head.weight.new_empty(V * way.tokens if chunks else 0, dtype=dtype)
+    narrow = dtype != logits.head.acc
     sums = Sums(problem, logits, grads, step)
     for number, rows in enumerate(chunks):
         h = logits.operand(problem.hidden[rows])
         of, z = objective(rows, h), kept[: V * len(h)].view(V, len(h))
         for begin, end in tiles(V, step):
-            of.see(logits.tile(h, begin, end, out=z[begin:end]), begin)
+            tile = logits.tile(h, begin, end, out=None if narrow else z[begin:end])
+            of.see(tile, begin)
+            if narrow:
+                z[begin:end] = tile
         of.merge(z)
         apart = grads.hidden is not None and not isinstance(rows, slice)
         d_hidden = zeros_like_rows(grads, h) if apart else None
         for begin, end in tiles(V if train or of.needs_gradient else 0, step):
-            g, last = of.gradient(z[begin:end], begin), number == len(chunks) - 1
+            tile, last = z[begin:end], number == len(chunks) - 1
+            g = of.gradient(logits.scratch(tile).copy_(tile) if narrow else tile, begin)
             if train:
                 sums.add(of, g, h, begin, d_hidden, first=number == 0, last=last)
+        sums.finish(h)
         if grads.hidden is not None and d_hidden is not None:
             grads.hidden[rows] = d_hidden
         written(of)
@@ -166,6 +186,7 @@ def by_tiles(
             h = logits.operand(problem.hidden[of.rows])
             g = of.gradient(logits.tile(h, begin, end), begin)
             sums.add(of, g, h, begin, first=number == 0, last=number == len(blocks) - 1)
+            sums.finish(h)
 
 
 def zeros_like_rows(grads: Gradients, h: Tensor) -> Tensor:
