@@ -75,8 +75,8 @@ def test_more_work_takes_longer(what, N, H, V):
 def test_memory_is_that_of_the_way_the_backend_takes(N, H, V, times):
     budget = None
     if times is not None:
-        budget = int(times * backend_plan.least_bytes(prediction.call(N, H, V, 2, 1))) + 1
-    asked = prediction.call(N, H, V, 2, budget, device=H200)
+        budget = int(times * backend_plan.least_bytes(prediction.call(N, H, V, 2))) + 1
+    asked = prediction.call(N, H, V, 2, device=H200)
     way = backend_plan.way_of(asked, memory_budget=budget)
     found = fused_ce(N, H, V, H200, memory_budget=budget)
     assert found.memory == way.held
