@@ -113,8 +113,8 @@ MUTANTS = [
     ),
     Mutant(
         "sharded head: classes beyond those of the loss count",
-        "sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)",
-        "sharded_loss_sum(problem, monitor=monitor)",
+        '"vocab_size": p.classes.stop if sharded else None,',
+        '"vocab_size": None,',
         "head/test_tensor_parallel.py -k one_rank",
     ),
     Mutant(
