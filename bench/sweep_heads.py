@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.tools import check as tools
 
+ROOT = Path(__file__).parents[1]
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -73,7 +74,7 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
         except Exception as e:
             row |= {
                 "failed": f"{type(e).__name__}: {str(e)[:200]}",
-                "trace": traceback.format_exc(),
+                "trace": traceback.format_exc().replace(f"{ROOT}/", ""),
             }
             return row
         bounds = tools.LOSS_ERROR, tools.LOSS_ERROR, tools.GRAD_ERROR
@@ -136,7 +137,7 @@ def main() -> int:
     )
     print("\n" + summary)
     if args.out or not args.model_types:
-        out = args.out or Path(__file__).parent / "results" / "heads.json"
+        out = args.out or ROOT / "bench" / "results" / "heads.json"
         data = {
             "transformers": transformers.__version__,
             "summary": summary,

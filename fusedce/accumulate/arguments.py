@@ -141,7 +141,7 @@ _SAME_VALUE = ("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqu
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:
-    """What ``loss ()`` was divided by in its last operation: ``()``, or NaN for "by its tokens".
+    """The number ``()`` that ``loss ()`` was divided by last; NaN for its own tokens.
 
     Read from the graph: a division, a mean of several elements, or torch's cross-entropy with
     ``reduction="mean"``. ``None`` for other operations, also those that hide one of these (a
