@@ -24,7 +24,7 @@ def grpo_loss(
     logprob: Tensor,  # (B, T)
     sampled: Tensor,  # (B, T), of the policy that sampled
     advantage: Tensor,  # (B,) or (B, T)
-    used: Tensor,  # (B, T) bool: tokens of the answers
+    used: Tensor,  # (B, T) bool, or numbers of which 0 is False: tokens of the answers
     *,
     clip: tuple[float, float] = (0.2, 0.2),
     reference: Tensor | None = None,  # (B, T), of the reference policy
@@ -46,7 +46,8 @@ def grpo_loss(
         :class:`fusedce.LossSum` over used tokens, nats where it is the divergence's.
 
     Raises:
-        ValueError: ``kl`` without ``reference``, or ``entropy_bonus`` without ``entropy``.
+        ValueError: a tensor of another shape; ``kl`` without ``reference``, or ``entropy_bonus``
+            without ``entropy``.
 
     Examples:
         >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
@@ -58,6 +59,13 @@ def grpo_loss(
         raise ValueError("reference must be given with kl: log-probabilities of that policy")
     if entropy_bonus and entropy is None:
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
+    _check_shapes(logprob, sampled=sampled, used=used, reference=reference, entropy=entropy)
+    if advantage.shape not in (logprob.shape, logprob.shape[:1]):
+        raise ValueError(
+            f"advantage must be (B,) = {tuple(logprob.shape[:1])} or (B, T) = "
+            f"{tuple(logprob.shape)} (from logprob), got {tuple(advantage.shape)}"
+        )
+    used = used != 0
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
     log_ratio = (logprob - sampled.masked_fill(~used, 0)).masked_fill(a == 0, 0)
@@ -137,11 +145,7 @@ def kto_loss(
         >>> kto_loss(torch.zeros(2), torch.zeros(2), desirable, torch.tensor(0.0)).mean()
         tensor(0.5000)
     """
-    for name, x in (("reference", reference), ("desirable", desirable)):
-        if x.shape != policy.shape:
-            raise ValueError(
-                f"{name} must be (B,) = {tuple(policy.shape)} (from policy), got {tuple(x.shape)}"
-            )
+    _check_shapes(policy, "policy", reference=reference, desirable=desirable)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be () for all pairs, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
@@ -155,7 +159,7 @@ def kto_loss(
 
 def token_scaled_loss(
     logprob: Tensor,  # (...), anything where not used
-    used: Tensor,  # (...) bool
+    used: Tensor,  # (...) bool, or numbers of which 0 is False
 ) -> LossSum:
     """Each token's cross-entropy times its own probability, which gets no gradient.
 
@@ -165,14 +169,28 @@ def token_scaled_loss(
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats.
 
+    Raises:
+        ValueError: ``used`` of another shape than ``logprob``.
+
     Examples:
         >>> token_scaled_loss(torch.tensor([-0.5]), torch.tensor([True])).loss_sum
         tensor(0.3033)
     """
+    _check_shapes(logprob, used=used)
+    used = used != 0
     logprob = logprob.masked_fill(~used, 0)
     factor = logprob.detach().exp()
     loss = -factor * logprob.masked_fill(factor == 0, 0)  # p log p is 0 for p = 0
     return LossSum(loss.sum(), used.sum())
+
+
+def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:
+    """Raise ValueError for a tensor that is not of the shape of ``like``, called ``name``."""
+    for other, x in others.items():
+        if x is not None and x.shape != like.shape:
+            raise ValueError(
+                f"{other} must be {tuple(like.shape)}, as {name}, got {tuple(x.shape)}"
+            )
 
 
 def distillation_loss(

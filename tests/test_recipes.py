@@ -351,3 +351,37 @@ def test_tokens_that_are_not_used_hold_anything(fill):
         loss = grpo.mean() + recipes.token_scaled_loss(logprob, used).mean()
         found.append((loss.detach(), *torch.autograd.grad(loss, logprob)))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [("used", torch.ones(3)), ("used", torch.ones(2, 1)), ("sampled", torch.zeros(3)),
+     ("sampled", torch.zeros(2, 1)), ("reference", torch.zeros(1, 3)), ("entropy", torch.zeros(3)),
+     ("advantage", torch.ones(3)), ("advantage", torch.ones(1)), ("advantage", torch.ones(2, 1))],
+)  # fmt: skip
+def test_grpo_broadcasts_nothing(name, x):
+    """A mask (T,) beside (B, T) counted its tokens once for all answers: half the denominator."""
+    logprob = torch.zeros(2, 3)
+    right = {"sampled": logprob, "advantage": torch.ones(2), "used": logprob == 0}
+    with pytest.raises(ValueError, match=rf"{name} must be .*\(2.*logprob.*got \({x.shape[0]},"):
+        recipes.grpo_loss(logprob, **right | {name: x}, kl=0.1 * (name == "reference"))
+
+
+def test_a_mask_of_another_shape_than_the_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"used must be \(2, 3\), as logprob, got \(3,\)"):
+        recipes.token_scaled_loss(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_masks_of_numbers_are_masks(dtype):
+    rng = torch.Generator().manual_seed(0)
+    logprob, sampled = -torch.rand(2, 4, 5, generator=rng)
+    used = torch.rand(4, 5, generator=rng) < 0.7
+    for loss in (
+        lambda m: recipes.grpo_loss(logprob, sampled, torch.tensor([1.0, -1.0, 0.5, 2.0]), m),
+        lambda m: recipes.token_scaled_loss(logprob, m),
+    ):
+        found, expected = loss(used.to(dtype)), loss(used)
+        assert found.loss_sum.equal(expected.loss_sum)
+        assert found.n_valid.equal(expected.n_valid)
+        assert not found.n_valid.is_floating_point()
