@@ -44,6 +44,7 @@ class Device(NamedTuple):
     clock: float  # Hz
     source: str
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
+    gemm_up_to: int = EXP_GEMM_H  # hidden size up to which it does
     forward_block: tuple[int, int] = (128, 128)  # rows and classes of a forward program's tiles
     narrow: bool = False  # two forward programs share a processor up to FORWARD_NARROW_H
 
@@ -71,14 +72,15 @@ _HOPPER: Any = {"gemm_block": 256, "forward_block": (128, 256), "narrow": True}
 DEVICES = {
     d.name: d
     for d in (
-        _datasheet("A100", 312, 2.039, 80, 40, 108, 1.41),
+        _datasheet("A100", 312, 2.039, 80, 40, 108, 1.41, forward_block=(256, 128)),
         _datasheet("H100", 989, 3.35, 80, 50, 132, 1.98, **_HOPPER),
         Device("H200", 788e12, 4.3e12, 139 * GiB, 60 * MiB, 132, 1.98e9,
                "measured: bf16 product of 8192 x 8192 x 8192 on random data, device copy",
                **_HOPPER),
-        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965, gemm_block=256),
-        _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1, forward_block=(64, 64)),
-        _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52),
+        _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965,
+                   gemm_block=256, forward_block=(128, 256)),
+        _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1, forward_block=(256, 128)),
+        _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52, gemm_block=128, gemm_up_to=2**31),
     )
 }  # fmt: skip
 
@@ -216,7 +218,7 @@ def call(
     return Call(
         N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
-        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
+        gemm_block=device.gemm_block if device is not None and device.gemm_up_to >= H else 0,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ MUTANTS = [
         "products: an interface that gives something else is trusted",
         "return out.equal(exact)",
         "return True",
-        "test_products.py -k wrong",
+        "triton/test_products.py -k wrong",
     ),
     Mutant(
         "launch: fusing is left to the compiler's default",
