@@ -44,7 +44,6 @@ class Device(NamedTuple):
     clock: float  # Hz
     source: str
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
-    gemm_up_to: int = EXP_GEMM_H  # hidden size up to which it does
     forward_block: tuple[int, int] = (128, 128)  # rows and classes of a forward program's tiles
     narrow: bool = False  # two forward programs share a processor up to FORWARD_NARROW_H
 
@@ -80,7 +79,7 @@ DEVICES = {
         _datasheet("B200", 2250, 8.0, 180, 126, 148, 1.965,
                    gemm_block=256, forward_block=(128, 256)),
         _datasheet("MI300X", 1307, 5.3, 192, 256, 304, 2.1, forward_block=(256, 128)),
-        _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52, gemm_block=128, gemm_up_to=2**31),
+        _datasheet("RTX 4090", 165.2, 1.008, 24, 72, 128, 2.52),
     )
 }  # fmt: skip
 
@@ -218,7 +217,7 @@ def call(
     return Call(
         N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
-        gemm_block=device.gemm_block if device is not None and device.gemm_up_to >= H else 0,
+        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
     )  # fmt: skip
 
 

@@ -135,7 +135,6 @@ _ADA_TWO = _OTHER_TWO._replace(
     forward_with_options=_WIDE,
     gemm=_WIDE,
     gemm_with_options=_WIDE,
-    gemm_up_to=EVERY_H,
 )
 _ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
 # fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
@@ -206,7 +205,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "sm_120",
-        _ADA_TWO,
+        _ADA_TWO._replace(gemm_up_to=EVERY_H),
         _ADA_FOUR,
         compiler=("cuda", 120, 32),
         shared_limit=99 * KiB,
