@@ -63,7 +63,7 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
-    Unasked, Triton takes only rows of whole 16 bytes: it would load others element by element.
+    Unasked, Triton takes only hidden sizes that are multiples of 16: it loads others one by one.
 
     Raises:
         ValueError: unknown name.
@@ -72,7 +72,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """
     default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
-        return default if hidden.shape[-1] * hidden.dtype.itemsize % 16 == 0 else "torch"
+        return default if hidden.shape[-1] % 16 == 0 else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":

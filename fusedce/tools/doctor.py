@@ -164,7 +164,7 @@ def _backend_lines(device: torch.device) -> list[str]:
         except RuntimeError as error:
             backend, reason = "no", str(error)
         if backend == "triton":
-            why = "rows of hidden that are no multiple of 16 bytes go to torch"
+            why = "hidden sizes that are no multiple of 16 go to torch"
         elif reason is None:
             why = "Triton runs on request, backend='triton'"
         else:

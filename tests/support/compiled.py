@@ -79,15 +79,15 @@ class Broken:
         self.device, self.blocks = device, blocks
         V = 3 * blocks.BLOCK_V + 1  # two tiles in one split, one and a column in the other
         # H of several steps of the pipeline, and of less than one; rows of a second block.
-        sizes = ((blocks.BLOCK_N + 12, 328, V), (20, 56, V))
+        sizes = ((blocks.BLOCK_N + 12, 336, V), (20, 16, V))
         self.inputs = [Case((N,), H, V, torch.bfloat16).tensors()[:3] for N, H, V in sizes]
         for _, _, labels in self.inputs:
             labels[5] = -100
         # NaN stands beside the rows of the second tensor, so that reads past H are found.
         hidden, *others = self.inputs[1]
         wide = torch.full((20, 64), torch.nan, dtype=torch.bfloat16)
-        wide[:, :56] = hidden
-        self.inputs[1] = wide[:, :56], *others
+        wide[:, :16] = hidden
+        self.inputs[1] = wide[:, :16], *others
         self.right = self._run()
         self.text = device.texts["forward_kernel"]
 
