@@ -24,7 +24,7 @@ help:
 
 demo: $(STAMP)
 	@echo "== demo: one model trained three ways, plots and numbers to out/"
-	@$(BIN)/fusedce demo
+	@$(BIN)/python examples/demo.py
 
 test: CHOSEN = -m "not slow"
 test test-all: $(STAMP)

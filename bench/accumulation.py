@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lib.drift import compare, flat, fused, naive, permuted, train
+from lib.drift import compare, demo, flat, fused, naive, permuted, train
 from lib.results import FOLDER, device_name, source, write
 from lib.tables import markdown
 from torch import Tensor, nn
-
-from fusedce.tools import demo
 
 SPLITS = ((32, 1), (16, 2), (2, 16), (1, 32))
 LEARNING_RATE = 1e-3

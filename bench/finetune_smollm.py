@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.drift import compare, flat, fused, naive, train
+from lib.drift import compare, demo, flat, fused, naive, train
 from lib.results import FOLDER, caption, device_name, versions, write
 from lib.tables import markdown, put
-
-from fusedce.tools import demo
 
 SEQUENCES = 8
 LEARNING_RATE = 2e-5

@@ -1,4 +1,4 @@
-"""The command ``fusedce``: check, plan, bench, doctor, audit, demo, completion.
+"""The command ``fusedce``: check, plan, bench, doctor, audit, completion.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.util
 import json
 import os
 import sys
@@ -18,22 +17,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
-
 import fusedce
+
+try:
+    import click
+except ModuleNotFoundError:
+    sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
+
 from fusedce.tools import render
 from fusedce.tools.model_sizes import UserError
 
-_DEMO_NEEDS = ("transformers", "tokenizers", "matplotlib", "rich")
 _SHELLS = ("bash", "zsh", "fish")
 _NOT_FUSED, _INTERRUPTED = 3, 130
 _ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _EXTRAS = {
+    "packaging": "fusedce[cli]",
+    "tabulate": "fusedce[cli]",
     "transformers": "fusedce[transformers]",
     "matplotlib": "fusedce[bench]",
     "hypothesis": "fusedce[testing]",
-    "tokenizers": "fusedce[demo]",
-    "rich": "fusedce[demo]",
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -231,7 +233,6 @@ def doctor(as_json: bool) -> None:
 @_json
 def audit(steps: int, as_json: bool) -> None:
     """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
-    _demo_needs("audit")
     from fusedce.tools.audit import run
 
     found = run(steps=steps)
@@ -241,37 +242,6 @@ def audit(steps: int, as_json: bool) -> None:
     for name, result in found.items():
         click.echo(f"== {name}\n{result['text']}\n")
     click.echo("In a loop of your own: with fusedce.audit(model): ...")
-
-
-@_command
-@click.option("--quick", is_flag=True, help="Fewer and smaller steps: under 40 s.")
-@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default 20, quick 5).")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"),
-              show_default=True, help="Folder for PNG and JSON.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True)
-@click.option("--device", help="Default: cuda if available, else cpu.")
-@_json
-def demo(
-    quick: bool, steps: int | None, out: Path, seed: int, device: str | None, as_json: bool
-) -> None:
-    """Train a small model three ways and compare (2 minutes; --quick: half a minute)."""
-    _demo_needs("demo")
-    try:  # an error comes before the training
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"cannot write to --out {out}: {problem}") from None
-    import torch
-
-    where = torch.device(_device(device) if device is not None else _cuda_or_cpu())
-    from fusedce.tools.demo import run
-
-    status = run(
-        steps=steps or (5 if quick else 20), out=out, seed=seed, device=where, quick=quick,
-        to_stderr=as_json,
-    )  # fmt: skip
-    if as_json:
-        click.echo((out / "demo.json").read_text().rstrip())
-    sys.exit(status)
 
 
 @_command
@@ -285,14 +255,6 @@ def completion(shell: str | None) -> None:
     if kind is None or name not in _SHELLS:
         raise UserError(f"name a shell: {', '.join(_SHELLS)}")
     click.echo(kind(main, {}, "fusedce", "_FUSEDCE_COMPLETE").source())
-
-
-def _demo_needs(command: str) -> None:
-    missing = [name for name in _DEMO_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"fusedce {command} also needs {', '.join(missing)}: pip install 'fusedce[demo]'"
-        )
 
 
 def _shape(text: str) -> tuple[int, int, int]:

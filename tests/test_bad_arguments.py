@@ -190,12 +190,6 @@ OPTIONS = {
         "--picture": [".", "/proc/none/x.png"],
     },
     ("audit",): {"--steps": NUMBERS},
-    ("demo", "--quick"): {
-        "--steps": NUMBERS,
-        "--seed": ["", "x", "1.5"],
-        "--device": ["toaster", "x"],
-        "--out": ["/proc/nothing"],
-    },
     ("check", "llama"): {"--dtype": ["", "x", "fp64"]},
     ("check",): {"": ["no/such/folder", "-x"]},  # org/name would be looked up on the hub
     ("plan",): {"": ["-x", "1,2,3", "0,8", "nan,8"]},

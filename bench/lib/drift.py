@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator
-from fusedce.tools import demo
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+import demo
 
 
 class Run(NamedTuple):

@@ -1,4 +1,4 @@
-"""`fusedce audit`: the audit of a wrong and a right training loop over the demo's data.
+"""`fusedce audit`: the audit of a wrong and a right training loop over lines of real text.
 
 Both are ordinary loops with the model's own loss; they call no other function of this package.
 """
@@ -13,13 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import fusedce
-from fusedce.tools.demo import (
-    LEARNING_RATE,
-    build_model,
-    draw_batches,
-    sections,
-    train_tokenizer,
-)
 
 MICRO_BATCHES = 8
 # Computes the loss to differentiate from a model, a sequence, and all sequences of the step.
@@ -45,13 +38,10 @@ LOOPS: dict[str, Divide] = {
 
 def run(*, steps: int) -> dict[str, dict[str, Any]]:
     """Audit both loops; by name their ``"text"`` as printed, ``"verdict"`` and ``"steps"``."""
-    texts = sections()
-    tokenize = train_tokenizer(texts)
-    sequences = [torch.tensor(tokenize(text)) for text in texts]
-    batches = [batch[:MICRO_BATCHES] for batch in draw_batches(sequences, steps, seed=0)]
+    batches = draw_batches(steps)
     found = {}
     for name, divide in LOOPS.items():
-        report = train(build_model(0), batches, divide)
+        report = train(build_model(), batches, divide)
         found[name] = {
             "text": str(report),
             "verdict": report.verdict(),
@@ -60,9 +50,34 @@ def run(*, steps: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def draw_batches(steps: int) -> list[list[Tensor]]:
+    """`MICRO_BATCHES` lines of Python's own documentation for each step, as bytes ``(T,)``."""
+    from pydoc_data.topics import topics
+
+    lines = [line.encode() for _, text in sorted(topics.items()) for line in text.splitlines()]
+    lines = [line for line in lines if len(line) > 1]
+    drawn = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = [
+        torch.tensor(list(lines[drawn[i % len(drawn)]])) for i in range(steps * MICRO_BATCHES)
+    ]
+    return [chosen[i : i + MICRO_BATCHES] for i in range(0, len(chosen), MICRO_BATCHES)]
+
+
+def build_model() -> nn.Module:
+    """A small Llama over bytes in float32, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).float().train()
+
+
 def train(model: nn.Module, batches: list[list[Tensor]], divide: Divide) -> Any:
     """Train inside an audit, and return its report."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with fusedce.audit(model) as report:
         for step in batches:
             logged = 0.0

@@ -1,7 +1,6 @@
 """The command `fusedce` answers fast, is plain when piped, and prints no trace for wrong calls."""
 
 import errno
-import json
 import resource
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from support.command_line import answer, call
 
 import fusedce
 
-COMMANDS = ["audit", "bench", "check", "completion", "demo", "doctor", "plan"]
+COMMANDS = ["audit", "bench", "check", "completion", "doctor", "plan"]
 
 
 # ---- quick, and without torch ------------------------------------------------------------------
@@ -77,8 +76,6 @@ def test_shells_can_complete(shell):
         (["bench", "--picture", "/proc/none/x.png"], "cannot write --picture /proc/none/x.png"),
         (["bench", "--picture", "."], "'--picture'"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
-        (["demo", "--steps", "0"], "'--steps'"),
-        (["demo", "--out", "/proc/nothing"], "cannot write to --out /proc/nothing"),
         (["completion", "cmd"], "is not one of"),
         (["nothing"], "No such command 'nothing'"),
     ],
@@ -267,10 +264,9 @@ def test_a_shape_is_measured(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# ---- audit and demo ----------------------------------------------------------------------------
+# ---- audit and bench ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     found = answer("audit", "--steps", "1")
     wrong, right = found.values()
@@ -279,19 +275,6 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     assert right["steps"][0]["spread"] == pytest.approx(1, rel=SAME_MODEL)
     assert right["steps"][0]["scale"] == pytest.approx(1, rel=SAME_MODEL)
     assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
-
-
-@pytest.mark.slow
-def test_the_demo_runs_and_estimates(tmp_path, monkeypatch):
-    """A demo of few and short sequences shows the same as the full one."""
-    from fusedce.tools import demo
-
-    monkeypatch.setattr(demo, "QUICK_SEQUENCES", 8)
-    done = call("demo", "--quick", "--steps", "3", "--out", str(tmp_path), "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["problem"] is None
-    assert (tmp_path / "demo.png").exists()
-    assert "s in all, from one step timed here" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_the_page_holds_the_licences_of_all_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = {"": project["dependencies"]} | {
-        name: extras[name] for name in ("transformers", "demo", "bench", "testing")
+        name: extras[name] for name in ("transformers", "bench", "cli", "testing")
     }
     by_extra: dict[str, set[str]] = {}
     for extra, lines in needed.items():

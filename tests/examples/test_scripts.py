@@ -1,7 +1,9 @@
 """Each example runs, and shows what its first lines say to look at."""
 
 import importlib.util
+import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -122,3 +124,28 @@ def test_the_audited_loops_differ_in_their_weights():
     assert "micro-batches are averaged" in wrong.verdict()
     assert wrong.steps[0].spread > 2
     assert "every token weighs the same" in right.verdict()
+
+
+@pytest.mark.slow
+def test_the_demo_runs_and_estimates(tmp_path):
+    """A demo of few sequences shows the same as the full one."""
+    script = [sys.executable, EXAMPLES / "demo.py", "--quick", "--out", tmp_path]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert found["problem"] is None
+    assert found["cost"]["extra_bytes"]["fused_ce"] < found["cost"]["extra_bytes"]["eager"] / 2
+    assert (tmp_path / "demo.png").exists()
+    assert "s in all, from one step timed here" in done.stdout
+
+
+def test_the_demo_fails_where_the_accumulator_leaves_the_batch():
+    demo = example("demo")
+    runs = {name: [demo.StepLoss(2.0, 2.0)] for name in (demo.FULL, demo.NAIVE, demo.WINDOW)}
+    assert "too similar" in demo.problem(runs)
+    runs[demo.NAIVE] = [demo.StepLoss(2.1, 2.0)]
+    assert demo.problem(runs) is None
+    for wrong in (2.001, math.nan):
+        assert "left the full batch" in demo.problem(
+            runs | {demo.WINDOW: [demo.StepLoss(2, wrong)]}
+        )
