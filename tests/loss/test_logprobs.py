@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from support.bounds import SAME_SUMS, STATISTIC, errs_like, in_float64
 from support.coverage import counted
 from support.oracle import finished_logits, token_stats
-from support.params import QUICK_ON_TORCH
 
 from fusedce import TokenStats, fused_argmax, fused_logprobs
 from fusedce.testing import Case, cases
@@ -96,7 +95,7 @@ def test_any_case_triton_agrees_with_eager(case, temperature, chunk_tokens):
     compare(case, "triton", temperature, chunk_tokens)
 
 
-@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
 def test_a_vocabulary_of_1031_agrees_with_eager(backend, dtype, logits):

@@ -330,7 +330,6 @@ def results(world, names=QUICK):
     return ranks.run({name: CASES[name] for name in names}, world)
 
 
-@pytest.mark.slow
 @WORLDS
 @pytest.mark.parametrize("name", EQUAL)
 def test_equals_the_whole_vocabulary(name, world):

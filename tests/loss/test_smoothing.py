@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.params import QUICK_ON_TORCH
 
 from fusedce import fused_ce, reference_ce
 
@@ -15,8 +16,7 @@ def gradients(loss, tensors, labels, dtype, **options):
     return [g.double() for g in torch.autograd.grad(out.loss_sum, leaves)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
 @pytest.mark.parametrize("smoothing", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize("V", [2, 3, 40, 500])
 @pytest.mark.parametrize("size", [1e-2, 1.0])

@@ -68,7 +68,7 @@ def rounding(hidden, weight, bias):
         slow(8, 0.6, {"softcap": 5.0}),
         slow(8, 0.6, {"softcap": 30.0, "logit_scale": 2.0}),
         (8, 0.6, {"label_smoothing": 0.1, "logit_scale": 2.0}),
-        slow(8, 0.6, {"label_smoothing": 0.8, "class_weight": torch.linspace(0.5, 1.5, V)}),
+        (8, 0.6, {"label_smoothing": 0.8, "class_weight": torch.linspace(0.5, 1.5, V)}),
         slow(40, 0.6, {}),
     ],
 )
