@@ -11,6 +11,7 @@ Names are imported at their first use, so that ``fusedce --help`` need not wait 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and report a name
         elif name in _MODULES:
             value = importlib.import_module(f"fusedce.{name}")
         else:
-            raise AttributeError(f"module 'fusedce' has no attribute {name!r}")
+            message = f"module 'fusedce' has no attribute {name!r}"
+            # With the name and its owner, Python suggests the name that was meant.
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
         globals()[name] = value
         return value
 

@@ -209,7 +209,8 @@ def check_softcap(softcap: float | None) -> None:
         raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
     if not _TINY <= softcap <= _HUGE:
         raise ValueError(
-            f"softcap must be positive and in the range of float32, {_TINY:.1e} to {_HUGE:.1e}, "
+            f"softcap must be None (no cap), or positive and in the range of float32, "
+            f"{_TINY:.1e} to {_HUGE:.1e}, "
             f"got {softcap}"
         )
 
@@ -323,7 +324,8 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
         return
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
         raise TypeError(
-            f"memory_budget must be an int, in bytes, or None, got {type(memory_budget).__name__}"
+            f"memory_budget must be an int, in bytes (4 * 2**30 for 4 GiB), or None, "
+            f"got {memory_budget!r}"
         )
     if not 1 <= memory_budget <= _LARGEST:
         raise ValueError(f"memory_budget must be >= 1 byte and fit in 64 bits, got {memory_budget}")

@@ -108,7 +108,9 @@ def takes_arguments_of(
 def not_a_tensor(name: str, given: object) -> TypeError:
     """The error for an argument ``name`` that is not a tensor."""
     hint = ""
-    if isinstance(given, (list, tuple)) or hasattr(given, "__array__"):
+    if name == "labels" and given is None:
+        hint = ": the collator must put labels into the batch, such as a copy of input_ids"
+    elif isinstance(given, (list, tuple)) or hasattr(given, "__array__"):
         hint = f": pass torch.as_tensor({name})"
     elif isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):
         hint = ": pass head.weight, and bias=head.bias where it has one"

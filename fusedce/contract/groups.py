@@ -21,7 +21,7 @@ class Ranks:
 
     Raises:
         TypeError: ``group`` is none of these.
-        ValueError: it is a mesh of several dimensions.
+        ValueError: it is a mesh of several dimensions, or this rank is not in the group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -33,6 +33,11 @@ class Ranks:
                     f"e.g. LossAccumulator.from_mesh(mesh, ['dp'])"
                 )
             group = group.get_group()
+        elif isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "process_group must hold this rank, got what new_group returns on ranks outside "
+                "of the group: leave fusedce out there"
+            )
         elif group not in (None, ALONE) and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a process group, a DeviceMesh or None, "

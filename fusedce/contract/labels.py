@@ -224,7 +224,8 @@ def bad_label_message(
     ignored = ", or ignore_index" + ("" if ignore_index is None else f"={ignore_index}")
     if ignore_index in (_INT32_MIN, torch.iinfo(torch.int64).min):  # the value that replaced None
         ignored = ""
+    hint = f" (pass ignore_index={value} if it marks ignored positions)" if value == -1 else ""
     return (
         f"labels must hold class indices in 0 <= label < {limit}{ignored}: "
-        f"got {got} at flattened position {position}"
+        f"got {got} at flattened position {position}{hint}"
     )

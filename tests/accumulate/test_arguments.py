@@ -18,6 +18,7 @@ from fusedce import LossAccumulator, LossSum, count_valid, fused_ce
         ({"backward_divisor": 0}, ValueError),
         ({"backward_divisor": "2"}, TypeError),
         ({"process_group": "world"}, TypeError),
+        ({"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, ValueError),
     ],
 )
 def test_of_the_constructor(kwargs, error):

@@ -30,6 +30,7 @@ def test_every_public_name_is_there():
     assert set(fusedce.__all__) <= set(dir(fusedce))
     with pytest.raises(AttributeError, match=r"module 'fusedce' has no attribute 'fused_cd'"):
         _ = fusedce.fused_cd
+    assert "Did you mean: 'fused_ce'?" in run("import fusedce; fusedce.fused_cd").stderr
 
 
 def test_names_are_those_that_type_checkers_see():
