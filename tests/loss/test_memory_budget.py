@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.memory import H, N, V  # of the measuring process
+from support.params import slow
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,9 +108,16 @@ def test_any_tile_triton_matches_the_reference(case, R, T):
             check(partial(loss, backend="triton"), case)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("logits", ["flat", "peaked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "logits", "dtype"),
+    [
+        *itertools.product(["torch"], ["flat", "peaked"], [torch.float32, torch.bfloat16]),
+        ("triton", "flat", torch.float32),
+        slow("triton", "flat", torch.bfloat16),
+        slow("triton", "peaked", torch.float32),
+        slow("triton", "peaked", torch.bfloat16),
+    ],
+)
 def test_tiles_on_both_backends(monkeypatch, backend, logits, dtype):
     """Several blocks and tiles, none of which divides the sizes; every option at once."""
     case = Case(

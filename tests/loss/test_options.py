@@ -61,8 +61,18 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", list(combinations(EVERY, 2)), ids="+".join)
-@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
+PAIRS = list(combinations(EVERY, 2))
+ROW_FACTORS = ("token_weight", "label_smoothing")  # of the gradient, one for each row
+
+
+@pytest.mark.parametrize(
+    ("backend", "pair"),
+    [
+        *(("torch", pair) for pair in PAIRS),
+        *(("triton", p) if p == ROW_FACTORS else slow("triton", p) for p in PAIRS),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
+)
 def test_every_pair_matches_the_reference(backend, pair):
     """Cases have peaked and flat logits, gradients or none, and one chunk or several."""
     case = Case(

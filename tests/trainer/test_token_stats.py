@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.bounds import SAME_MODEL
-from support.params import slow
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -39,7 +38,7 @@ def half_right(data):
     return data
 
 
-@pytest.mark.parametrize("size", [slow(16), 3])
+@pytest.mark.parametrize("size", [16, 3])
 def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
     """Sum over sum, of an optimizer step and of an evaluation, whatever the batches."""
     data = half_right(Dataset(15))
