@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -101,13 +102,7 @@ class LazyLogits(Uncompiled):
     def materialize(self, operation: str) -> Tensor:
         """The real logits, without a graph, in the memory that all views of these share."""
         with torch.no_grad(), NO_TORCH_FUNCTION():
-            return self._values_of(self.expr, operation)
-
-    def _values_of(self, expr: Expr, operation: str) -> Tensor:
-        if expr is self.memory.root:
-            return self.memory.values(operation)
-        # A function that names itself would be a cycle, which keeps real logits alive.
-        return expr.compute(functools.partial(self._values_of, operation=operation), operation)
+            return self.expr.values(operation, self.memory)
 
     def expose(self, operation: str) -> Tensor:
         """Real logits for code that may write into their memory: they are real from now on."""
@@ -204,8 +199,7 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    kept = tuple(_kept(a) for a in args)
-    new = Expr(None, func, kept, kwargs, tuple(x.shape), tuple(meta.shape))
+    new = Expr(None, func, kept(args), kwargs, tuple(x.shape), tuple(meta.shape))
     memory = x.memory if facts.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
 
@@ -227,31 +221,34 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
         one = next(i for i in args[0] if i is not None).new_empty((1,))
         shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
         return x.meta.new_empty((*shape, x.shape[-1]))
-    args = tuple(a.meta if isinstance(a, LazyLogits) else
-                 a.to("meta") if isinstance(a, Tensor) else a for a in args)  # fmt: skip
-    return func(x.meta, *args, **kwargs)
+    return func(x.meta, *without_data(args), **kwargs)
+
+
+def without_data(argument: Any) -> Any:
+    """An argument, with tensors of the device "meta"."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(without_data(a) for a in argument)
+    if isinstance(argument, LazyLogits):
+        return argument.meta
+    return argument.to("meta") if isinstance(argument, Tensor) else argument
 
 
 def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:
     """The parts of a split, each a slice or a row."""
     rows = func is aten.unbind.int
     dim = kwargs.get("dim", args[-1] if len(args) > (not rows) else 0)
-    begin, parts = 0, []
-    for meta in metas:
-        end = begin + (1 if rows else meta.shape[dim])
-        op, at = (aten.select.int, (begin,)) if rows else (aten.slice.Tensor, (begin, end))
-        expr = Expr(None, op, (x.expr, dim, *at), {}, tuple(x.shape), tuple(meta.shape))
-        parts.append(LazyLogits(expr, x.memory, meta, x.device))
-        begin = end
-    return parts
+    if rows:
+        return [aten.select.int(x, dim, i) for i in range(len(metas))]
+    ends = accumulate((meta.shape[dim] for meta in metas), initial=0)
+    return [aten.slice.Tensor(x, dim, begin, end) for begin, end in pairwise(ends)]
 
 
-def _kept(argument: Any) -> Any:
+def kept(argument: Any) -> Any:
     """An argument, copied so that later writes into it do not count."""
     if isinstance(argument, LazyLogits):
         return argument.expr
     if isinstance(argument, (list, tuple)):
-        return type(argument)(_kept(a) for a in argument)
+        return type(argument)(kept(a) for a in argument)
     if isinstance(argument, Tensor):
         return argument.detach().clone().requires_grad_(argument.requires_grad)
     return argument

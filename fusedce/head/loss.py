@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
-from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
+from fusedce.head.lazy import LazyLogits, facts_of, kept, real, without_data
 from fusedce.head.observe import LossObserver, Result, expected_factor
-from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
+from fusedce.head.product import Expr, Memory, Product, no_autocast, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import (
@@ -84,12 +84,12 @@ class MakeLogits(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         _check_not_batched(grad)
-        if isinstance(grad, Passenger) and grad.read is None:
-            return None, *_added(load[product] for load in grad.loads)
+        if isinstance(grad, Passenger) and not grad.is_read():
+            return (None, *_added(load[product] for load in grad.loads), None)[:4]
         given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
         with no_autocast(product.device):
-            grad = _values(real(grad, "backward")).to(hidden.dtype)
+            grad = real(grad, "backward").to(hidden.dtype)
             rows = grad.flatten(0, -2)
             d_hidden = grad @ weight if needed[0] else None
             d_weight = rows.T @ hidden.flatten(0, -2) if needed[1] else None
@@ -127,7 +127,7 @@ _CARRIES = frozenset((
 _JOINS = frozenset((aten.add.Tensor, aten.cat.default, aten.stack.default))
 
 
-class Passenger(Tensor):
+class Passenger(LazyLogits):
     """The gradient of logits on its way to the head, without values until code reads them.
 
     Hooks of DDP and FSDP ask when a gradient comes, and hand it on. At the head, a passenger that
@@ -136,38 +136,25 @@ class Passenger(Tensor):
 
     Attributes:
         loads: for each loss, the gradients of each product's operands.
-        make: computes the real gradient.
-        read: the values, once code has read them; it may have written into them.
     """
 
-    loads: list[dict[Product, tuple[Tensor | None, ...]]]
-    make: Callable[[], Tensor]
-    meta: Tensor
-    read: Tensor | None
+    loads: list[dict[Product, list[Tensor | None]]]
 
-    @staticmethod
-    def __new__(cls, loads: Any, make: Any, meta: Tensor, device: torch.device) -> Passenger:
-        new: Passenger = T._make_wrapper_subclass(
-            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
-        )
-        new.loads, new.make, new.meta, new.read = loads, make, meta, None
+    @classmethod
+    def of(cls, loads: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+        new = cls(expr, Memory(expr), meta, device)
+        new.loads = loads
         return new
 
-    def values(self) -> Tensor:
-        """The real gradient."""
-        if self.read is None:
-            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                self.read = self.make()
-        return self.read
+    def is_read(self) -> bool:
+        """Whether code has read the values; it may have written into them."""
+        return self.memory.made is not None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in MEMORY:
-            return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
         before, _state.reading = _state.reading, True
         try:
-            with NO_TORCH_FUNCTION():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
         finally:
             _state.reading = before
 
@@ -180,38 +167,14 @@ class Passenger(Tensor):
         carries = func in _CARRIES or facts_of(func).is_view
         if func is not aten.tanh_backward.default and (others or not carries):
             carries = func in _JOINS and not others
-        if _state.reading or not carries or any(x.read is not None for x in given):
-            _state.reading, before = False, _state.reading
-            try:
-                return func(*tree_map(_values, real(args, "backward")), **tree_map(_values, kwargs))
-            finally:
-                _state.reading = before
-        meta = func(*tree_map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"})
-
-        def make() -> Tensor:
-            out: Tensor = func(*tree_map(_values, real(args, "backward")), **kwargs)
-            return out
-
-        return Passenger([y for x in given for y in x.loads], make, meta, given[0].device)
+        if _state.reading or not carries or any(x.is_read() for x in given):
+            return func(*real(args, "backward"), **real(kwargs, "backward"))
+        meta = func(*without_data(args), **{k: v for k, v in kwargs.items() if k != "device"})
+        expr = Expr(None, func, kept(args), kwargs, tuple(given[0].shape), tuple(meta.shape))
+        return Passenger.of([y for x in given for y in x.loads], expr, meta, given[0].device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.values())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.values().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
-
-
-def _values(x: Any) -> Any:
-    return x.values() if isinstance(x, Passenger) else x
-
-
-def _meta(x: Any) -> Any:
-    if isinstance(x, (Passenger, LazyLogits)):
-        return x.meta
-    return x.to("meta") if isinstance(x, Tensor) else x
+        return repr(self.materialize("repr"))
 
 
 _ALWAYS = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -228,7 +191,7 @@ class Route(torch.autograd.Function):
         """Return the fused loss in ``dtype``.
 
         Args:
-            logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
+            logits: the lazy logits; ``operands``: those of their products, in the graph.
             always: a leaf that wants one, too.
             fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
             native: gives the gradient of torch's own loss by real logits, times another.
@@ -258,20 +221,21 @@ class Route(torch.autograd.Function):
         if any(p.watched for p in products):
             return make(), *nothing[1:]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
-        found = fused.gradients(saved, leaves, grad, keep)
+        leaves = [x for values in given.values() for x in values if x.requires_grad]
+        left = iter(fused.gradients(saved, leaves, grad, keep))
+        load = {
+            p: [next(left) if x.requires_grad else None for x in values]
+            for p, values in given.items()
+        }
         if not keep:  # a kept loss keeps none of them
             ctx.logits = ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
         all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         if all_run and not any(p.hooked for p in products):
-            return *nothing[:7], *found
-        left, loads = iter(found), {}
-        for product, one in given.items():
-            grads = [next(left) if x.requires_grad else None for x in one.leaves]
-            loads[product] = (*grads, None)[:3]
+            return *nothing[:7], *(g for grads in load.values() for g in grads)
         meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
-        return Passenger([loads], make, meta, grad.device), *nothing[1:]
+        root = Expr(None, make, (), {}, expr.after, expr.after)
+        return Passenger.of([load], root, meta, grad.device), *nothing[1:]
 
 
 # ---- the two witnesses ----------------------------------------------------------------------
@@ -308,14 +272,7 @@ def _is_reshaped(x: Tensor, leaf: Tensor) -> bool:
     return same and x.numel() == leaf.numel()
 
 
-class Operands(NamedTuple):
-    """Hidden state, weight, and perhaps bias of a product."""
-
-    leaves: tuple[Tensor, ...]  # their values when the head ran, from which the loss is computed
-    live: tuple[Tensor, ...]  # what gets the gradients of those leaves that want one
-
-
-Given = dict[Product, Operands]
+Given = dict[Product, list[Tensor]]  # values of each product's operands when the head ran
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -329,8 +286,11 @@ def _nodes(node: Any) -> Iterator[Any]:
                 yield from _nodes(below)
 
 
-def _given(x: LazyLogits) -> Given | None:
-    """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
+def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
+    """The operands behind ``x``, as leaves and in the graph.
+
+    ``None`` if the two witnesses disagree.
+    """
     products, nodes = x.expr.products, list(_nodes(x.grad_fn))
     made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
     functions = [n for n in nodes if isinstance(n, BackwardCFunction) and n not in made]
@@ -346,18 +306,20 @@ def _given(x: LazyLogits) -> Given | None:
             return None
         for product in products:
             product.hooked = True
-    live = {node.product: node.given for node in made}
-    if None in live.values() or not live.keys() <= set(products):  # backward has run already
+    of_nodes = {node.product: node.given for node in made}
+    if None in of_nodes.values() or not of_nodes.keys() <= set(
+        products
+    ):  # backward has run already
         return None
-    return {p: _operands(p, live.get(p, ())) for p in products}
-
-
-def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
-    """The values, of which those in ``live`` get a gradient if they want one."""
-    values = product.values(by_all_ranks=True)
-    wanting = [bool(live) and live[i].requires_grad for i in range(len(values))]
-    leaves = (v.detach().requires_grad_() if w else v for v, w in zip(values, wanting, strict=True))
-    return Operands(tuple(leaves), tuple(x for x, w in zip(live, wanting, strict=False) if w))
+    given: Given = {}
+    live: list[Tensor | None] = []
+    for product in products:
+        values = product.values(by_all_ranks=True)
+        operands = of_nodes.get(product, (None, None, None))[: len(values)]
+        wants = [t is not None and t.requires_grad for t in operands]
+        given[product] = [v.detach().requires_grad_(w) for v, w in zip(values, wants, strict=True)]
+        live += operands
+    return given, live
 
 
 # ---- the loss -------------------------------------------------------------------------------
@@ -426,9 +388,12 @@ def _cross_entropy(
         and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         return native(x)
-    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products}
+    if wanted:
+        given, live = _given(x) or (None, [])
+    else:
+        given, live = {p: p.values(by_all_ranks=True) for p in x.expr.products}, []
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
-        p = None if given is None else rows_of(x.expr, {q: o.leaves for q, o in given.items()})
+        p = None if given is None else rows_of(x.expr, given)
         if (
             p is not None and p.class_dim == min(1, x.dim() - 1)
             and target.shape == p.hidden.shape[:-1]
@@ -446,7 +411,6 @@ def _cross_entropy(
         reduction = reduction if fused.divisor is None else "sum"
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = functools.partial(_native_gradient, func, target, options, fused.divisor)
-        live = [t for one in given.values() for t in one.live]
         saved = () if fused.sums is None else fused.sums.saved
         loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
     else:

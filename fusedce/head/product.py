@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import add
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
 
 from fusedce.contract.checks import autocast_dtype
 from fusedce.contract.groups import is_dtensor, local_of
@@ -212,21 +212,24 @@ class Expr:
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
         self.before, self.after = before, after
         below = [a.products for a in args if isinstance(a, Expr)]
-        self.products: list[Product] = [product] if product else functools.reduce(add, below)
+        self.products: list[Product] = [product] if product else functools.reduce(add, below, [])
 
-    def values(self, operation: str) -> Tensor:
-        """The values, without a graph; ``operation`` needs them."""
+    def values(self, operation: str, written: Memory | None = None) -> Tensor:
+        """The values, without a graph; ``operation`` needs them.
+
+        Those in ``written`` count also after a write; elsewhere a write does not count.
+        """
         memory = None if self.memory is None else self.memory()
-        if memory is not None and not memory.written:
+        if memory is not None and (memory is written or not memory.written):
             return memory.values(operation)
-        return self.compute(lambda x: x.values(operation), operation)
+        return self.compute(operation, written)
 
-    def compute(self, of: Callable[[Expr], Tensor], operation: str) -> Tensor:
-        """Apply the operator to the values ``of`` its expressions."""
+    def compute(self, operation: str, written: Memory | None = None) -> Tensor:
+        """Apply the operator to the values of its expressions."""
         if self.product is not None:
             return self.product.logits(operation)
-        args = (of(a) if isinstance(a, Expr) else a for a in self.args)
-        out: Tensor = self.func(*args, **self.kwargs)
+        of = lambda a: a.values(operation, written) if isinstance(a, Expr) else a  # noqa: E731
+        out: Tensor = self.func(*tree_map(of, self.args), **self.kwargs)
         return out
 
     def names(self) -> list[str]:
@@ -236,17 +239,16 @@ class Expr:
 
 
 class Memory:
-    """What lazy logits and all their views share: their values, once computed."""
+    """What lazy logits and all their views share: the values of the root, once ``made``."""
 
     def __init__(self, root: Expr) -> None:
         self.root, self.written = root, False
-        self._values: Tensor | None = None
+        self.made: Tensor | None = None
         root.memory = weakref.ref(self)
 
     def values(self, operation: str) -> Tensor:
         """The values of the root."""
-        if self._values is None:
+        if self.made is None:
             with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                of = lambda x: x.values(operation)  # noqa: E731
-                self._values = self.root.compute(of, operation)
-        return self._values
+                self.made = self.root.compute(operation)
+        return self.made
