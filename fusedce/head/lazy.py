@@ -199,7 +199,7 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    new = Expr(None, func, kept(args), kwargs, tuple(x.shape), tuple(meta.shape))
+    new = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
     memory = x.memory if facts.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
 

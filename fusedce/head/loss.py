@@ -68,7 +68,7 @@ class MakeLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.product, ctx.given = product, (hidden, weight, bias)
         shape = (*hidden.shape[:-1], product.V)
-        expr = Expr(product, None, (), {}, shape, shape)
+        expr = Expr(product, None, (), {}, shape)
         meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
         return LazyLogits(expr, Memory(expr), meta, product.device)
 
@@ -170,7 +170,7 @@ class Passenger(LazyLogits):
         if _state.reading or not carries or any(x.is_read() for x in given):
             return func(*real(args, "backward"), **real(kwargs, "backward"))
         meta = func(*without_data(args), **{k: v for k, v in kwargs.items() if k != "device"})
-        expr = Expr(None, func, kept(args), kwargs, tuple(given[0].shape), tuple(meta.shape))
+        expr = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
         return Passenger.of([y for x in given for y in x.loads], expr, meta, given[0].device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -234,7 +234,7 @@ class Route(torch.autograd.Function):
         if all_run and not any(p.hooked for p in products):
             return *nothing[:7], *(g for grads in load.values() for g in grads)
         meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
-        root = Expr(None, make, (), {}, expr.after, expr.after)
+        root = Expr(None, make, (), {}, expr.after)
         return Passenger.of([load], root, meta, grad.device), *nothing[1:]
 
 
@@ -307,10 +307,8 @@ def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
         for product in products:
             product.hooked = True
     of_nodes = {node.product: node.given for node in made}
-    if None in of_nodes.values() or not of_nodes.keys() <= set(
-        products
-    ):  # backward has run already
-        return None
+    if None in of_nodes.values() or not of_nodes.keys() <= set(products):
+        return None  # backward has run already
     given: Given = {}
     live: list[Tensor | None] = []
     for product in products:

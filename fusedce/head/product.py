@@ -198,7 +198,7 @@ class Expr:
     Attributes:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
-        before, after: shapes of the first of them and of the result.
+        after: the shape of the result.
         products: those in this expression, as often as they are.
         memory: where the values are kept while lazy logits live that are these, or views of them.
     """
@@ -206,11 +206,10 @@ class Expr:
     memory: weakref.ref[Memory] | None = None
 
     def __init__(
-        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any,
-        before: Shape, after: Shape,
-    ) -> None:  # fmt: skip
+        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any, after: Shape
+    ) -> None:
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
-        self.before, self.after = before, after
+        self.after = after
         below = [a.products for a in args if isinstance(a, Expr)]
         self.products: list[Product] = [product] if product else functools.reduce(add, below, [])
 

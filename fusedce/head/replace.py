@@ -105,10 +105,8 @@ def restore_loss_head(model: ModelT) -> ModelT:
     _check_model(model)
     _restore(model)
     for module in model.modules():
-        for name in (_WATCH, _ITEMS):
-            handle = module.__dict__.pop(name, None)
-            if handle is not None:
-                handle.remove()
+        for name in {_WATCH, _ITEMS} & module.__dict__.keys():
+            module.__dict__.pop(name).remove()
     return model
 
 
@@ -132,10 +130,7 @@ def head_report(model: nn.Module) -> HeadReport:
     heads = {m: attached.report for m in model.modules() if (attached := head_of(m)) is not None}
     policies = [c for m in model.modules() if (c := _policy_counts(m)) is not None]
     active = bool(policies) or _named_head(model) in (None, *heads)
-    report = report_of([*policies, *heads.values()], active)
-    if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
-        report = report._replace(notes=(*report.notes, _TRL))
-    return report
+    return report_of([*policies, *heads.values()], active)
 
 
 def _check_model(model: Any) -> None:
@@ -289,9 +284,8 @@ def _watch(model: nn.Module, memory_budget: int | None) -> None:
     decoder = getattr(owner, "base_model", None)
     if owner is None or not isinstance(decoder, nn.Module):
         return
-    handle = decoder.__dict__.get(_WATCH)
-    if handle is not None:
-        if memory_budget is not None:
-            decoder._forward_pre_hooks[handle.id].memory_budget = memory_budget  # type: ignore[attr-defined]
-        return
+    if _WATCH in decoder.__dict__:
+        if memory_budget is None:
+            return
+        decoder.__dict__.pop(_WATCH).remove()
     decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner, memory_budget))

@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "head: a view where there is a bias",
-        "bias is not None and hidden.dim() > 2 and _biased_products_are_views()",
+        "bias is not None and hidden.dim() > 2 and _BIASED_IS_A_VIEW",
         "False",
         "head/test_hooks.py -k before_and_after",
     ),
