@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.lazy import Uncompiled
 from fusedce.head.loss import MakeLogits
+from fusedce.head.observe import HeadCounts
 from fusedce.head.product import NO_TORCH_FUNCTION, Product
-from fusedce.head.report import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -64,9 +64,7 @@ class Head:
         return None
 
 
-@torch.compiler.disable(reason=_UNCOMPILED)
-def _uncompiled(head: Head, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    return head(module, args)
+_uncompiled = torch.compiler.disable(Head.__call__, reason=_UNCOMPILED)
 
 
 def _but_for_lent_inputs(replaced: Callable[..., Any]) -> Callable[..., Any]:

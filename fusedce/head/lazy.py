@@ -72,9 +72,7 @@ class Uncompiled(torch.Tensor):
         _keep_compiler_out()
         raise SkipFrame("lazy logits run uncompiled: pass logits + 0 to have the frame compiled")
 
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> Tensor:
-        raise AssertionError("nothing was flattened")
+    __tensor_unflatten__: Any = None  # nothing is flattened
 
 
 class LazyLogits(Uncompiled):
@@ -165,18 +163,35 @@ def _keep_compiler_out() -> None:
             setattr(cls, name, classmethod(method))
 
 
-def replaced(x: Any, by: Callable[[LazyLogits], Any]) -> Any:
-    """``x`` with all lazy logits in it replaced."""
-    if isinstance(x, LazyLogits):
+def replaced(x: Any, by: Callable[[Any], Any], kind: type[Tensor] | None = None) -> Any:
+    """``x`` with all lazy logits in it replaced, or all tensors of another ``kind``."""
+    if isinstance(x, kind or LazyLogits):
         return by(x)
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(replaced(y, by) for y in x)
-    return {k: replaced(v, by) for k, v in x.items()} if isinstance(x, dict) else x
+        return type(x)(replaced(y, by, kind) for y in x)
+    return {k: replaced(v, by, kind) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def real(x: Any, operation: str) -> Any:
     """``x`` with all lazy logits in it replaced by real ones."""
     return replaced(x, lambda lazy: lazy.materialize(operation))
+
+
+def kept(arguments: Any) -> Any:
+    """Arguments of an expression: lazy logits noted, tensors copied before a later write."""
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, LazyLogits):
+            return x.expr
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    return replaced(arguments, copied, Tensor)
+
+
+def without_data(arguments: Any) -> Any:
+    """Arguments with tensors of the device "meta"."""
+    meta = lambda x: x.meta if isinstance(x, LazyLogits) else x.to("meta")  # noqa: E731
+    return replaced(arguments, meta, Tensor)
 
 
 def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -186,8 +201,6 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
     others = [a for a in args[1:] if isinstance(a, Tensor)]
     if func is aten.add.Tensor and not others:  # logits + 0 are real ones
         return None
-    if func is aten.index.Tensor:
-        others = [i for i in args[1] if i is not None]
     if func is not aten.index.Tensor and any(not _is_operand(t, x, func) for t in others):
         return None
     device = kwargs.get("device")
@@ -224,15 +237,6 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
     return func(x.meta, *without_data(args), **kwargs)
 
 
-def without_data(argument: Any) -> Any:
-    """An argument, with tensors of the device "meta"."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(without_data(a) for a in argument)
-    if isinstance(argument, LazyLogits):
-        return argument.meta
-    return argument.to("meta") if isinstance(argument, Tensor) else argument
-
-
 def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:
     """The parts of a split, each a slice or a row."""
     rows = func is aten.unbind.int
@@ -241,17 +245,6 @@ def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Ten
         return [aten.select.int(x, dim, i) for i in range(len(metas))]
     ends = accumulate((meta.shape[dim] for meta in metas), initial=0)
     return [aten.slice.Tensor(x, dim, begin, end) for begin, end in pairwise(ends)]
-
-
-def kept(argument: Any) -> Any:
-    """An argument, copied so that later writes into it do not count."""
-    if isinstance(argument, LazyLogits):
-        return argument.expr
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(kept(a) for a in argument)
-    if isinstance(argument, Tensor):
-        return argument.detach().clone().requires_grad_(argument.requires_grad)
-    return argument
 
 
 def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,10 +292,8 @@ def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
 
 
 def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    name = func.__name__
-
     def values(x: LazyLogits) -> Tensor:
-        found = x.expose(name)
+        found = x.expose(func.__name__)
         wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
         return found.detach().requires_grad_() if wants else found  # torch raises its usual error
 
@@ -313,20 +304,17 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
     raise RuntimeError(_NO_MEMORY.format("logits.data = ..."))
 
 
-MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
+_MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
-_ABOVE: dict[Any, Any] = {
-    **dict.fromkeys(MEMORY, _exposed),
-    **dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched),
-    **dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked),
-    T.data.__set__: _set_data,
-}
-LazyLogits.above |= _ABOVE
+LazyLogits.above |= dict.fromkeys(_MEMORY, _exposed)
+LazyLogits.above |= dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched)
+LazyLogits.above |= dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked)
+LazyLogits.above[T.data.__set__] = _set_data
 
 
 def _method(func: Any) -> Any:
-    return functools.wraps(func)(lambda self, *args, **kw: _exposed(func, self, *args, **kw))
+    return lambda self, *args, **kwargs: _exposed(func, self, *args, **kwargs)
 
 
-for _func in MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
+for _func in _MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
     setattr(LazyLogits, _func.__name__, _method(_func))

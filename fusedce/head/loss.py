@@ -12,9 +12,9 @@ is, where code asks for it.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +24,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of
+from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of, no_autocast
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.lazy import LazyLogits, facts_of, kept, real, without_data
 from fusedce.head.observe import LossObserver, Result, expected_factor
-from fusedce.head.product import Expr, Memory, Product, no_autocast, whole
+from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import (
-    SumWithGrads,
-    ce_with_grads,
-    checked_ce,
-    sharded_loss_sum,
-)
+from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
@@ -67,10 +62,10 @@ class MakeLogits(torch.autograd.Function):
         """Compute nothing."""
         ctx.set_materialize_grads(False)
         ctx.product, ctx.given = product, (hidden, weight, bias)
-        shape = (*hidden.shape[:-1], product.V)
+        shape = (*hidden.shape[:-1], weight.shape[0])
         expr = Expr(product, None, (), {}, shape)
         meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return LazyLogits(expr, Memory(expr), meta, product.device)
+        return LazyLogits(expr, Memory(expr), meta, hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -84,11 +79,12 @@ class MakeLogits(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         _check_not_batched(grad)
-        if isinstance(grad, Passenger) and not grad.is_read():
-            return (None, *_added(load[product] for load in grad.loads), None)[:4]
+        if isinstance(grad, Passenger) and grad.memory.made is None:
+            loads = zip(*(load[product] for load in grad.loads), strict=True)
+            return (None, *map(_added, loads), None)[:4]
         given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
-        with no_autocast(product.device):
+        with no_autocast(grad.device):
             grad = real(grad, "backward").to(hidden.dtype)
             rows = grad.flatten(0, -2)
             d_hidden = grad @ weight if needed[0] else None
@@ -100,10 +96,10 @@ class MakeLogits(torch.autograd.Function):
         return None, d_hidden, d_weight, d_bias
 
 
-def _added(loads: Any) -> list[Tensor | None]:
-    """Gradients of the operands, added up over losses."""
-    together = [[g for g in grads if g is not None] for grads in zip(*loads, strict=True)]
-    return [functools.reduce(torch.add, grads) if grads else None for grads in together]
+def _added(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The gradient of one operand, added up over losses."""
+    some = [g for g in grads if g is not None]
+    return functools.reduce(torch.add, some) if some else None
 
 
 def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
@@ -114,11 +110,8 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
     return found
 
 
-class _State(threading.local):
-    reading = False  # code, and not a node of autograd, calls an operator of a passenger
-
-
-_state = _State()
+# Code, and not a node of autograd, calls an operator of a passenger.
+_reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 _CARRIES = frozenset((
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
     aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh_backward.default,
@@ -146,17 +139,13 @@ class Passenger(LazyLogits):
         new.loads = loads
         return new
 
-    def is_read(self) -> bool:
-        """Whether code has read the values; it may have written into them."""
-        return self.memory.made is not None
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, _state.reading = _state.reading, True
+        before = _reading.set(True)
         try:
             return super().__torch_function__(func, types, args, kwargs)
         finally:
-            _state.reading = before
+            _reading.reset(before)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -167,7 +156,7 @@ class Passenger(LazyLogits):
         carries = func in _CARRIES or facts_of(func).is_view
         if func is not aten.tanh_backward.default and (others or not carries):
             carries = func in _JOINS and not others
-        if _state.reading or not carries or any(x.is_read() for x in given):
+        if _reading.get() or not carries or any(x.memory.made is not None for x in given):
             return func(*real(args, "backward"), **real(kwargs, "backward"))
         meta = func(*without_data(args), **{k: v for k, v in kwargs.items() if k != "device"})
         expr = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
@@ -342,12 +331,11 @@ def _fused(
             options["vocab_size"] = p.classes.stop
             return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
         return Fused(fused_cross_entropy(p.hidden, w, target, **options))
-    denominator = None if observer is None else observer.denominator
+    denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
-    monitor = observer.monitor if observer else ()
     sums: SumWithGrads | None = None
     with nullcontext() if expects or factor is expected() else expecting(factor):
         problem = Problem(p.hidden, w, target, **options)
@@ -391,18 +379,16 @@ def _cross_entropy(
     else:
         given, live = {p: p.values(by_all_ranks=True) for p in x.expr.products}, []
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
-        p = None if given is None else rows_of(x.expr, given)
+        p, fused = None if given is None else rows_of(x.expr, given), None
         if (
             p is not None and p.class_dim == min(1, x.dim() - 1)
             and target.shape == p.hidden.shape[:-1]
             and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
         ):  # fmt: skip
-            fused: Fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
-        else:
-            given = None
-    if given is None:
+            fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+    if fused is None:
         return native(x)
-    x.expr.products[0].report.fused()
+    x.expr.products[0].report.losses += 1
     dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()

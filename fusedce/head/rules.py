@@ -33,11 +33,9 @@ class Rows(NamedTuple):
     cap: float | None = None  # the factor after a tanh; None: no tanh
     rounded: bool = False  # the logits were cast to a coarser dtype than the hidden state's
 
-    def shape(self) -> Shape:
-        """That of the logits."""
-        shape = list(self.hidden.shape)
-        shape[self.class_dim] = self.classes.stop - self.classes.start
-        return tuple(shape)
+    def n_classes(self) -> int:
+        """The number of classes that are left."""
+        return int(self.classes.stop - self.classes.start)
 
     def is_product(self) -> bool:
         """Whether nothing has changed the values of all classes, which come last."""
@@ -65,14 +63,14 @@ def _cast(p: Rows, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
 
 
 def _reshape(p: Rows, after: Shape, *_: Any) -> Rows | None:
-    before, c = p.shape(), p.class_dim
-    if c == len(before) - 1:
+    c, n = p.class_dim, p.n_classes()
+    if c == p.hidden.dim() - 1:
         at = len(after) - 1
     else:
-        outer = math.prod(before[:c])
-        ok = [k for k, n in enumerate(after) if n == before[c] and math.prod(after[:k]) == outer]
+        outer = math.prod(p.hidden.shape[:c])
+        ok = [k for k, m in enumerate(after) if m == n and math.prod(after[:k]) == outer]
         at = ok[-1] if ok else -1
-    if at < 0 or after[at] != before[c]:
+    if at < 0 or after[at] != n:
         return None  # the classes are mixed with something else
     shape = (*after[:at], p.hidden.shape[c], *after[at + 1 :])
     return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
@@ -83,10 +81,9 @@ def _permute(p: Rows, after: Shape, dims: Any) -> Rows | None:
     return p._replace(hidden=p.hidden.permute(dims), class_dim=dims.index(p.class_dim))
 
 
-def _transpose(p: Rows, after: Shape, a: int = -2, b: int = -1) -> Rows | None:
+def _transpose(p: Rows, after: Shape, a: int = 0, b: int = -1) -> Rows | None:  # or t()
     dims = list(range(len(after)))
-    if len(dims) > 1:
-        dims[a], dims[b] = dims[b], dims[a]
+    dims[a], dims[b] = dims[b], dims[a]
     return _permute(p, after, dims)
 
 
@@ -97,7 +94,7 @@ def _slice(
     if dim != p.class_dim:
         index = (*(slice(None) for _ in range(dim)), slice(start, end, step))
         return p._replace(hidden=p.hidden[index])
-    start, stop, step = slice(start, end, step).indices(p.shape()[dim])
+    start, stop, step = slice(start, end, step).indices(p.n_classes())
     if step != 1 or stop <= start:
         return None
     return p._replace(classes=slice(p.classes.start + start, p.classes.start + stop))
@@ -142,8 +139,10 @@ def _tanh(p: Rows, after: Shape) -> Rows | None:
 
 
 def _plus(p: Rows, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
-    if alpha != 1 or p.shape() != after or not p.is_product() or is_vocabulary_shard(p.weight):
+    if alpha != 1 or not p.is_product() or is_vocabulary_shard(p.weight):
         return None
+    if after != (*p.hidden.shape[:-1], p.n_classes()):
+        return None  # the sum has more rows
     if isinstance(other, Rows):  # LoRA: [h, s A h] @ [W, B].T
         if not other._replace(scale=1.0).is_product() or other.hidden.dim() != p.hidden.dim():
             return None

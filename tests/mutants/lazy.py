@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "lazy: operands written into later",
-        "return argument.detach().clone().requires_grad_(argument.requires_grad)",
-        "return argument",
+        "return x.detach().clone().requires_grad_(x.requires_grad)",
+        "return x",
         "head/test_writes.py -k operand",
     ),
     Mutant(
@@ -89,13 +89,13 @@ MUTANTS = [
     ),
     Mutant(
         "gradient: what a hook has read is carried on",
-        "if _state.reading or not carries or any(x.is_read() for x in given):",
+        "if _reading.get() or not carries or any(x.memory.made is not None for x in given):",
         "if not carries:",
         "head/test_hooks.py -k hook",
     ),
     Mutant(
         "gradient: a read passenger still carries",
-        "if isinstance(grad, Passenger) and not grad.is_read():",
+        "if isinstance(grad, Passenger) and grad.memory.made is None:",
         "if isinstance(grad, Passenger):",
         "head/test_hooks.py -k writes_into",
     ),
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "writers: new data is ignored",
-        "    T.data.__set__: _set_data,\n",
+        "LazyLogits.above[T.data.__set__] = _set_data\n",
         "",
         "head/test_writers.py -k refused",
     ),
