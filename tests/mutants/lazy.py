@@ -145,18 +145,18 @@ MUTANTS = [
         "writers: schemas of others are trusted",
         "if not pure or (",
         "if (",
-        "head/test_writers.py -k counts",
+        "head/test_writes.py -k counts",
     ),
     Mutant(
         "writers: set_ shares nothing",
         " and func.overloadpacket is not aten.set_",
         "",
-        "head/test_writers.py -k counts",
+        "head/test_writes.py -k counts",
     ),
     Mutant(
         "writers: new data is ignored",
         "LazyLogits.above[T.data.__set__] = _set_data\n",
         "",
-        "head/test_writers.py -k refused",
+        "head/test_writes.py -k refused",
     ),
 ]

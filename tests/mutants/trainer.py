@@ -31,7 +31,7 @@ MUTANTS = [
         "trainer: ranks forgotten",
         "/ (steps * self._n_ranks())",
         "/ steps",
-        "head/test_ranks.py -k mixin",
+        "trainer/test_ranks.py -k mixin",
     ),
     Mutant(
         "trainer: borders trained",
@@ -103,7 +103,7 @@ MUTANTS = [
         "stats: of this rank",
         'return total / trainer._parallel_size("tp")',
         "return sums",
-        "head/test_ranks.py -k mixin",
+        "trainer/test_ranks.py -k mixin",
     ),
     Mutant(
         "stats: evaluation among the training",
