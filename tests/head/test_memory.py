@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
-from support.bounds import same_model
 from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
+from fusedce.head.lazy import LazyLogits
+from fusedce.head.loss import Passenger
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,20 +116,44 @@ def test_hooks_that_change_nothing_make_no_logits(no_logits):
     assert head_report(model).losses_fused == 1
 
 
-def test_a_trained_bias_gets_its_gradient():
-    grads = []
-    for model in (plain_model(), replace_loss_head(plain_model())):
-        bias = torch.linspace(-1, 1, V).requires_grad_()
-        z = model(tokens(3, 7)) + bias
-        (ce(z * 0.5, tokens(3, 7, seed=1)) + ce(z[:, 1:], tokens(3, 6))).backward()
-        grads.append(bias.grad)
-    same_model(grads[1], grads[0])
+STEPS_OF_TRAINING = {
+    "plain": lambda m, z, loss: loss.backward(),
+    "hook": lambda m, z, loss: (z.register_hook(lambda g: g * 2), loss.backward()),
+    "a hook that looks": lambda m, z, loss: (z.register_hook(lambda g: g + 0), loss.backward()),
+    "kept": lambda m, z, loss: (z.retain_grad(), loss.backward()),
+    "a view's": lambda m, z, loss: (z.view(-1).retain_grad(), loss.backward()),
+    "clipped": lambda m, z, loss: (
+        loss.backward(), nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    ),
+    "twice": lambda m, z, loss: (loss.backward(retain_graph=True), loss.backward()),
+    "written in place": lambda m, z, loss: (
+        z.register_hook(lambda g: g * 2), z.mul_(0.5),
+        z.register_hook(lambda g: g * 3), ce(z, tokens(3, 7)).backward(),
+    ),
+    "looked at": lambda m, z, loss: (z.argmax(-1), loss.backward(), z.detach() + 0),
+}  # fmt: skip
 
 
-def test_a_trained_temperature_gets_its_gradient():
-    grads = []
-    for model in (plain_model(), replace_loss_head(plain_model())):
-        t = torch.tensor(0.7, requires_grad=True)
-        ce(model(tokens(3, 7)) * t, tokens(3, 7, seed=1)).backward()
-        grads.append((t.grad, model[1].weight.grad))
-    same_model(grads[1], grads[0])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS_OF_TRAINING)
+def test_a_step_leaves_nothing_for_the_garbage_collector(name):
+    model, x, y = replace_loss_head(plain_model(bias=True)), tokens(3, 7), tokens(3, 7, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    gc.collect()
+    before = lazy_tensors()
+    gc.disable()
+    try:
+        z = model(x)
+        loss = ce(z * 0.5, y) + ce(z, y)
+        STEPS_OF_TRAINING[name](model, z, loss)
+        assert len(lazy_tensors()) > len(before)
+        del z, loss
+        optimizer.step()
+        optimizer.zero_grad()
+        assert lazy_tensors() == before
+    finally:
+        gc.enable()
+
+
+def lazy_tensors():
+    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, Passenger)}
