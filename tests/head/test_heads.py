@@ -131,31 +131,6 @@ def test_dynamic_quantisation_finds_the_head():
 # ---- heads whose own code does more ---------------------------------------------------------
 
 
-class Upcasting(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).float()
-
-
-@pytest.mark.parametrize("when", ["bf16 model", "autocast", "turned to bf16 later"])
-def test_a_head_that_upcasts(when):
-    native = model_of(Upcasting(H, V))
-    if when == "bf16 model":
-        native.bfloat16()
-    replaced = replace_loss_head(copy.deepcopy(native))
-    if when == "turned to bf16 later":
-        native.bfloat16(), replaced.bfloat16()
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-    results = []
-    for m in (native, replaced):
-        with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
-            z = m(x)
-            assert z.dtype == torch.float32
-            results.append((z + 0, ce(z, y)))
-    torch.testing.assert_close(results[1][0], results[0][0])
-    rounding = torch.finfo(torch.bfloat16).eps  # of the logits, which the fused loss has not
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=rounding, atol=0)
-
-
 class MultipliesInFloat32(nn.Linear):
     """Heads of reinforcement learning and mixtures of experts multiply in float32 for stability."""
 

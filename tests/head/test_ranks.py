@@ -14,20 +14,9 @@ from support.versions import FSDP2_MEAN, marked
 from fusedce import replace_loss_head
 from fusedce.head.product import Product
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-V = 37
-
-
-def model(tied=False):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64, use_cache=False,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+from support.tiny_trainer import V, llama
 
 
 def rows(rank=None):
@@ -39,14 +28,14 @@ def rows(rank=None):
 
 
 def ddp(rank, outside=False, **kwargs):
-    wrapped = torch.nn.parallel.DistributedDataParallel(replace_loss_head(model()), **kwargs)
+    wrapped = torch.nn.parallel.DistributedDataParallel(replace_loss_head(llama()), **kwargs)
     return two_steps(wrapped, rank, outside)
 
 
 def fsdp(rank, units, tied=False, **kwargs):
     from torch.distributed.fsdp import fully_shard
 
-    sharded = model(tied)
+    sharded = llama(tie_word_embeddings=tied)
     if kwargs.pop("before", False):
         replace_loss_head(sharded)
     for layer in sharded.model.layers:
@@ -69,7 +58,7 @@ def fsdp1(rank, unit, original_parameters):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     options = {"use_orig_params": original_parameters, "device_id": torch.device("cpu")}
-    sharded = replace_loss_head(model())
+    sharded = replace_loss_head(llama())
     for i, layer in enumerate(sharded.model.layers):
         sharded.model.layers[i] = FSDP(layer, **options)
     if unit:
@@ -150,7 +139,7 @@ def results(world):
 
 @pytest.mark.parametrize("name", marked([*CASES, "hsdp"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
-    expected = two_steps(model("tied" in name), None)
+    expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
     for losses, parameters in ranks.of(results(4 if name == "hsdp" else 2), name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
@@ -161,3 +150,86 @@ def test_equals_one_process(name):
 def test_a_head_that_is_a_unit_of_fsdp1_is_refused_in_words(original):
     for error in ranks.of(results(2), original):
         assert "FSDP1 (FullyShardedDataParallel) shards it as a unit" in error
+
+
+# ---- looks at logits whose head FSDP2 has sharded again -------------------------------------
+
+
+def fsdp_of(units):
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = llama()
+    for name in units:
+        fully_shard(sharded.get_submodule(name))
+    return replace_loss_head(fully_shard(sharded))
+
+
+def alone(rank, look):
+    """The error or ``None`` of a look on rank 0 alone, and its seconds."""
+    result = ranks.timed(look) if rank == 0 else None
+    dist.barrier()
+    return result
+
+
+def is_right(z):
+    with torch.no_grad():
+        expected = llama()(input_ids=rows()["input_ids"]).logits
+    torch.testing.assert_close(z.detach() + 0, expected)
+
+
+def own_unit(rank):
+    sharded = fsdp_of(["lm_head"])
+    z = sharded(**rows()).logits
+    refused = alone(rank, lambda: z.argmax(-1))
+    sharded.lm_head.unshard()
+    return refused, alone(rank, lambda: is_right(z))
+
+
+def kept_weight(rank):
+    sharded = fsdp_of(["lm_head"])
+    sharded.lm_head.set_reshard_after_forward(False)
+    z = sharded(**rows()).logits
+    return None, alone(rank, lambda: is_right(z))
+
+
+def root_after_backward(rank):
+    sharded = fsdp_of([])
+    before = sharded(**rows())
+    right = alone(rank, lambda: is_right(before.logits))
+    late = sharded(**rows())
+    late.loss.backward()
+    torch.optim.SGD(sharded.parameters(), 0.0).step()
+    return alone(rank, lambda: late.logits.argmax(-1)), right
+
+
+def generated(model):
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.eval().generate(rows()["input_ids"], **options)
+
+
+LOOKS = {f.__name__: f for f in (own_unit, kept_weight, root_after_backward)}
+
+
+@functools.cache
+def looks():
+    return ranks.run(LOOKS | {"generation": lambda rank: generated(fsdp_of(["lm_head"]))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_alone_is_right_or_refused_at_once(name):
+    refused, right = ranks.of(looks(), name)[0]
+    assert right[0] is None, right
+    if refused is not None:
+        error, seconds = refused
+        assert "wait for the others" in error or "has changed" in error
+        assert seconds < ranks.SOON
+    if name == "own_unit":
+        assert "set_reshard_after_forward(False)" in refused[0]
+
+
+@pytest.mark.slow
+def test_generation_of_a_sharded_head():
+    for found in ranks.of(looks(), "generation"):
+        assert torch.equal(found, generated(llama()))

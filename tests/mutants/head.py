@@ -109,7 +109,7 @@ MUTANTS = [
         "look: gathered by one rank alone",
         "if not by_all_ranks:\n        raise RuntimeError(_SHARDED)",
         "if False:\n        raise RuntimeError(_SHARDED)",
-        "head/test_sharded_looks.py -k at_once",
+        "head/test_ranks.py -k at_once",
     ),
     Mutant(
         "look: generation of a sharded head",
