@@ -119,15 +119,6 @@ def test_a_head_stays_what_it_was_and_is_restored():
     assert type(model(tokens(2, 3))) is torch.Tensor
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_dynamic_quantisation_finds_the_head():
-    kinds = []
-    for model in (plain_model(), replace_loss_head(plain_model())):
-        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-        kinds.append(type(quantised[1]))
-    assert kinds[1] is kinds[0] is not nn.Linear
-
-
 # ---- heads whose own code does more ---------------------------------------------------------
 
 

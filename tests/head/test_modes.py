@@ -44,13 +44,9 @@ def chosen(z):
     return z[y > 10], z[[0, 2]], z[:, torch.tensor([1, 1])], torch.index_select(z, 0, y[0, :1] % 3)
 
 
-def all_at_once(z):
-    return torch.stack([z, z * 2]), torch.cat([z, z], 1), torch.where(z > 0, z, 0.0)
-
-
 USES = [
     ban_in_float, ban_in_rows, sample_warped,
-    other_places, chosen, all_at_once,
+    other_places, chosen,
 ]  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from support.heads import V, ce, plain_model, tokens
 
@@ -51,11 +50,6 @@ def test_explain_prints_each_place_once(monkeypatch, capsys):
     assert len(lines) == 1
     assert "logits (3, 7, 50), 0.0 MiB, for aten.argmax.default at" in lines[0]
     assert "test_report.py" in lines[0]
-
-
-def test_a_report_of_no_model():
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
-        head_report(3)
 
 
 def test_a_report_adds_up_several_heads():

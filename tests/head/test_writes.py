@@ -55,12 +55,6 @@ def views_written(z, y):
     return ce(z, y)
 
 
-def reshape_that_copies(z, y):
-    rows = z[:, :-1].reshape(-1, V)
-    rows[:, 3] = 1.0
-    return ce(z, y) + ce(rows, y[:, 1:])
-
-
 def data_written(z, y):
     z.data[..., 3] = 1.0
     z.detach().view(-1, V)[:, 4] = 2.0
@@ -100,7 +94,7 @@ def odd_shapes(z, y):
 
 WRITES = [
     masked_after_a_look, root_written_after_a_view, root_written_after_a_copy, views_written,
-    reshape_that_copies, data_written, copies_written, own_type_is_no_copy, out_argument,
+    data_written, copies_written, own_type_is_no_copy, out_argument,
     after_a_cap, odd_shapes,
 ]  # fmt: skip
 

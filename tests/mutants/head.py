@@ -37,7 +37,7 @@ MUTANTS = [
         "head: values hold the graph",
         "else x.clone() if x is hidden and x.is_inference() else x.detach()",
         "else x.clone() if x is hidden and x.is_inference() else x",
-        "head/test_memory.py -k hold_less",
+        "head/test_memory.py -k hold_no_graph",
     ),
     Mutant(
         "head: inference tensors are not written into",
@@ -67,13 +67,13 @@ MUTANTS = [
         "head: another library's F.linear",
         "if F.linear is not _LINEAR and not",
         "if False and not",
-        "head/test_heads_of_their_own.py -k another_library",
+        "head/test_heads.py -k another_library",
     ),
     Mutant(
         "head: LoRA around the layer that is found",
         "return outer if whole else linear",
         "return linear",
-        "head/test_heads_of_their_own.py -k product",
+        "head/test_heads.py -k product",
     ),
     Mutant(
         "head: a view where there is a bias",
@@ -85,7 +85,7 @@ MUTANTS = [
         "watch: later heads stay",
         "    if named:\n        _watch(model, memory_budget)",
         "",
-        "head/test_heads.py -k later",
+        "head/test_models.py -k later",
     ),
     Mutant(
         "report: places are not counted",
