@@ -212,7 +212,8 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    new = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
+    rest = kept(args[1:]) if others or func is aten.index.Tensor else args[1:]
+    new = Expr(None, func, (x.expr, *rest), kwargs, tuple(meta.shape))
     memory = x.memory if facts.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
 
@@ -234,7 +235,8 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
         one = next(i for i in args[0] if i is not None).new_empty((1,))
         shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
         return x.meta.new_empty((*shape, x.shape[-1]))
-    return func(x.meta, *without_data(args), **kwargs)
+    args = without_data(args) if any(isinstance(a, Tensor) for a in args) else args
+    return func(x.meta, *args, **kwargs)
 
 
 def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:

@@ -1,9 +1,8 @@
 """What others learn of a replaced head: its report, and its losses as they are computed.
 
-Users read a :class:`HeadReport`. A trainer's mixin and :func:`fusedce.model_loss` enter a
-:class:`LossObserver`, to count tokens themselves; :func:`note_items` tells the losses of a model by
-which number it will divide them. With ``FUSEDCE_EXPLAIN=1`` in the environment, each place that
-needs logits is printed once.
+Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
+trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens
+themselves; :func:`note_items` tells losses by which number a model will divide them.
 """
 
 from __future__ import annotations
@@ -178,8 +177,8 @@ class LossObserver:
 # ---- the number by which a model will divide its losses --------------------------------------
 # Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
 # Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
-# stays until the next, so that a loss of other code may meet a stale one. That is harmless:
-# backward multiplies by the real factor over the expected one, and only one rounding is added.
+# stays until the next. A loss of other code that meets it stays right, and has one rounding more:
+# backward multiplies by the real factor over the expected one.
 
 _items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
     "fusedce_num_items_in_batch", default=None

@@ -83,8 +83,7 @@ def attach(
     replaced = head_of(head)
     if replaced is None:
         _restore(head)  # it may have been replaced before an adapter was put around it
-        report = HeadCounts()
-        head.register_forward_pre_hook(Head(report, memory_budget))
+        head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
         if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)
     elif memory_budget is not None:

@@ -214,7 +214,8 @@ def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | Non
         p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
         if not p.cap or not _TINY <= p.cap <= _HUGE:
             return None
-    p = p._replace(hidden=p.hidden.movedim(p.class_dim, -1))
+    if p.class_dim != p.hidden.dim() - 1:
+        p = p._replace(hidden=p.hidden.movedim(p.class_dim, -1))
     return p if -_HUGE <= p.scale <= _HUGE else None
 
 
