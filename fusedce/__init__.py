@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fusedce.contract.labels import shift_labels as shift_labels
     from fusedce.contract.results import LossSum as LossSum
     from fusedce.contract.results import TokenStats as TokenStats
-    from fusedce.head.observe import model_loss as model_loss
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
     from fusedce.head.replace import restore_loss_head as restore_loss_head
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from fusedce.loss.reference import reference_ce as reference_ce
     from fusedce.loss.reference import reference_kl as reference_kl
     from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
+    from fusedce.trainer.model_loss import model_loss as model_loss
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,7 @@ _HOME = {
     "fused_logprobs": "loss.logprobs",
     "head_report": "head.replace",
     "linear_cross_entropy": "loss.names_of_peers",
-    "model_loss": "head.observe",
+    "model_loss": "trainer.model_loss",
     "reference_ce": "loss.reference",
     "reference_kl": "loss.reference",
     "replace_loss_head": "head.replace",

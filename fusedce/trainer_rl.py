@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fusedce.head.report import HeadCounts
+from fusedce.head.observe import HeadCounts
 from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
 
@@ -131,7 +131,7 @@ def _fuse(model: nn.Module, trl_utils: Any) -> None:
     def call(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
-        counts.fused()
+        counts.losses += 1
         with _replaced(trl_utils, _LOGPROB_FUNCTION, _Fused):
             return forward(*args, fused_lm_head=True, **kwargs)
 

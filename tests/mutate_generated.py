@@ -58,9 +58,8 @@ FIRST = {
     "accumulate/test_state.py accumulate/test_rank_errors.py",
     "head/loss": "head/test_losses.py head/test_hooks.py head/test_functions.py",
     "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
-    "head/report": "head/test_report.py",
-    "head": "head/test_heads.py head/test_heads_of_their_own.py head/test_stale.py "
-    "head/test_peft.py",
+    "head/observe": "head/test_report.py head/test_losses.py",
+    "head": "head/test_heads.py head/test_models.py head/test_stale.py head/test_peft.py",
 }
 # And then all of these, without those that are slow and with them.
 FOLDERS = {

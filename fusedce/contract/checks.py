@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -114,6 +115,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
         kind = device.type
         available = torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off, for operands that it has cast already."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def check_tensors(problem: Problem) -> None:

@@ -130,3 +130,19 @@ def local_of(x: Any) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     local: Tensor = x.to_local() if is_dtensor(x) else x
     return local
+
+
+def gathered_like(now: Any, like: Any) -> Tensor:
+    """The rows of ``now`` that ``like`` has, where ``now`` is sharded in more ways than it.
+
+    Collectives: an all-gather over the mesh's other dimensions.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    placements: list[Any] = [Replicate()] * now.device_mesh.ndim
+    vocabulary = now.device_mesh.mesh_dim_names.index(mesh.mesh_dim_names[0])
+    placements[vocabulary] = like.placements[0]
+    rows = now.redistribute(placements=placements).to_local().to(like.dtype)
+    shape = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, mesh, like.placements, run_check=False, **shape)

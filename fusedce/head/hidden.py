@@ -19,12 +19,16 @@ from torch.autograd import forward_ad
 from fusedce.contract.checks import autocast_dtype
 from fusedce.head.lazy import Uncompiled
 from fusedce.head.loss import MakeLogits
+from fusedce.head.observe import HeadCounts
 from fusedce.head.product import NO_TORCH_FUNCTION, Product
-from fusedce.head.report import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
 _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear
+# Before torch 2.15, F.linear with a bias gives a view of a matrix. Hooks and writes differ for it.
+with torch.inference_mode(False):
+    _zeros = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
+    _BIASED_IS_A_VIEW = _LINEAR(_zeros, _zeros[0], _zeros[0, 0])._is_view()
 _NO_PRODUCT = (
     "the head's input reaches {}, which is no product with a weight of the head: these logits are "
     "computed as always, and their loss is torch's own"
@@ -60,9 +64,7 @@ class Head:
         return None
 
 
-@torch.compiler.disable(reason=_UNCOMPILED)
-def _uncompiled(head: Head, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    return head(module, args)
+_uncompiled = torch.compiler.disable(Head.__call__, reason=_UNCOMPILED)
 
 
 def _but_for_lent_inputs(replaced: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +152,7 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
         return None
     weight, bias = operands if len(operands) == 2 else (operands[0], None)
     shape = (*hidden.shape[:-1], weight.shape[0])
-    if bias is not None and hidden.dim() > 2 and _biased_products_are_views():
+    if bias is not None and hidden.dim() > 2 and _BIASED_IS_A_VIEW:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     product = Product(x.head.report, x.head.memory_budget, x.module, hidden, weight, bias)
     logits = MakeLogits.apply(product, hidden, weight, bias)
@@ -185,22 +187,9 @@ class ShardedForward:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Lazy logits of the rows of all ranks, or what the original gives."""
         if type(x) is Hidden:
-            weight: Any = self.module.weight
             with NO_TORCH_FUNCTION():
-                if is_vocabulary_shard(weight):
-                    logits = _product(x, weight, self.module.bias)
-                    if logits is not None:
-                        return logits
+                logits = _product(x, self.module.weight, self.module.bias)
                 x = x.as_subclass(Tensor)
+            if logits is not None:
+                return logits
         return self.original(x, *args, **kwargs)
-
-
-@functools.cache
-def _biased_products_are_views() -> bool:
-    """Whether ``F.linear`` with a bias gives a view of a matrix, as it does before torch 2.15.
-
-    Hooks and writes behave differently for views.
-    """
-    with torch.inference_mode(False):
-        zeros = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
-        return F.linear(zeros, zeros[0], zeros[0, 0])._is_view()

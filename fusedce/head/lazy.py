@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -71,9 +72,7 @@ class Uncompiled(torch.Tensor):
         _keep_compiler_out()
         raise SkipFrame("lazy logits run uncompiled: pass logits + 0 to have the frame compiled")
 
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> Tensor:
-        raise AssertionError("nothing was flattened")
+    __tensor_unflatten__: Any = None  # nothing is flattened
 
 
 class LazyLogits(Uncompiled):
@@ -101,13 +100,7 @@ class LazyLogits(Uncompiled):
     def materialize(self, operation: str) -> Tensor:
         """The real logits, without a graph, in the memory that all views of these share."""
         with torch.no_grad(), NO_TORCH_FUNCTION():
-            return self._values_of(self.expr, operation)
-
-    def _values_of(self, expr: Expr, operation: str) -> Tensor:
-        if expr is self.memory.root:
-            return self.memory.values(operation)
-        # A function that names itself would be a cycle, which keeps real logits alive.
-        return expr.compute(functools.partial(self._values_of, operation=operation), operation)
+            return self.expr.values(operation, self.memory)
 
     def expose(self, operation: str) -> Tensor:
         """Real logits for code that may write into their memory: they are real from now on."""
@@ -170,18 +163,35 @@ def _keep_compiler_out() -> None:
             setattr(cls, name, classmethod(method))
 
 
-def replaced(x: Any, by: Callable[[LazyLogits], Any]) -> Any:
-    """``x`` with all lazy logits in it replaced."""
-    if isinstance(x, LazyLogits):
+def replaced(x: Any, by: Callable[[Any], Any], kind: type[Tensor] | None = None) -> Any:
+    """``x`` with all lazy logits in it replaced, or all tensors of another ``kind``."""
+    if isinstance(x, kind or LazyLogits):
         return by(x)
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(replaced(y, by) for y in x)
-    return {k: replaced(v, by) for k, v in x.items()} if isinstance(x, dict) else x
+        return type(x)(replaced(y, by, kind) for y in x)
+    return {k: replaced(v, by, kind) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def real(x: Any, operation: str) -> Any:
     """``x`` with all lazy logits in it replaced by real ones."""
     return replaced(x, lambda lazy: lazy.materialize(operation))
+
+
+def kept(arguments: Any) -> Any:
+    """Arguments of an expression: lazy logits noted, tensors copied before a later write."""
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, LazyLogits):
+            return x.expr
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    return replaced(arguments, copied, Tensor)
+
+
+def without_data(arguments: Any) -> Any:
+    """Arguments with tensors of the device "meta"."""
+    meta = lambda x: x.meta if isinstance(x, LazyLogits) else x.to("meta")  # noqa: E731
+    return replaced(arguments, meta, Tensor)
 
 
 def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -191,8 +201,6 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
     others = [a for a in args[1:] if isinstance(a, Tensor)]
     if func is aten.add.Tensor and not others:  # logits + 0 are real ones
         return None
-    if func is aten.index.Tensor:
-        others = [i for i in args[1] if i is not None]
     if func is not aten.index.Tensor and any(not _is_operand(t, x, func) for t in others):
         return None
     device = kwargs.get("device")
@@ -204,8 +212,8 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    kept = tuple(_kept(a) for a in args)
-    new = Expr(None, func, kept, kwargs, tuple(x.shape), tuple(meta.shape))
+    rest = kept(args[1:]) if others or func is aten.index.Tensor else args[1:]
+    new = Expr(None, func, (x.expr, *rest), kwargs, tuple(meta.shape))
     memory = x.memory if facts.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
 
@@ -227,8 +235,7 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
         one = next(i for i in args[0] if i is not None).new_empty((1,))
         shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
         return x.meta.new_empty((*shape, x.shape[-1]))
-    args = tuple(a.meta if isinstance(a, LazyLogits) else
-                 a.to("meta") if isinstance(a, Tensor) else a for a in args)  # fmt: skip
+    args = without_data(args) if any(isinstance(a, Tensor) for a in args) else args
     return func(x.meta, *args, **kwargs)
 
 
@@ -236,25 +243,10 @@ def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Ten
     """The parts of a split, each a slice or a row."""
     rows = func is aten.unbind.int
     dim = kwargs.get("dim", args[-1] if len(args) > (not rows) else 0)
-    begin, parts = 0, []
-    for meta in metas:
-        end = begin + (1 if rows else meta.shape[dim])
-        op, at = (aten.select.int, (begin,)) if rows else (aten.slice.Tensor, (begin, end))
-        expr = Expr(None, op, (x.expr, dim, *at), {}, tuple(x.shape), tuple(meta.shape))
-        parts.append(LazyLogits(expr, x.memory, meta, x.device))
-        begin = end
-    return parts
-
-
-def _kept(argument: Any) -> Any:
-    """An argument, copied so that later writes into it do not count."""
-    if isinstance(argument, LazyLogits):
-        return argument.expr
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(_kept(a) for a in argument)
-    if isinstance(argument, Tensor):
-        return argument.detach().clone().requires_grad_(argument.requires_grad)
-    return argument
+    if rows:
+        return [aten.select.int(x, dim, i) for i in range(len(metas))]
+    ends = accumulate((meta.shape[dim] for meta in metas), initial=0)
+    return [aten.slice.Tensor(x, dim, begin, end) for begin, end in pairwise(ends)]
 
 
 def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,10 +294,8 @@ def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
 
 
 def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    name = func.__name__
-
     def values(x: LazyLogits) -> Tensor:
-        found = x.expose(name)
+        found = x.expose(func.__name__)
         wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
         return found.detach().requires_grad_() if wants else found  # torch raises its usual error
 
@@ -316,20 +306,17 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
     raise RuntimeError(_NO_MEMORY.format("logits.data = ..."))
 
 
-MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
+_MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
-_ABOVE: dict[Any, Any] = {
-    **dict.fromkeys(MEMORY, _exposed),
-    **dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched),
-    **dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked),
-    T.data.__set__: _set_data,
-}
-LazyLogits.above |= _ABOVE
+LazyLogits.above |= dict.fromkeys(_MEMORY, _exposed)
+LazyLogits.above |= dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched)
+LazyLogits.above |= dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked)
+LazyLogits.above[T.data.__set__] = _set_data
 
 
 def _method(func: Any) -> Any:
-    return functools.wraps(func)(lambda self, *args, **kw: _exposed(func, self, *args, **kw))
+    return lambda self, *args, **kwargs: _exposed(func, self, *args, **kwargs)
 
 
-for _func in MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
+for _func in _MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks
     setattr(LazyLogits, _func.__name__, _method(_func))

@@ -12,9 +12,9 @@ is, where code asks for it.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -22,22 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of
+from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of, no_autocast
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
-from fusedce.head.lazy import MEMORY, LazyLogits, facts_of, real
+from fusedce.head.lazy import LazyLogits, facts_of, kept, real, without_data
 from fusedce.head.observe import LossObserver, Result, expected_factor
-from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory, Product, no_autocast, whole
+from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import (
-    SumWithGrads,
-    ce_with_grads,
-    checked_ce,
-    sharded_loss_sum,
-)
+from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
 from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
@@ -67,10 +62,10 @@ class MakeLogits(torch.autograd.Function):
         """Compute nothing."""
         ctx.set_materialize_grads(False)
         ctx.product, ctx.given = product, (hidden, weight, bias)
-        shape = (*hidden.shape[:-1], product.V)
-        expr = Expr(product, None, (), {}, shape, shape)
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        expr = Expr(product, None, (), {}, shape)
         meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
-        return LazyLogits(expr, Memory(expr), meta, product.device)
+        return LazyLogits(expr, Memory(expr), meta, hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -84,12 +79,13 @@ class MakeLogits(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         _check_not_batched(grad)
-        if isinstance(grad, Passenger) and grad.read is None:
-            return None, *_added(load[product] for load in grad.loads)
+        if isinstance(grad, Passenger) and grad.memory.made is None:
+            loads = zip(*(load[product] for load in grad.loads), strict=True)
+            return (None, *map(_added, loads), None)[:4]
         given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
-        with no_autocast(product.device):
-            grad = _values(real(grad, "backward")).to(hidden.dtype)
+        with no_autocast(grad.device):
+            grad = real(grad, "backward").to(hidden.dtype)
             rows = grad.flatten(0, -2)
             d_hidden = grad @ weight if needed[0] else None
             d_weight = rows.T @ hidden.flatten(0, -2) if needed[1] else None
@@ -100,10 +96,10 @@ class MakeLogits(torch.autograd.Function):
         return None, d_hidden, d_weight, d_bias
 
 
-def _added(loads: Any) -> list[Tensor | None]:
-    """Gradients of the operands, added up over losses."""
-    together = [[g for g in grads if g is not None] for grads in zip(*loads, strict=True)]
-    return [functools.reduce(torch.add, grads) if grads else None for grads in together]
+def _added(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The gradient of one operand, added up over losses."""
+    some = [g for g in grads if g is not None]
+    return functools.reduce(torch.add, some) if some else None
 
 
 def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
@@ -114,11 +110,8 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
     return found
 
 
-class _State(threading.local):
-    reading = False  # code, and not a node of autograd, calls an operator of a passenger
-
-
-_state = _State()
+# Code, and not a node of autograd, calls an operator of a passenger.
+_reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 _CARRIES = frozenset((
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
     aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh_backward.default,
@@ -127,7 +120,7 @@ _CARRIES = frozenset((
 _JOINS = frozenset((aten.add.Tensor, aten.cat.default, aten.stack.default))
 
 
-class Passenger(Tensor):
+class Passenger(LazyLogits):
     """The gradient of logits on its way to the head, without values until code reads them.
 
     Hooks of DDP and FSDP ask when a gradient comes, and hand it on. At the head, a passenger that
@@ -136,40 +129,23 @@ class Passenger(Tensor):
 
     Attributes:
         loads: for each loss, the gradients of each product's operands.
-        make: computes the real gradient.
-        read: the values, once code has read them; it may have written into them.
     """
 
-    loads: list[dict[Product, tuple[Tensor | None, ...]]]
-    make: Callable[[], Tensor]
-    meta: Tensor
-    read: Tensor | None
+    loads: list[dict[Product, list[Tensor | None]]]
 
-    @staticmethod
-    def __new__(cls, loads: Any, make: Any, meta: Tensor, device: torch.device) -> Passenger:
-        new: Passenger = T._make_wrapper_subclass(
-            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
-        )
-        new.loads, new.make, new.meta, new.read = loads, make, meta, None
+    @classmethod
+    def of(cls, loads: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+        new = cls(expr, Memory(expr), meta, device)
+        new.loads = loads
         return new
-
-    def values(self) -> Tensor:
-        """The real gradient."""
-        if self.read is None:
-            with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                self.read = self.make()
-        return self.read
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in MEMORY:
-            return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
-        before, _state.reading = _state.reading, True
+        before = _reading.set(True)
         try:
-            with NO_TORCH_FUNCTION():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
         finally:
-            _state.reading = before
+            _reading.reset(before)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -180,38 +156,14 @@ class Passenger(Tensor):
         carries = func in _CARRIES or facts_of(func).is_view
         if func is not aten.tanh_backward.default and (others or not carries):
             carries = func in _JOINS and not others
-        if _state.reading or not carries or any(x.read is not None for x in given):
-            _state.reading, before = False, _state.reading
-            try:
-                return func(*tree_map(_values, real(args, "backward")), **tree_map(_values, kwargs))
-            finally:
-                _state.reading = before
-        meta = func(*tree_map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"})
-
-        def make() -> Tensor:
-            out: Tensor = func(*tree_map(_values, real(args, "backward")), **kwargs)
-            return out
-
-        return Passenger([y for x in given for y in x.loads], make, meta, given[0].device)
+        if _reading.get() or not carries or any(x.memory.made is not None for x in given):
+            return func(*real(args, "backward"), **real(kwargs, "backward"))
+        meta = func(*without_data(args), **{k: v for k, v in kwargs.items() if k != "device"})
+        expr = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
+        return Passenger.of([y for x in given for y in x.loads], expr, meta, given[0].device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.values())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.values().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
-
-
-def _values(x: Any) -> Any:
-    return x.values() if isinstance(x, Passenger) else x
-
-
-def _meta(x: Any) -> Any:
-    if isinstance(x, (Passenger, LazyLogits)):
-        return x.meta
-    return x.to("meta") if isinstance(x, Tensor) else x
+        return repr(self.materialize("repr"))
 
 
 _ALWAYS = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -228,7 +180,7 @@ class Route(torch.autograd.Function):
         """Return the fused loss in ``dtype``.
 
         Args:
-            logits: the lazy logits; ``operands``: all of ``given`` that want a gradient.
+            logits: the lazy logits; ``operands``: those of their products, in the graph.
             always: a leaf that wants one, too.
             fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
             native: gives the gradient of torch's own loss by real logits, times another.
@@ -258,20 +210,21 @@ class Route(torch.autograd.Function):
         if any(p.watched for p in products):
             return make(), *nothing[1:]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        leaves = [x for one in given.values() for x in one.leaves if x.requires_grad]
-        found = fused.gradients(saved, leaves, grad, keep)
+        leaves = [x for values in given.values() for x in values if x.requires_grad]
+        left = iter(fused.gradients(saved, leaves, grad, keep))
+        load = {
+            p: [next(left) if x.requires_grad else None for x in values]
+            for p, values in given.items()
+        }
         if not keep:  # a kept loss keeps none of them
             ctx.logits = ctx.given = ctx.fused = None
         # With `backward(inputs=...)`, logits may be among the inputs.
         all_run = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         if all_run and not any(p.hooked for p in products):
-            return *nothing[:7], *found
-        left, loads = iter(found), {}
-        for product, one in given.items():
-            grads = [next(left) if x.requires_grad else None for x in one.leaves]
-            loads[product] = (*grads, None)[:3]
+            return *nothing[:7], *(g for grads in load.values() for g in grads)
         meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
-        return Passenger([loads], make, meta, grad.device), *nothing[1:]
+        root = Expr(None, make, (), {}, expr.after)
+        return Passenger.of([load], root, meta, grad.device), *nothing[1:]
 
 
 # ---- the two witnesses ----------------------------------------------------------------------
@@ -308,14 +261,7 @@ def _is_reshaped(x: Tensor, leaf: Tensor) -> bool:
     return same and x.numel() == leaf.numel()
 
 
-class Operands(NamedTuple):
-    """Hidden state, weight, and perhaps bias of a product."""
-
-    leaves: tuple[Tensor, ...]  # their values when the head ran, from which the loss is computed
-    live: tuple[Tensor, ...]  # what gets the gradients of those leaves that want one
-
-
-Given = dict[Product, Operands]
+Given = dict[Product, list[Tensor]]  # values of each product's operands when the head ran
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -329,8 +275,11 @@ def _nodes(node: Any) -> Iterator[Any]:
                 yield from _nodes(below)
 
 
-def _given(x: LazyLogits) -> Given | None:
-    """The operands behind ``x``, with their graph; ``None`` if the two witnesses disagree."""
+def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
+    """The operands behind ``x``, as leaves and in the graph.
+
+    ``None`` if the two witnesses disagree.
+    """
     products, nodes = x.expr.products, list(_nodes(x.grad_fn))
     made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
     functions = [n for n in nodes if isinstance(n, BackwardCFunction) and n not in made]
@@ -346,18 +295,18 @@ def _given(x: LazyLogits) -> Given | None:
             return None
         for product in products:
             product.hooked = True
-    live = {node.product: node.given for node in made}
-    if None in live.values() or not live.keys() <= set(products):  # backward has run already
-        return None
-    return {p: _operands(p, live.get(p, ())) for p in products}
-
-
-def _operands(product: Product, live: tuple[Tensor, ...] = ()) -> Operands:
-    """The values, of which those in ``live`` get a gradient if they want one."""
-    values = product.values(by_all_ranks=True)
-    wanting = [bool(live) and live[i].requires_grad for i in range(len(values))]
-    leaves = (v.detach().requires_grad_() if w else v for v, w in zip(values, wanting, strict=True))
-    return Operands(tuple(leaves), tuple(x for x, w in zip(live, wanting, strict=False) if w))
+    of_nodes = {node.product: node.given for node in made}
+    if None in of_nodes.values() or not of_nodes.keys() <= set(products):
+        return None  # backward has run already
+    given: Given = {}
+    live: list[Tensor | None] = []
+    for product in products:
+        values = product.values(by_all_ranks=True)
+        operands = of_nodes.get(product, (None, None, None))[: len(values)]
+        wants = [t is not None and t.requires_grad for t in operands]
+        given[product] = [v.detach().requires_grad_(w) for v, w in zip(values, wants, strict=True)]
+        live += operands
+    return given, live
 
 
 # ---- the loss -------------------------------------------------------------------------------
@@ -382,12 +331,11 @@ def _fused(
             options["vocab_size"] = p.classes.stop
             return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
         return Fused(fused_cross_entropy(p.hidden, w, target, **options))
-    denominator = None if observer is None else observer.denominator
+    denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
         factor = None if denominator is None else denominator.reciprocal()
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
-    monitor = observer.monitor if observer else ()
     sums: SumWithGrads | None = None
     with nullcontext() if expects or factor is expected() else expecting(factor):
         problem = Problem(p.hidden, w, target, **options)
@@ -426,27 +374,27 @@ def _cross_entropy(
         and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         return native(x)
-    given = _given(x) if wanted else {p: _operands(p) for p in x.expr.products}
+    if wanted:
+        given, live = _given(x) or (None, [])
+    else:
+        given, live = {p: p.values(by_all_ranks=True) for p in x.expr.products}, []
     with torch.set_grad_enabled(wanted), no_autocast(x.device):
-        p = None if given is None else rows_of(x.expr, {q: o.leaves for q, o in given.items()})
+        p, fused = None if given is None else rows_of(x.expr, given), None
         if (
             p is not None and p.class_dim == min(1, x.dim() - 1)
             and target.shape == p.hidden.shape[:-1]
             and (p.classes.start == 0 or not is_vocabulary_shard(p.weight))
         ):  # fmt: skip
-            fused: Fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
-        else:
-            given = None
-    if given is None:
+            fused = _fused(x, p, target, weight, ignore_index, reduction, label_smoothing)
+    if fused is None:
         return native(x)
-    x.expr.products[0].report.fused()
+    x.expr.products[0].report.losses += 1
     dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
     if wanted:
         target, weight = target.clone(), None if weight is None else weight.detach().clone()
         reduction = reduction if fused.divisor is None else "sum"
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = functools.partial(_native_gradient, func, target, options, fused.divisor)
-        live = [t for one in given.values() for t in one.live]
         saved = () if fused.sums is None else fused.sums.saved
         loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
     else:

@@ -1,15 +1,19 @@
-"""The fused losses of a model, observed by code that counts tokens itself.
+"""What others learn of a replaced head: its report, and its losses as they are computed.
 
-A trainer's mixin enters a :class:`LossObserver`, :func:`model_loss` does so for one loss in a loop
-that users write, and :func:`note_items` tells the losses of a model by which number it will divide
-them.
+Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
+trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens
+themselves; :func:`note_items` tells losses by which number a model will divide them.
 """
 
 from __future__ import annotations
 
 import contextvars
+import os
+import sys
 import threading
+import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +22,90 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedce.contract.monitors import MonitoredLossSum
 from fusedce.contract.results import LossSum
+
+_LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
+_SMOOTHED = (
+    "label_smoothing_factor of Trainer computes the smoothed loss from log-probabilities, which "
+    "need real logits: F.cross_entropy(..., label_smoothing=) in a compute_loss_func is fused"
+)
+_PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
+
+
+class Place(NamedTuple):
+    """A line of code that needed real logits."""
+
+    operation: str  # of torch, such as "aten.argmax"
+    line: str  # "file:line" of the innermost code that is neither torch's nor this package's
+    shape: tuple[int, ...]  # of the logits
+    bytes: int
+    times: int
+
+
+class HeadReport(NamedTuple):
+    """See :func:`fusedce.head_report`."""
+
+    active: bool
+    since: str | None  # when the head was replaced, "2026-01-31 12:00:00" in local time
+    losses_fused: int
+    logits_made: int
+    places: tuple[Place, ...]  # in the order of their first time
+    notes: tuple[str, ...]  # why the original head runs, or in which dtype the loss is computed
+
+    def __str__(self) -> str:
+        if self.since is None:
+            return (
+                "the output head is the model's own: fusedce.replace_loss_head(model) replaces it"
+            )
+        lines = [
+            f"replaced since {self.since}" + ("" if self.active else ", but not active now"),
+            f"losses fused: {self.losses_fused}; logits made: {self.logits_made}",
+            *(
+                f"  {p.times} x {p.operation} at {p.line}: {p.shape}, {p.bytes / 2**20:.1f} MiB"
+                for p in self.places
+            ),
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+
+class HeadCounts:
+    """Counts of fused losses and real logits while a head was replaced, with places and notes."""
+
+    def __init__(self, since: str | None = None) -> None:
+        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
+        self.places: dict[tuple[str, str], Place] = {}
+        self.notes: list[str] = []
+
+    def __deepcopy__(self, memo: object) -> HeadCounts:
+        return HeadCounts(self.since)
+
+    def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
+        """Count logits of ``size`` bytes that ``operation`` needed."""
+        line = _users_line()
+        place = self.places.get((operation, line), Place(operation, line, shape, size, 0))
+        if not place.times:
+            _explain(f"logits {shape}, {size / 2**20:.1f} MiB, for {operation} at {line}")
+        if _LABEL_SMOOTHER in line:
+            self.note(_SMOOTHED)
+        self.places[operation, line] = place._replace(times=place.times + 1)
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            _explain(text)
+
+
+def _explain(text: str) -> None:
+    if os.environ.get("FUSEDCE_EXPLAIN") == "1":
+        print(f"fusedce: {text}", file=sys.stderr)
+
+
+def _users_line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Result(NamedTuple):
@@ -46,7 +134,7 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned (:class:`Result`); not in compiled code.
+        results: what each ``F.cross_entropy`` has returned (:class:`Result`).
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.monitors.MonitoredLossSum`).
 
@@ -66,10 +154,8 @@ class LossObserver:
     @classmethod
     def of_this_thread(cls) -> LossObserver | None:
         """The observer that is entered, if this thread has made it."""
-        observer = cls.current
-        if observer is None or torch.compiler.is_compiling():  # a trace cannot ask for its thread
-            return observer
-        return observer if observer._thread == threading.get_ident() else None
+        ours = cls.current is not None and cls.current._thread == threading.get_ident()
+        return cls.current if ours else None
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
@@ -80,9 +166,7 @@ class LossObserver:
 
     def __enter__(self) -> LossObserver:
         if LossObserver.current is not None:
-            raise RuntimeError(
-                "a LossObserver is entered already: observers do not nest, leave its block first"
-            )
+            raise RuntimeError("a LossObserver is entered already: leave its block first")
         LossObserver.current = self
         return self
 
@@ -90,59 +174,11 @@ class LossObserver:
         LossObserver.current = None
 
 
-def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
-    """``model(**batch).loss`` as the sum and count that :class:`fusedce.LossAccumulator` takes.
-
-    A model's own ``loss`` is the mean over one batch, and a mean of such means weighs a token of a
-    short batch more. Here the model's loss code runs unchanged, shift and ``ignore_index``
-    included, and its cross-entropy divides by 1.
-
-    Args:
-        model: called as it is, with DDP, FSDP or accelerate around it; before they wrap it, its
-            head was replaced by :func:`fusedce.replace_loss_head`.
-        batch: keyword arguments of the model, with ``labels``.
-
-    Returns:
-        ``loss_sum ()`` in nats, differentiable, and ``n_valid ()`` int64.
-
-    Raises:
-        ValueError: the model's loss is not one fused cross-entropy with the mean over its tokens,
-            or holds an auxiliary loss (MoE router).
-        TypeError: ``batch`` is not a mapping.
-
-    Examples:
-        >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
-    """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")
-    labels = batch.get("labels", batch.get("shift_labels"))
-    if not isinstance(labels, Tensor):
-        raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
-    one = torch.ones((), dtype=torch.int64, device=labels.device)
-    with LossObserver(one) as observer:
-        out = model(**{k: x for k, x in batch.items() if k != "num_items_in_batch"})
-    get = out.get if isinstance(out, Mapping) else lambda name: getattr(out, name, None)
-    loss = get("loss")
-    if [reduction for *_, reduction in observer.losses] != ["mean"] or loss is None:
-        raise ValueError(
-            f"the loss of {type(model).__name__} must be one fused cross-entropy, but "
-            f"{len(observer.losses)} were seen: call fusedce.replace_loss_head(model) first, "
-            f"before DDP or accelerate wraps the model, and give it labels. (Liger's patches "
-            f"bypass the head: leave them out)"
-        )
-    if get("aux_loss") is not None:
-        raise ValueError(
-            "the model's loss holds an auxiliary loss, which is no sum over tokens: call the model "
-            "with output_router_logits=False, or give acc.add_auxiliary(aux) its own term"
-        )
-    return LossSum(loss.float().reshape(()), observer.losses[0][1])
-
-
 # ---- the number by which a model will divide its losses --------------------------------------
 # Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
 # Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
-# stays until the next, so that a loss of other code may meet a stale one. That is harmless:
-# backward multiplies by the real factor over the expected one, and only one rounding is added.
+# stays until the next. A loss of other code that meets it stays right, and has one rounding more:
+# backward multiplies by the real factor over the expected one.
 
 _items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
     "fusedce_num_items_in_batch", default=None

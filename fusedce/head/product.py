@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from operator import add
 from typing import Any
 
@@ -18,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
 
-from fusedce.contract.checks import autocast_dtype
-from fusedce.contract.groups import is_dtensor, local_of
-from fusedce.head.report import HeadCounts
+from fusedce.contract.checks import no_autocast
+from fusedce.contract.groups import gathered_like, is_dtensor, local_of
+from fusedce.head.observe import HeadCounts
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
@@ -46,18 +45,11 @@ _FREED = (
 )
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off: it has cast the operands when the head ran."""
-    if autocast_dtype(device) is None:
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 class Product:
     """``hidden @ weight.T + bias``, with the values of the call, and without a graph.
 
     Attributes:
-        V: number of classes, also where ranks hold some rows of the weight each.
+        given: hidden state, weight and perhaps bias.
         watched: whether code asks for the gradient of the logits, which must then be computed.
         hooked: whether code may have put a hook on that gradient.
         stale: whether an optimizer's step has changed the operands, or may have.
@@ -70,7 +62,6 @@ class Product:
         hidden: Tensor, weight: Tensor, bias: Tensor | None,
     ) -> None:  # fmt: skip
         self.report, self.memory_budget, self.module = report, memory_budget, module
-        self.V, self.device = weight.shape[0], hidden.device
         given = [hidden, weight] if bias is None else [hidden, weight, bias]
         # An alias sees writes and freed memory; an inference tensor counts no writes.
         self.given = [
@@ -80,7 +71,6 @@ class Product:
         ]  # fmt: skip
         self.before = self._state()
         self.of_engine = any(_is_part(x) for x in given[1:])
-        self.of_parameters = any(_is_parameter(x) for x in given[1:])
         _live.add(self)
 
     def _state(self) -> list[Any]:
@@ -105,10 +95,9 @@ class Product:
         if not self.is_gone():
             return self.given
         parameters = dict(self.module.named_parameters(recurse=False))
-        names = ("weight", "bias")[: len(self.given) - 1]
         return [self.given[0], *(
             _gathered(parameters.get(name), x, self.module, by_all_ranks)
-            for name, x in zip(names, self.given[1:], strict=True)
+            for name, x in zip(("weight", "bias"), self.given[1:], strict=False)
         )]  # fmt: skip
 
     def logits(self, operation: str) -> Tensor:
@@ -117,7 +106,7 @@ class Product:
         Collectives: an all-gather a parameter where tensor parallelism shards the vocabulary.
         """
         values = [whole(x) for x in self.values(by_all_ranks=False)]
-        with no_autocast(self.device):
+        with no_autocast(values[0].device):
             z = F.linear(*values)
         self.report.made(operation, tuple(z.shape), z.nbytes)
         return z
@@ -125,9 +114,7 @@ class Product:
     def may_change_in(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer changes the operands, or may do so."""
         memory = {local_of(x).untyped_storage()._cdata for x in self.given}
-        # FSDP2 trains other tensors than it lends. A weight that the head computes has a memory of
-        # its own, which no step changes.
-        ours = {id(p) for p in self.module.parameters()} if self.of_parameters else set()
+        ours = {id(p) for p in self.module.parameters()}  # FSDP2 trains others than it lends
         return self.of_engine or any(
             id(p) in ours or local_of(p).untyped_storage()._cdata in memory
             for group in optimizer.param_groups
@@ -141,15 +128,10 @@ def whole(x: Any) -> Tensor:
     return rows
 
 
-def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x if x._base is None else x._base, nn.Parameter)
-
-
 def _is_part(x: Tensor) -> bool:
     """Whether an engine trains this operand as part of a larger memory (FSDP1, DeepSpeed)."""
-    if hasattr(x, "ds_id"):
-        return True
-    return x.requires_grad and local_of(x).untyped_storage().nbytes() > local_of(x).nbytes
+    part = x.requires_grad and local_of(x).untyped_storage().nbytes() > local_of(x).nbytes
+    return part or hasattr(x, "ds_id")
 
 
 def _gathered(now: Any, before: Tensor, module: nn.Module, by_all_ranks: bool) -> Tensor:
@@ -165,15 +147,7 @@ def _gathered(now: Any, before: Tensor, module: nn.Module, by_all_ranks: bool) -
         raise RuntimeError(_SHARDED)
     if not is_vocabulary_shard(before):
         return now.full_tensor().detach().to(before.dtype)
-    from torch.distributed.tensor import DTensor, Replicate
-
-    like: Any = before
-    vocabulary = now.device_mesh.mesh_dim_names.index(like.device_mesh.mesh_dim_names[0])
-    placements: list[Any] = [Replicate()] * now.device_mesh.ndim
-    placements[vocabulary] = like.placements[0]
-    rows = now.detach().redistribute(placements=placements).to_local().to(before.dtype)
-    shape = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+    return gathered_like(now.detach(), before)
 
 
 # Fused optimizers change parameters without a version counter, and FSDP2 gathers new values into
@@ -198,7 +172,7 @@ class Expr:
     Attributes:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
-        before, after: shapes of the first of them and of the result.
+        after: the shape of the result.
         products: those in this expression, as often as they are.
         memory: where the values are kept while lazy logits live that are these, or views of them.
     """
@@ -206,27 +180,29 @@ class Expr:
     memory: weakref.ref[Memory] | None = None
 
     def __init__(
-        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any,
-        before: Shape, after: Shape,
-    ) -> None:  # fmt: skip
+        self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any, after: Shape
+    ) -> None:
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
-        self.before, self.after = before, after
+        self.after = after
         below = [a.products for a in args if isinstance(a, Expr)]
-        self.products: list[Product] = [product] if product else functools.reduce(add, below)
+        self.products: list[Product] = [product] if product else functools.reduce(add, below, [])
 
-    def values(self, operation: str) -> Tensor:
-        """The values, without a graph; ``operation`` needs them."""
+    def values(self, operation: str, written: Memory | None = None) -> Tensor:
+        """The values, without a graph; ``operation`` needs them.
+
+        Those in ``written`` count also after a write; elsewhere a write does not count.
+        """
         memory = None if self.memory is None else self.memory()
-        if memory is not None and not memory.written:
+        if memory is not None and (memory is written or not memory.written):
             return memory.values(operation)
-        return self.compute(lambda x: x.values(operation), operation)
+        return self.compute(operation, written)
 
-    def compute(self, of: Callable[[Expr], Tensor], operation: str) -> Tensor:
-        """Apply the operator to the values ``of`` its expressions."""
+    def compute(self, operation: str, written: Memory | None = None) -> Tensor:
+        """Apply the operator to the values of its expressions."""
         if self.product is not None:
             return self.product.logits(operation)
-        args = (of(a) if isinstance(a, Expr) else a for a in self.args)
-        out: Tensor = self.func(*args, **self.kwargs)
+        of = lambda a: a.values(operation, written) if isinstance(a, Expr) else a  # noqa: E731
+        out: Tensor = self.func(*tree_map(of, self.args), **self.kwargs)
         return out
 
     def names(self) -> list[str]:
@@ -236,17 +212,16 @@ class Expr:
 
 
 class Memory:
-    """What lazy logits and all their views share: their values, once computed."""
+    """What lazy logits and all their views share: the values of the root, once ``made``."""
 
     def __init__(self, root: Expr) -> None:
         self.root, self.written = root, False
-        self._values: Tensor | None = None
+        self.made: Tensor | None = None
         root.memory = weakref.ref(self)
 
     def values(self, operation: str) -> Tensor:
         """The values of the root."""
-        if self._values is None:
+        if self.made is None:
             with torch.inference_mode(False), torch.no_grad(), NO_TORCH_FUNCTION():
-                of = lambda x: x.values(operation)  # noqa: E731
-                self._values = self.root.compute(of, operation)
-        return self._values
+                self.made = self.root.compute(operation)
+        return self.made

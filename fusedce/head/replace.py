@@ -14,8 +14,7 @@ from torch import nn
 from fusedce.contract.checks import check_memory_budget
 from fusedce.contract.groups import is_dtensor
 from fusedce.head.hidden import Head, ShardedForward, classes_of, head_of
-from fusedce.head.observe import note_items
-from fusedce.head.report import HeadCounts, HeadReport, report_of
+from fusedce.head.observe import HeadCounts, HeadReport, note_items
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -84,8 +83,7 @@ def attach(
     replaced = head_of(head)
     if replaced is None:
         _restore(head)  # it may have been replaced before an adapter was put around it
-        report = HeadCounts()
-        head.register_forward_pre_hook(Head(report, memory_budget))
+        head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
         if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)
     elif memory_budget is not None:
@@ -105,10 +103,8 @@ def restore_loss_head(model: ModelT) -> ModelT:
     _check_model(model)
     _restore(model)
     for module in model.modules():
-        for name in (_WATCH, _ITEMS):
-            handle = module.__dict__.pop(name, None)
-            if handle is not None:
-                handle.remove()
+        for name in {_WATCH, _ITEMS} & module.__dict__.keys():
+            module.__dict__.pop(name).remove()
     return model
 
 
@@ -130,12 +126,18 @@ def head_report(model: nn.Module) -> HeadReport:
     """
     _check_model(model)
     heads = {m: attached.report for m in model.modules() if (attached := head_of(m)) is not None}
-    policies = [c for m in model.modules() if (c := _policy_counts(m)) is not None]
-    active = bool(policies) or _named_head(model) in (None, *heads)
-    report = report_of([*policies, *heads.values()], active)
-    if _TRL not in report.notes and any(_is_trl_head(m) for m in model.modules()):
-        report = report._replace(notes=(*report.notes, _TRL))
-    return report
+    forwards: list[Any] = [m.__dict__.get("forward") for m in model.modules()]
+    policies = [f.fusedce_counts for f in forwards if hasattr(f, "fusedce_counts")]
+    counts = [*policies, *heads.values()]
+    places = tuple(p for one in counts for p in one.places.values())
+    return HeadReport(
+        active=bool(policies) or (bool(heads) and _named_head(model) in (None, *heads)),
+        since=min((one.since for one in counts), default=None),
+        losses_fused=sum(one.losses for one in counts),
+        logits_made=sum(p.times for p in places),
+        places=places,
+        notes=tuple(dict.fromkeys(note for one in counts for note in one.notes)),
+    )
 
 
 def _check_model(model: Any) -> None:
@@ -195,12 +197,8 @@ def _find_head(model: nn.Module) -> nn.Module:
             f"get_output_embeddings() and no nn.Linear"
         )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    rows = {m.num_embeddings for m in tables}
-    tied = [
-        n
-        for n, m in linears.items()
-        if any(m._parameters.get("weight") is t.weight for t in tables)
-    ]
+    rows, weights = {m.num_embeddings for m in tables}, {m.weight for m in tables}
+    tied = [n for n, m in linears.items() if m._parameters.get("weight") in weights]
     likely = [n for n, m in linears.items() if m.out_features in rows]
     for names in (list(linears), tied, likely):
         if len(names) == 1:
@@ -216,17 +214,9 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
-def _policy_counts(model: nn.Module) -> HeadCounts | None:
-    """What :class:`fusedce.trainer_rl.FusedPolicyMixin` has counted of this model."""
-    return getattr(model.__dict__.get("forward"), "fusedce_counts", None)
-
-
 def _is_trl_head(model: nn.Module) -> bool:
     """Whether a model's forward is the one that TRL's trainers install, without the mixin."""
-    forward = model.__dict__.get("forward")
-    if _policy_counts(model) is not None:
-        return False
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
@@ -281,17 +271,16 @@ class _Watch:
 
 
 def _watch(model: nn.Module, memory_budget: int | None) -> None:
-    owner = next(
+    owner: Any = next(
         (m for m in model.modules() if isinstance(getattr(m, "base_model", None), nn.Module)
          and callable(getattr(m, "get_output_embeddings", None))
          and not hasattr(m, "peft_config")), None,
     )  # fmt: skip
-    decoder = getattr(owner, "base_model", None)
-    if owner is None or not isinstance(decoder, nn.Module):
+    if owner is None:
         return
-    handle = decoder.__dict__.get(_WATCH)
-    if handle is not None:
-        if memory_budget is not None:
-            decoder._forward_pre_hooks[handle.id].memory_budget = memory_budget  # type: ignore[attr-defined]
-        return
-    decoder.__dict__[_WATCH] = decoder.register_forward_pre_hook(_Watch(owner, memory_budget))
+    handles = owner.base_model.__dict__
+    if _WATCH in handles:
+        if memory_budget is None:
+            return
+        handles.pop(_WATCH).remove()
+    handles[_WATCH] = owner.base_model.register_forward_pre_hook(_Watch(owner, memory_budget))

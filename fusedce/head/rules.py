@@ -24,14 +24,18 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 class Rows(NamedTuple):
     """``logits = cap * tanh(scale / cap * (hidden @ weight.T + bias))``, of some classes."""
 
-    hidden: Tensor  # (..., H): the logits' dimensions without the class dimension, then H
+    hidden: Tensor  # (..., H, ...): the logits' dimensions, with H in the place of the classes
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
-    class_dim: int  # position of the class dimension among those of the logits
+    class_dim: int  # position of the class dimension
     classes: slice  # the part of the vocabulary that is left
     scale: float = 1.0  # before the cap
     cap: float | None = None  # the factor after a tanh; None: no tanh
     rounded: bool = False  # the logits were cast to a coarser dtype than the hidden state's
+
+    def n_classes(self) -> int:
+        """The number of classes that are left."""
+        return int(self.classes.stop - self.classes.start)
 
     def is_product(self) -> bool:
         """Whether nothing has changed the values of all classes, which come last."""
@@ -42,14 +46,14 @@ class Rows(NamedTuple):
         )  # fmt: skip
 
 
-Rule = Callable[..., Rows | None]  # of rows, shapes before and after, and the other arguments
+Rule = Callable[..., Rows | None]  # of rows, the shape after the operator, and its other arguments
 
 
-def _same(p: Rows, before: Shape, after: Shape, *_: Any, **__: Any) -> Rows | None:
+def _same(p: Rows, after: Shape, *_: Any, **__: Any) -> Rows | None:
     return p
 
 
-def _cast(p: Rows, before: Shape, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
+def _cast(p: Rows, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
     if dtype is None:
         return p
     if not dtype.is_floating_point or (dtype == torch.float64 != p.hidden.dtype):
@@ -58,60 +62,54 @@ def _cast(p: Rows, before: Shape, after: Shape, dtype: Any = None, **_: Any) -> 
     return p._replace(rounded=p.rounded or coarser)
 
 
-def _reshape(p: Rows, before: Shape, after: Shape, *_: Any) -> Rows | None:
-    c = p.class_dim
-    if c == len(before) - 1:
+def _reshape(p: Rows, after: Shape, *_: Any) -> Rows | None:
+    c, n = p.class_dim, p.n_classes()
+    if c == p.hidden.dim() - 1:
         at = len(after) - 1
     else:
-        outer = math.prod(before[:c])
-        ok = [k for k, n in enumerate(after) if n == before[c] and math.prod(after[:k]) == outer]
+        outer = math.prod(p.hidden.shape[:c])
+        ok = [k for k, m in enumerate(after) if m == n and math.prod(after[:k]) == outer]
         at = ok[-1] if ok else -1
-    if at < 0 or after[at] != before[c]:
+    if at < 0 or after[at] != n:
         return None  # the classes are mixed with something else
-    shape = (*after[:at], *after[at + 1 :], p.hidden.shape[-1])
+    shape = (*after[:at], p.hidden.shape[c], *after[at + 1 :])
     return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
 
 
-def _permute(p: Rows, before: Shape, after: Shape, dims: Any) -> Rows | None:
-    dims = [d % len(before) for d in dims]
-    rows = [d - (d > p.class_dim) for d in dims if d != p.class_dim]
-    hidden = p.hidden.permute([*rows, len(rows)])
-    return p._replace(hidden=hidden, class_dim=dims.index(p.class_dim))
+def _permute(p: Rows, after: Shape, dims: Any) -> Rows | None:
+    dims = [d % len(after) for d in dims]
+    return p._replace(hidden=p.hidden.permute(dims), class_dim=dims.index(p.class_dim))
 
 
-def _transpose(p: Rows, before: Shape, after: Shape, a: int = -2, b: int = -1) -> Rows | None:
-    dims = list(range(len(before)))
-    if len(dims) > 1:
-        a, b = a % len(dims), b % len(dims)
-        dims[a], dims[b] = b, a
-    return _permute(p, before, after, dims)
+def _transpose(p: Rows, after: Shape, a: int = 0, b: int = -1) -> Rows | None:  # or t()
+    dims = list(range(len(after)))
+    dims[a], dims[b] = dims[b], dims[a]
+    return _permute(p, after, dims)
 
 
 def _slice(
-    p: Rows, before: Shape, after: Shape, dim: int = 0, start: Any = None, end: Any = None,
-    step: int = 1,
-) -> Rows | None:  # fmt: skip
-    dim = dim % len(before)
-    start, stop, step = slice(start, end, step).indices(before[dim])
+    p: Rows, after: Shape, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Rows | None:
+    dim = dim % len(after)
     if dim != p.class_dim:
-        index = (*(slice(None) for _ in range(dim - (dim > p.class_dim))), slice(start, stop, step))
+        index = (*(slice(None) for _ in range(dim)), slice(start, end, step))
         return p._replace(hidden=p.hidden[index])
+    start, stop, step = slice(start, end, step).indices(p.n_classes())
     if step != 1 or stop <= start:
         return None
     return p._replace(classes=slice(p.classes.start + start, p.classes.start + stop))
 
 
-def _select(p: Rows, before: Shape, after: Shape, dim: int, index: int) -> Rows | None:
-    dim, c = dim % len(before), p.class_dim
+def _select(p: Rows, after: Shape, dim: int, index: int) -> Rows | None:
+    dim, c = dim % p.hidden.dim(), p.class_dim
     if dim == c:
         return None
-    hidden = p.hidden.select(dim - (dim > c), index)
-    return p._replace(hidden=hidden, class_dim=c - (dim < c))
+    return p._replace(hidden=p.hidden.select(dim, index), class_dim=c - (dim < c))
 
 
-def _index(p: Rows, before: Shape, after: Shape, indices: Any) -> Rows | None:
+def _index(p: Rows, after: Shape, indices: Any) -> Rows | None:
     used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
-    if p.class_dim != len(before) - 1 or used > p.class_dim:
+    if p.class_dim != p.hidden.dim() - 1 or used > p.class_dim:
         return None
     hidden = p.hidden[tuple(slice(None) if i is None else i for i in indices)]
     return p._replace(hidden=hidden, class_dim=len(after) - 1)
@@ -124,25 +122,27 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, (int, float)) else None
 
 
-def _times(p: Rows, before: Shape, after: Shape, other: Any) -> Rows | None:
+def _times(p: Rows, after: Shape, other: Any) -> Rows | None:
     factor = _number(other)
     if factor is None:
         return None
     return p._replace(scale=p.scale * factor) if p.cap is None else p._replace(cap=p.cap * factor)
 
 
-def _over(p: Rows, before: Shape, after: Shape, other: Any) -> Rows | None:
+def _over(p: Rows, after: Shape, other: Any) -> Rows | None:
     number = _number(other)
-    return _times(p, before, after, 1 / number) if number else None
+    return _times(p, after, 1 / number) if number else None
 
 
-def _tanh(p: Rows, before: Shape, after: Shape) -> Rows | None:
+def _tanh(p: Rows, after: Shape) -> Rows | None:
     return None if p.cap is not None else p._replace(cap=1.0)
 
 
-def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
-    if alpha != 1 or before != after or not p.is_product() or is_vocabulary_shard(p.weight):
+def _plus(p: Rows, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
+    if alpha != 1 or not p.is_product() or is_vocabulary_shard(p.weight):
         return None
+    if after != (*p.hidden.shape[:-1], p.n_classes()):
+        return None  # the sum has more rows
     if isinstance(other, Rows):  # LoRA: [h, s A h] @ [W, B].T
         if not other._replace(scale=1.0).is_product() or other.hidden.dim() != p.hidden.dim():
             return None
@@ -151,10 +151,10 @@ def _plus(p: Rows, before: Shape, after: Shape, other: Any, *, alpha: float = 1)
         bias = other.bias if other.bias is None else other.bias * other.scale
         p = p._replace(hidden=hidden, weight=weight)
         return p if bias is None else p._replace(bias=bias if p.bias is None else p.bias + bias)
-    if not isinstance(other, Tensor) or other.requires_grad or other.shape[-1:] != before[-1:]:
+    if not isinstance(other, Tensor) or other.requires_grad or other.shape[-1:] != after[-1:]:
         return None
     finer = torch.promote_types(p.hidden.dtype, other.dtype) != p.hidden.dtype
-    if finer or other.numel() != before[-1]:
+    if finer or other.numel() != after[-1]:
         return None  # the sum with a finer bias would be rounded here
     added = other.reshape(-1).to(p.hidden.dtype)
     return p._replace(bias=added if p.bias is None else p.bias + added)
@@ -174,7 +174,7 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.index.Tensor: _index,
-    aten.neg.default: lambda p, before, after: _times(p, before, after, -1.0),
+    aten.neg.default: lambda p, after: _times(p, after, -1.0),
     aten.tanh.default: _tanh,
     aten.add.Tensor: _plus,
 }  # fmt: skip
@@ -204,14 +204,19 @@ def number_of_steps(names: Iterable[str]) -> int:
 def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
     """The operands from which the fused loss computes these logits; ``None`` if it cannot.
 
-    Its scale and cap are options of the loss: ``b * tanh(a * z)`` is a soft-cap of ``b`` after a
-    scale of ``a * b``.
+    Its hidden state is ``(..., H)``, wherever the classes are. Its scale and cap are options of the
+    loss: ``b * tanh(a * z)`` is a soft-cap of ``b`` after a scale of ``a * b``.
     """
     p = _applied(expr, given)
-    if p is not None and p.cap is not None:
+    if p is None:
+        return None
+    if p.cap is not None:
         p = p._replace(scale=p.scale * p.cap, cap=abs(p.cap))
-        p = p if p.cap and _TINY <= p.cap <= _HUGE else None
-    return p if p is not None and -_HUGE <= p.scale <= _HUGE else None
+        if not p.cap or not _TINY <= p.cap <= _HUGE:
+            return None
+    if p.class_dim != p.hidden.dim() - 1:
+        p = p._replace(hidden=p.hidden.movedim(p.class_dim, -1))
+    return p if -_HUGE <= p.scale <= _HUGE else None
 
 
 def _applied(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
@@ -221,4 +226,4 @@ def _applied(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | No
         return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1, classes)
     args = [_applied(arg, given) if isinstance(arg, Expr) else arg for arg in expr.args]
     rule = None if args[0] is None else RULES.get(expr.func)
-    return rule and rule(args[0], expr.before, expr.after, *args[1:], **expr.kwargs)
+    return rule and rule(args[0], expr.after, *args[1:], **expr.kwargs)

@@ -17,42 +17,31 @@ def compiled_loss(z, y):
     return F.cross_entropy(z.flatten(0, 1).float(), y.flatten())
 
 
-@pytest.mark.parametrize("view", [lambda z: z, lambda z: z * 0.5, lambda z: z[:, :]])
-def test_a_compiled_loss(view):
-    run = compiled(compiled_loss)
-    both(lambda m, x, y: run(view(m(x)), y))
+lse = lambda z: z.logsumexp(-1).square().mean()  # noqa: E731
+PIECES = {  # a function that is compiled, and a program that calls it
+    "loss": (compiled_loss, lambda run, z, y: run(z, y)),
+    "loss of scaled logits": (compiled_loss, lambda run, z, y: run(z * 0.5, y)),
+    "loss of a view": (compiled_loss, lambda run, z, y: run(z[:, :], y)),
+    "before a fused loss": (lse, lambda run, z, y: run(z) + ce(z, y)),
+    "after a fused loss": (lse, lambda run, z, y: ce(z, y) + run(z)),
+    "a write": (
+        lambda z: z.detach().mul_(2),
+        lambda run, z, y: (torch.no_grad()(run)(z), z.square().sum() + ce(z, y))[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_compiled_piece(name):
+    piece, program = PIECES[name]
+    run = compiled(piece)
+    both(lambda m, x, y: program(run, m(x), y))
 
 
 def test_a_compiled_loss_of_transposed_logits(no_logits):
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
     run = compiled(lambda x, y: F.cross_entropy(model(x).mT, y))
     torch.testing.assert_close(run(x, y), ce(plain_model()(x), y))
-
-
-@pytest.mark.parametrize("first", ["compiled", "fused"])
-def test_a_compiled_function_and_a_fused_loss(first):
-    run = compiled(lambda z: z.logsumexp(-1).square().mean())
-
-    def program(m, x, y):
-        z = m(x)
-        if first == "compiled":
-            return run(z) + ce(z, y)
-        loss = ce(z, y)
-        return loss + run(z)
-
-    both(program)
-
-
-def test_a_compiled_function_that_writes_into_logits():
-    run = compiled(lambda z: z.detach().mul_(2))
-
-    def program(m, x, y):
-        z = m(x)
-        with torch.no_grad():
-            run(z)
-        return z.square().sum() + ce(z, y)
-
-    both(program)
 
 
 def test_lazy_logits_are_not_compiled_and_their_loss_is_fused():

@@ -1,12 +1,15 @@
-"""Lazy logits below Python's overrides: functions, module hooks, checkpoints, transforms."""
+"""Functions of users, checkpoints, transforms and derivatives around the logits and their loss."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both, same
-from support.heads import V, ce
+from support.heads import V, ce, plain_model, tokens
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+
+from fusedce import replace_loss_head
 
 
 class Squares(torch.autograd.Function):
@@ -20,61 +23,49 @@ class Squares(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-class Doubled(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return z * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 5
+def function(forward, backward):
+    """An ``autograd.Function`` of a formula and of a backward that need not be its derivative."""
+    methods = {
+        "forward": staticmethod(lambda ctx, z: forward(z)),
+        "backward": staticmethod(lambda ctx, g: backward(g)),
+    }
+    return type("Function", (torch.autograd.Function,), methods).apply
 
 
-class WrongTurn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return z.transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.reshape(g.shape[1], g.shape[0], g.shape[2])
-
-
-class WrongSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.shape = z.shape
-        return z[:, 1:]
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.ops.aten.slice_backward(g, ctx.shape, 1, 0, ctx.shape[1] - 1, 1)
-
-
-VIEWS = {
-    "itself": lambda z: z,
-    "flat": lambda z: z.view(-1, V),
-    "last": lambda z: z[:, -1],
-    "shifted": lambda z: z[:, :-1].contiguous().view(-1, V),
-    "chunk": lambda z: z.chunk(3)[1],
-    "transposed": lambda z: z.transpose(1, 2),
+FUNCTIONS = {
+    "doubled": function(lambda z: z * 2, lambda g: g * 5),
+    "reshaped": function(
+        lambda z: z.transpose(0, 1), lambda g: g.reshape(g.shape[1], g.shape[0], g.shape[2])
+    ),
+    "sliced": function(
+        lambda z: z[:, 1:], lambda g: torch.ops.aten.slice_backward(g, (3, 7, V), 1, 0, 6, 1)
+    ),
+    "straight through": function(lambda z: z * 3, lambda g: g),
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@same
+def test_a_backward_that_is_no_derivative(m, x, y, name):
+    z = FUNCTIONS[name](m(x))
+    with torch.no_grad():
+        seen = z.argmax(-1).float() + z.amax(-1)
+    return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()]), seen
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda z: z,
+        lambda z: z[:, :-1].contiguous().view(-1, V),
+        lambda z: z.chunk(3)[1],
+        lambda z: z.transpose(1, 2),
+    ],
+)
 @same
 def test_a_function_of_any_view_and_a_loss_of_the_same_logits(m, x, y, view):
     z = m(x)
-    return ce(z, y) + Squares.apply(VIEWS[view](z)) + ce(z[:, 1:], y[:, 1:])
-
-
-@pytest.mark.parametrize("function", [Doubled, WrongTurn, WrongSlice])
-@same
-def test_a_backward_that_is_no_derivative(m, x, y, function):
-    z = function.apply(m(x))
-    return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()])
+    return ce(z, y) + Squares.apply(view(z)) + ce(z[:, 1:], y[:, 1:])
 
 
 @same
@@ -84,21 +75,26 @@ def test_a_backward_hook_of_the_loss_that_changes_the_gradient(m, x, y):
     return loss(m(x).view(-1, V), y.view(-1))
 
 
+@same
+def test_a_function_before_the_head_that_writes_into_its_gradient(m, x, y):
+    """As the norms of other libraries do."""
+    scaled = function(lambda h: h * 2, lambda g: g.mul_(2))
+    return ce(m[1](scaled(m[0](x))), y)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
-    "function",
+    "of_logits",
     [
-        lambda z, y: ce(z, y),
         lambda z, y: ce(z.float() * 0.5, y),
-        lambda z, y: z.logsumexp(-1).mean(),
         lambda z, y: z.log_softmax(-1).gather(-1, y[..., None]).mean(),
         lambda z, y: ce(z, y) + z.square().mean(),
         lambda z, y: Squares.apply(z[:, 1:]),
     ],
-    ids=["loss", "scaled loss", "lse", "log_softmax", "both", "function"],
+    ids=["loss", "log_softmax", "both", "function"],
 )
-def test_a_checkpoint_of_what_follows_the_head(function, reentrant):
-    both(lambda m, x, y: checkpoint(function, m(x), y, use_reentrant=reentrant))
+def test_a_checkpoint_of_what_follows_the_head(of_logits, reentrant):
+    both(lambda m, x, y: checkpoint(of_logits, m(x), y, use_reentrant=reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -107,39 +103,39 @@ def test_a_checkpoint_around_the_head(m, x, y, reentrant):
     return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
 
 
-@same
-def test_a_look_without_grad_at_a_functions_output_keeps_the_graph(m, x, y):
-    z = Doubled.apply(m(x))
-    with torch.no_grad():
-        seen = z.argmax(-1).float() + z.amax(-1)
-    return ce(z, y), seen
-
-
 def test_vmap():
     both(lambda m, x, y: torch.vmap(lambda z: z.softmax(-1).square().sum())(m(x)).sum())
     both(lambda m, x, y: torch.vmap(F.cross_entropy)(m(x), y).sum())
 
 
 @same
-def test_a_gradient_by_torch_func_of_logits(m, x, y):
-    z = m(x)
-    g = torch.func.grad(lambda t: ce(t, y))(z.detach())
-    return ce(z, y), g
-
-
-@same
-def test_a_penalty_on_the_gradient_of_real_logits(m, x, y):
+def test_derivatives_of_derivatives(m, x, y):
     h = m[0](x)
     z = m[1](h)
-    (g,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
-    return g.square().sum() + z.square().mean()
-
-
-@same
-def test_a_second_derivative_of_the_loss(m, x, y):
-    h = m[0](x)
+    by_func = torch.func.grad(lambda t: ce(t, y))(z.detach())
     (g,) = torch.autograd.grad(ce(m[1](h), y), h, create_graph=True)
-    return ce(m[1](h), y) + g.square().sum()
+    (of_real,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
+    return ce(m[1](h), y) + g.square().sum() + of_real.square().sum() + z.square().mean(), by_func
+
+
+@pytest.mark.parametrize("of", ["hidden", "weight", "logits"])
+def test_forward_mode(of):
+    def dual(t, name):
+        if of != name:
+            return t
+        return forward_ad.make_dual(t, torch.linspace(0, 1, t.numel()).view(t.shape))
+
+    def tangent(m):
+        with forward_ad.dual_level():
+            h, w = m[0](tokens(3, 7)).detach(), dual(m[1].weight.detach(), "weight")
+            z = m[1](dual(h, "hidden"))
+            if of == "weight":
+                z = torch.func.functional_call(m[1], {"weight": w}, h)
+            z = dual(z.detach(), "logits") if of == "logits" else z
+            return forward_ad.unpack_dual(ce(z, tokens(3, 7, seed=1))).tangent
+
+    expected = tangent(plain_model())
+    torch.testing.assert_close(tangent(replace_loss_head(plain_model())), expected)
 
 
 LOSSES = {
@@ -160,6 +156,20 @@ def test_a_second_backward_is_the_same_with_retain_graph_and_an_error_without(m,
     return loss.detach()
 
 
+@pytest.mark.parametrize("loss", [ce, lambda z, y: z.square().mean()])
+def test_many_gradients_at_once_are_refused_in_words(loss):
+    model = replace_loss_head(plain_model())
+    h = model[0](tokens(3, 7))
+    z = model[1](h)
+    value = loss(z, tokens(3, 7, seed=1))
+    for of in (h, z) if loss is ce else (h,):
+        with pytest.raises(RuntimeError, match=r"one gradient at a time.*restore_loss_head.*lazy"):
+            torch.autograd.grad(value, of, torch.ones(2), is_grads_batched=True, retain_graph=True)
+
+
+# ---- parts of one product -------------------------------------------------------------------
+
+
 @same
 def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     hidden = m[0](x)
@@ -170,33 +180,8 @@ def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     return loss, leaf.grad
 
 
-# ---- parts of one product -------------------------------------------------------------------
-
-
-class StraightThrough(torch.autograd.Function):
-    """Its forward computes, and its backward hands the gradient on."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return z * 3
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-
-class HandsOn(torch.autograd.Function):
-    """As wrappers of modules do, to know when a gradient comes."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-
+# As wrappers of modules do, to know when a gradient comes.
+hands_on = function(lambda z: z.view_as(z), lambda g: g)
 PARTS = {
     "a detached part": lambda z, y: ce(z + 0.1 * z.detach(), y),
     "a detached part first": lambda z, y: ce(z.detach() * 0.5 + z, y),
@@ -207,9 +192,8 @@ PARTS = {
     "two losses": lambda z, y: ce(z, y) + ce(z * 0.5, y) + ce(z.detach(), y),
     "one loss used twice": lambda z, y: (lambda loss: loss * loss.detach() + loss)(ce(z, y)),
     "scaled by itself": lambda z, y: ce(z * ce(z, y).detach(), y),
-    "a straight-through function": lambda z, y: ce(StraightThrough.apply(z), y),
-    "one and a view": lambda z, y: ce(StraightThrough.apply(z.view(z.shape)), y),
-    "handed on": lambda z, y: ce(HandsOn.apply(z) * 0.5, y),
+    "a function of a view": lambda z, y: ce(FUNCTIONS["straight through"](z.view(z.shape)), y),
+    "handed on": lambda z, y: ce(hands_on(z) * 0.5, y),
 }
 
 

@@ -1,4 +1,4 @@
-"""Choice of the head module, its copies, heads that come later, and errors of refused heads."""
+"""Choice of the head module, heads whose own code does more than a product, errors and copies."""
 
 import copy
 
@@ -6,62 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both
-from support.bounds import same_model
+from support.bounds import STATISTIC
 from support.heads import H, V, ce, plain_model, tokens
 from torch import nn
 
-from fusedce import head_report, replace_loss_head, restore_loss_head
-from fusedce.backends import plan
-from fusedce.backends.torch import training
+from fusedce import reference_ce, replace_loss_head, restore_loss_head
 from fusedce.head.lazy import LazyLogits
 
 
-def test_a_shallow_copy_computes_with_its_own_parameters():
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    h = model[0](x)
-    twin = copy.copy(model[1])
-    twin._parameters = {"weight": torch.zeros(V, H), "bias": None}
-    assert float(twin(h).abs().sum().detach()) == 0
-    assert float(model[1](h).abs().sum().detach()) > 0
-    other = copy.deepcopy(copy.copy(model[1]))
-    assert type(replace_loss_head(nn.Sequential(model[0], other))(x)) is LazyLogits
-
-
-def test_a_replica_computes_with_its_own_parameters():
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    replica = model[1]._replicate_for_data_parallel()
-    replica._parameters = {"weight": 2 * model[1].weight, "bias": None}
-    h = model[0](x)
-    torch.testing.assert_close(replica(h) + 0, 2 * model[1](h) + 0)
-    ce(replica(h), x).backward()
-    assert model[1].weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (
-            "lm_head",
-            r"head must be a torch.nn.Module, got str: pass model.get_submodule\('lm_head'\)",
-        ),
-        (nn.Embedding(V, H), "head must be a linear layer .* got Embedding"),
-        (nn.Parameter(torch.zeros(V, H)), "head must be a torch.nn.Module, got Parameter"),
-        (nn.Bilinear(2, 2, 2), "head must be a linear layer .* got Bilinear"),
-        (nn.ReLU(), "head must be a linear layer .* got ReLU"),
-        (nn.Conv1d(2, 2, 3), "head must be a linear layer.*Conv1d"),
-    ],
-)
-def test_what_is_no_head(head, message):
-    with pytest.raises(TypeError, match=message):
-        replace_loss_head(plain_model(), head=head)
-
-
-def test_a_head_of_another_model():
-    """Replaced already or not, it does nothing for this one."""
-    other = plain_model()
-    for head in (other[1], replace_loss_head(other)[1]):
-        with pytest.raises(ValueError, match="a Linear that Sequential does not hold"):
-            replace_loss_head(plain_model(), head=head, memory_budget=10**8)
+def model_of(head, *between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(V, H), *between, head)
 
 
 class WithValueHead(nn.Module):
@@ -71,152 +26,49 @@ class WithValueHead(nn.Module):
         self.lm_head = nn.Linear(H, V)
         self.value_head = nn.Linear(H, 1)
 
-
-def test_a_value_head_is_not_taken_for_the_head():
-    model = replace_loss_head(WithValueHead())
-    assert type(model.lm_head(torch.zeros(2, H))) is LazyLogits
-    assert type(model.value_head(torch.zeros(2, H))) is torch.Tensor
+    def kinds(self):
+        linears = {n: m for n, m in self.named_children() if isinstance(m, nn.Linear)}
+        return {n for n, m in linears.items() if type(m(torch.zeros(2, H))) is LazyLogits}
 
 
-def test_where_several_could_be_meant_the_head_is_asked_for():
-    with pytest.raises(ValueError, match=r"head must be given.*lm_head, value_head could be"):
-        replace_loss_head(WithValueHead(rows=V + 3))
-    model = WithValueHead(rows=V + 3)
-    replace_loss_head(model, head=model.lm_head)
-    assert type(model.lm_head(torch.zeros(2, H))) is LazyLogits
-
-
-def test_class_weights_in_float64():
-    weight = torch.linspace(0, 1, V, dtype=torch.float64)
-    both(lambda m, x, y: F.cross_entropy(m(x).double().view(-1, V), y.view(-1), weight))
-
-
-# ---- heads that come later ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama():
-    transformers = pytest.importorskip("transformers")
-
-    def make():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=64, use_cache=False,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config)
-
-    return make
-
-
-def run(model):
-    ids = tokens(2, 9)
-    return model(input_ids=ids, labels=ids).loss
-
-
-def test_a_resized_vocabulary_stays_replaced(llama, no_logits):
-    model = replace_loss_head(llama())
-    model.resize_token_embeddings(V + 8)
-    run(model).backward()
-    assert head_report(model).active
-    assert head_report(model).losses_fused == 1
-    restore_loss_head(model)
-    model.resize_token_embeddings(V + 9)
-    assert type(model(input_ids=tokens(2, 9)).logits) is torch.Tensor
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The memory budgets of the losses that are computed."""
-    budgets = []
-
-    def watched(call, **options):
-        if options["memory_budget"] is not None:
-            budgets.append(options["memory_budget"])
-        return plan.way_of(call, **options)
-
-    monkeypatch.setattr(training, "way_of", watched)
-    return budgets
-
-
-def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(llama, asked):
-    model = llama()
-    x = tokens(2, 9)
-    replace_loss_head(model, memory_budget=2**26)
-    model(input_ids=x, labels=x).loss.backward()
-    model.resize_token_embeddings(model.config.vocab_size + 7)
-    model.zero_grad()
-    model(input_ids=x, labels=x).loss.backward()
-    replace_loss_head(model)  # changes nothing
-    model(input_ids=x, labels=x).loss.backward()
-    replace_loss_head(model, memory_budget=2**27)
-    model(input_ids=x, labels=x).loss.backward()
-    assert asked == [2**26] * 3 + [2**27]
-    with pytest.raises(TypeError, match="memory_budget must be an int, in bytes"):
-        replace_loss_head(model, memory_budget="1 GiB")
-
-
-@pytest.mark.slow
-def test_a_memory_budget_is_that_of_a_compiled_model(llama, asked):
-    model, x = replace_loss_head(llama(), memory_budget=2**27), tokens(2, 9)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(input_ids=x, labels=x).loss.backward()
-    assert asked == [2**27]
-
-
-def test_lora_that_comes_later_stays_replaced(llama, no_logits):
-    peft = pytest.importorskip("peft")
-    model = replace_loss_head(llama())
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
-    run(adapted).backward()
-    assert head_report(adapted).active
-    assert head_report(adapted).losses_fused == 1
-    merged = adapted.merge_and_unload()
-    run(merged)
-    assert head_report(merged).active
-    assert head_report(merged).losses_fused == 1
-
-
-@pytest.mark.parametrize("kind", ["DoRA", "AdaLoRA"])
-def test_an_adapter_that_is_no_sum_of_products_is_right(llama, kind):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
-    if kind == "AdaLoRA":
-        config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, target_modules=["lm_head"])
-    adapted = peft.get_peft_model(replace_loss_head(llama()), config)
-    with torch.no_grad():
-        for name, p in adapted.named_parameters():
-            if "lora_B" in name:
-                p.normal_()
-    first = run(adapted)
-    first.backward()
-    grads = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
-    adapted.zero_grad()
-    second = run(restore_loss_head(adapted))
-    second.backward()
-    torch.testing.assert_close(first, second)
-    same_model(grads, {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None})
-
-
-def test_a_head_tied_to_the_embedding_is_found():
+def test_the_head_is_found_by_its_rows_by_a_tied_weight_or_is_asked_for():
     """As nanoGPT's, where other layers have as many rows."""
+    assert replace_loss_head(WithValueHead()).kinds() == {"lm_head"}
+    model = WithValueHead(rows=V + 3)
+    with pytest.raises(ValueError, match=r"head must be given.*lm_head, value_head could be"):
+        replace_loss_head(model)
+    assert replace_loss_head(model, head=model.lm_head).kinds() == {"lm_head"}
     model = WithValueHead()
     model.other = nn.Linear(H, V)
     with pytest.raises(ValueError, match="head must be given"):
         replace_loss_head(model)
     model.lm_head.weight = model.embedding.weight
-    assert type(replace_loss_head(model).lm_head(torch.zeros(2, H))) is LazyLogits
-    assert type(model.other(torch.zeros(2, H))) is torch.Tensor
+    assert replace_loss_head(model).kinds() == {"lm_head"}
 
 
-def test_a_deep_copy_watches_its_own_head(llama):
-    model = replace_loss_head(llama())
-    twin = copy.deepcopy(model)
-    twin.resize_token_embeddings(V + 8)
-    run(twin).backward()
-    assert head_report(twin).losses_fused == 1
-    assert head_report(model).losses_fused == 0
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("lm_head", r"must be a torch.nn.Module, got str: pass model.get_submodule\('lm_head'\)"),
+        (nn.Embedding(V, H), "head must be a linear layer .* got Embedding"),
+        (nn.Parameter(torch.zeros(V, H)), "head must be a torch.nn.Module, got Parameter"),
+        (nn.Bilinear(2, 2, 2), "head must be a linear layer .* got Bilinear"),
+        (nn.ReLU(), "head must be a linear layer .* got ReLU"),
+        (nn.Conv1d(2, 2, 3), "head must be a linear layer.*Conv1d"),
+        (plain_model()[1], "a Linear that Sequential does not hold"),
+        (replace_loss_head(plain_model())[1], "a Linear that Sequential does not hold"),
+    ],
+)
+def test_what_is_no_head(head, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace_loss_head(plain_model(), head=head)
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        replace_loss_head(3)
+    with pytest.raises(ValueError, match="must have a linear output head"):
+        replace_loss_head(nn.ReLU())
 
 
 def test_an_input_of_another_width_raises_where_the_untouched_head_does():
@@ -225,17 +77,184 @@ def test_an_input_of_another_width_raises_where_the_untouched_head_does():
         head(torch.randn(3, head.in_features + 1))
 
 
-def test_the_type_of_a_head_stays_what_it_was():
+# ---- copies, and what is left unchanged -----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["shallow", "replica"])
+def test_a_shallow_copy_computes_with_its_own_parameters(kind):
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    h, head = model[0](x), model[1]
+    twin = copy.copy(head) if kind == "shallow" else head._replicate_for_data_parallel()
+    twin._parameters = {"weight": 2 * head.weight, "bias": None}
+    torch.testing.assert_close(twin(h) + 0, 2 * head(h) + 0)
+    ce(twin(h), x).backward()
+    assert head.weight.grad is not None
+
+
+def test_a_deep_copy_has_its_own_head():
     model = replace_loss_head(plain_model())
-    assert type(model[1]) is nn.Linear
-    assert type(copy.deepcopy(model)[1]) is nn.Linear
-    assert type(model(tokens(3, 7))) is LazyLogits
+    twin, y = copy.deepcopy(model), tokens(3, 7)
+    with torch.no_grad():
+        twin[1].weight.zero_()
+    uniform = torch.tensor(V).log()
+    assert ce(twin(y), y).isclose(uniform)
+    assert not ce(model(y), y).isclose(uniform)
+    restore_loss_head(twin)
+    assert type(twin(y)) is torch.Tensor
+    assert isinstance(model(y), LazyLogits)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_dynamic_quantisation_finds_the_head():
-    kinds = []
-    for model in (plain_model(), replace_loss_head(plain_model())):
-        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-        kinds.append(type(quantised[1]))
-    assert kinds[1] is kinds[0] is not nn.Linear
+def test_a_head_stays_what_it_was_and_is_restored():
+    model = plain_model()
+    before = dict(model[1].__dict__)
+    assert replace_loss_head(model) is model
+    inside = dict(model[1].__dict__)
+    replace_loss_head(model)
+    assert dict(model[1].__dict__) == inside
+    assert list(model.state_dict()) == ["0.weight", "1.weight"]
+    assert type(model[1]) is type(copy.deepcopy(model)[1]) is nn.Linear
+    for _ in range(2):
+        restore_loss_head(model)
+        assert dict(model[1].__dict__) == before
+    assert type(model(tokens(2, 3))) is torch.Tensor
+
+
+# ---- heads whose own code does more ---------------------------------------------------------
+
+
+class MultipliesInFloat32(nn.Linear):
+    """Heads of reinforcement learning and mixtures of experts multiply in float32 for stability."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+class RoundsAfterwards(MultipliesInFloat32):
+    def forward(self, x):
+        return super().forward(x).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        (MultipliesInFloat32, torch.float32),
+        (MultipliesInFloat32, torch.bfloat16),
+        (RoundsAfterwards, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("when", ["bf16 body", "autocast"])
+def test_the_loss_is_computed_in_the_dtype_in_which_the_head_multiplies(kind, weights, when):
+    torch.manual_seed(0)
+    native = nn.Sequential(nn.Embedding(V, 256), nn.Linear(256, 64), kind(64, V))
+    if when == "bf16 body":
+        native[:2].bfloat16()
+    native[2].to(weights)
+    with torch.no_grad():
+        native[2].weight.mul_(4)
+    replaced = replace_loss_head(copy.deepcopy(native))
+    x, y, results = tokens(8, 16), tokens(8, 16, seed=1), []
+    for m in (native, replaced):
+        with torch.autocast("cpu", torch.bfloat16, enabled=when == "autocast"):
+            z = m(x)
+            hidden = m[:2](x).detach()
+            loss = ce(z.float(), y)
+        loss.backward()
+        results.append((z.dtype, loss.detach(), [p.grad for p in m.parameters()]))
+    exact = reference_ce(hidden.float(), native[2].weight.float(), y, bias=native[2].bias.float())
+    torch.testing.assert_close(results[1][1].double(), exact.mean(), rtol=STATISTIC, atol=0)
+    assert results[0][0] == results[1][0]
+    for fused, expected in zip(results[1][2], results[0][2], strict=True):
+        assert (fused - expected).norm() <= 2**-7 * expected.norm()  # native ones are bf16
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class ScaledInTraining(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (0.5 if self.training else 1.0)
+
+
+class Normalised(nn.Linear):
+    def forward(self, x):
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1)) * 10
+
+
+class Multiplied(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+class LoRA(nn.Module):
+    """As litgpt's, whose second product is no ``F.linear``."""
+
+    def __init__(self, rank=2):
+        super().__init__()
+        self.linear = nn.Linear(H, V).requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(rank, H)), nn.Parameter(torch.randn(V, rank))
+
+    def forward(self, x):
+        return self.linear(x) + (x @ self.A.transpose(0, 1) @ self.B.transpose(0, 1)) * 0.5
+
+
+PARAMETRIZE = nn.utils.parametrizations
+HEADS = {
+    "noisy": lambda: Noisy(H, V),
+    "scaled in training": lambda: ScaledInTraining(H, V),
+    "normalised": lambda: Normalised(H, V, bias=False),
+    "a product by matmul": lambda: Multiplied(H, V, bias=False),
+    "a product of LoRA": LoRA,
+    "spectral norm": lambda: PARAMETRIZE.spectral_norm(nn.Linear(H, V, bias=False)),
+    "weight norm": lambda: PARAMETRIZE.weight_norm(nn.Linear(H, V, bias=False)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(H, V, bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_head_that_does_more_is_fused_since_its_own_code_runs(name, mode):
+    """It is found by its rows; power iterations run as often as without fusedce."""
+    torch.manual_seed(0)
+    model = getattr(model_of(HEADS[name](), nn.Linear(H, H)), mode)()
+
+    def program(m, x, y):
+        torch.manual_seed(2)
+        return ce(m(x), y) + ce(m(x)[:, 1:], y[:, 1:])
+
+    report = both(program, model)
+    assert (report.losses_fused, report.logits_made) == (2, 0)
+
+
+class Foreign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def test_another_librarys_linear_runs_but_for_the_head(monkeypatch):
+    """DeepSpeed's ZeRO-3 puts such a function in ``F.linear``."""
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: Foreign.apply(x, weight))
+    model = model_of(nn.Linear(H, V, bias=False), nn.Linear(H, H, bias=False))
+    report = both(lambda m, x, y: ce(m(x), y), model)
+    assert (report.losses_fused, report.logits_made) == (1, 0)
+    assert "Foreign" in type(model[:2](tokens(2)).grad_fn).__name__
+
+
+class Blocks(nn.Linear):
+    def forward(self, x):
+        return torch.einsum("bth,vh->btv", x, self.weight)
+
+
+def test_a_head_without_such_a_product_is_named_in_the_report():
+    report = both(lambda m, x, y: ce(m(x), y), model_of(Blocks(H, V)))
+    assert report.losses_fused == 0
+    assert "input reaches einsum, which is no product" in str(report)

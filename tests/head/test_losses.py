@@ -1,79 +1,68 @@
-"""The replaced loss head: lazy logits, real models, and behaviour that stays the same."""
+"""Losses of lazy logits: which are fused, which take real logits, which are observed."""
 
-import copy
-import importlib.util
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attacks import same, same_loss
 from support.bounds import SAME_SUMS, STATISTIC, same_model
-from support.heads import MODES, V, ce, compiled, loss_and_grads, plain_model, tokens
+from support.heads import MODES, V, ce, loss_and_grads, plain_model, tokens
 from torch import nn
 
 import fusedce
 import fusedce.backends.torch as torch_backend
 from fusedce import replace_loss_head, restore_loss_head
 from fusedce.contract.objective import expecting
-from fusedce.head.lazy import LazyLogits
 from fusedce.head.observe import LossObserver
+
+
+def rows(z, y, **options):
+    return F.cross_entropy(z.flatten(0, -2), y.flatten(), **options)
+
 
 LOSSES = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
     "module": lambda z, y: nn.CrossEntropyLoss()(z.view(-1, z.size(-1)), y.view(-1)),
-    "sum": lambda z, y: F.cross_entropy(z.reshape(-1, V), y.view(-1), reduction="sum"),
-    "shift": lambda z, y: F.cross_entropy(
-        z[..., :-1, :].contiguous().view(-1, V), y[..., 1:].reshape(-1)
-    ),
-    "slices": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "sum": lambda z, y: rows(z, y, reduction="sum"),
+    "shift": lambda z, y: ce(z[..., :-1, :].contiguous(), y[..., 1:]),
+    "slices": lambda z, y: rows(z[:, :-1], y[:, 1:]),
     "one position": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     "mask": lambda z, y: F.cross_entropy(z[y > 10], y[y > 10]),
     "transpose": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "permute": lambda z, y: F.cross_entropy(z.permute(0, 2, 1).float(), y),
     "time first": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
     "squeeze": lambda z, y: F.cross_entropy(z[:1].squeeze(0), y[0]),
-    "scale": lambda z, y: F.cross_entropy((z * 0.3).view(-1, V), y.view(-1)),
-    "divide": lambda z, y: F.cross_entropy((z / 1.7).float().view(-1, V), y.view(-1)),
-    "cap": lambda z, y: F.cross_entropy((torch.tanh(z / 2.0) * 2.0).view(-1, V), y.view(-1)),
-    "scaled cap": lambda z, y: F.cross_entropy(
-        ((3 * z) / 2.0).tanh().mul(-2.0).view(-1, V), y.view(-1)
-    ),
-    "added bias": lambda z, y: F.cross_entropy(
-        ((z + torch.linspace(-1, 1, V)[None]).float() * 2).view(-1, V), y.view(-1)
-    ),
-    "bias added to": lambda z, y: F.cross_entropy(
-        (torch.linspace(-1, 1, V) + z).view(-1, V), y.view(-1)
-    ),
-    "some classes": lambda z, y: F.cross_entropy(z[..., 5:40].reshape(-1, 35), y.view(-1) % 35),
-    "ignore": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), ignore_index=int(y[0, 0])),
+    "scale": lambda z, y: ce(z * 0.3, y),
+    "divide": lambda z, y: ce((z / 1.7).float(), y),
+    "cap": lambda z, y: ce(torch.tanh(z / 2.0) * 2.0, y),
+    "scaled cap": lambda z, y: ce(((3 * z) / 2.0).tanh().mul(-2.0), y),
+    "added bias": lambda z, y: ce((z + torch.linspace(-1, 1, V)[None]).float() * 2, y),
+    "bias added to": lambda z, y: ce(torch.linspace(-1, 1, V) + z, y),
+    "some classes": lambda z, y: rows(z[..., 5:40], y % 35),
+    "ignore": lambda z, y: rows(z, y, ignore_index=int(y[0, 0])),
     "none": lambda z, y: (
         F.cross_entropy(z.transpose(1, 2), y, reduction="none").square()[y > 10].sum()
     ),
-    "smoothing": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), label_smoothing=0.1),
-    "smoothed cap": lambda z, y: F.cross_entropy(
-        (torch.tanh(z / 2.0) * 2.0).view(-1, V), y.view(-1), label_smoothing=0.1
+    "smoothing": lambda z, y: rows(z, y, label_smoothing=0.1),
+    "smoothed cap": lambda z, y: rows(torch.tanh(z / 2.0) * 2.0, y, label_smoothing=0.1),
+    "class weight": lambda z, y: rows(
+        z.float(), y, weight=torch.linspace(0, 1, V), label_smoothing=0.2
     ),
-    "class weight": lambda z, y: F.cross_entropy(
-        z.float().view(-1, V), y.view(-1), torch.linspace(0, 1, V), label_smoothing=0.2
-    ),
-    "chunk": lambda z, y: sum(ce(a, b) for a, b in zip(z.chunk(2), y.chunk(2), strict=True)),
-    "split": lambda z, y: sum(
-        ce(a, b) for a, b in zip(z.split([3, 4], 1), y.split([3, 4], 1), strict=True)
-    ),
+    "chunk": lambda z, y: sum(map(ce, z.chunk(2), y.chunk(2))),
+    "split": lambda z, y: sum(map(ce, z.split([3, 4], 1), y.split([3, 4], 1))),
     "tensor_split": lambda z, y: ce(z.tensor_split(3, dim=1)[1], y.tensor_split(3, dim=1)[1]),
-    "unbind": lambda z, y: sum(ce(a, b) for a, b in zip(z.unbind(1), y.unbind(1), strict=True)),
+    "unbind": lambda z, y: sum(map(ce, z.unbind(1), y.unbind(1))),
     "select": lambda z, y: ce(z.select(0, -1), y.select(0, -1)),
-    "iteration": lambda z, y: sum(ce(a, b) for a, b in zip(z, y, strict=True)),
+    "iteration": lambda z, y: sum(map(ce, z, y)),
     "mT": lambda z, y: F.cross_entropy(z.mT, y),
     "negation": lambda z, y: ce(-(-z * 0.5), y),
     "0-d factor": lambda z, y: ce(z * torch.tensor(0.5), y),
     "0-d divisor": lambda z, y: ce(z / torch.tensor(1.7, dtype=torch.float64), y),
     "several losses": lambda z, y: ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + ce(z * 0.5, y),
     "list of rows": lambda z, y: ce(z[[0, 2]], y[[0, 2]]),
-    "long way": lambda z, y: F.cross_entropy(
-        z.to(torch.float32).unsqueeze(0).squeeze(0).type_as(z).clone().flatten(0, 1), y.flatten()
+    "long way": lambda z, y: rows(
+        z.to(torch.float32).unsqueeze(0).squeeze(0).type_as(z).clone(), y
     ),
 }
 
@@ -91,22 +80,18 @@ def test_fused(name, bias, mode, request):
 
 
 REAL = {
-    "in place": lambda z, y: F.cross_entropy(z.mul_(0.5).div_(3).tanh_().view(-1, V), y.view(-1)),
-    "two caps": lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)),
-    "late bias": lambda z, y: F.cross_entropy((z * 2 + torch.arange(V)).view(-1, V), y.view(-1)),
-    "bias after a half": lambda z, y: F.cross_entropy(
-        (z * 0.5 + torch.arange(V)).view(-1, V), y.view(-1)
-    ),
-    "bias per token": lambda z, y: F.cross_entropy(
-        (z + torch.arange(7 * V).view(7, V) / V).view(-1, V), y.view(-1)
-    ),
-    "added": lambda z, y: F.cross_entropy((z + 0.1 * z.square()).view(-1, V), y.view(-1)),
-    "tensor scale": lambda z, y: F.cross_entropy((z * torch.arange(V)).view(-1, V), y.view(-1)),
+    "in place": lambda z, y: ce(z.mul_(0.5).div_(3).tanh_(), y),
+    "two caps": lambda z, y: ce(z.tanh().tanh(), y),
+    "late bias": lambda z, y: ce(z * 2 + torch.arange(V), y),
+    "bias after a half": lambda z, y: ce(z * 0.5 + torch.arange(V), y),
+    "bias per token": lambda z, y: ce(z + torch.arange(7 * V).view(7, V) / V, y),
+    "bias of a cast": lambda z, y: ce(z.to(torch.bfloat16) + torch.linspace(-1, 1, V), y),
+    "added": lambda z, y: ce(z + 0.1 * z.square(), y),
+    "tensor scale": lambda z, y: ce(z * torch.arange(V), y),
     "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), F.one_hot(y.view(-1), V).float()),
-    "step": lambda z, y: F.cross_entropy(z[..., ::2].reshape(-1, V // 2), y.view(-1) // 2),
-    "rows regrouped": lambda z, y: F.cross_entropy(
-        z.as_strided((3, 7, V), (V, 3 * V, 1)).reshape(-1, V), y.view(-1)
-    ),
+    "double weights": lambda z, y: rows(z.double(), y, weight=torch.linspace(0, 1, V).double()),
+    "step": lambda z, y: rows(z[..., ::2], y // 2),
+    "rows regrouped": lambda z, y: ce(z.as_strided((3, 7, V), (V, 3 * V, 1)), y),
     "log_softmax": lambda z, y: -z.log_softmax(-1).gather(-1, y[..., None]).mean(),
 }
 
@@ -114,37 +99,18 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_not_understood_gets_real_logits(name, mode):
-    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
-    native = loss_and_grads(model, x, y, REAL[name], mode)
-    replace_loss_head(model)
-    torch.testing.assert_close(loss_and_grads(model, x, y, REAL[name], mode), native)
+    same_loss(REAL[name], mode)
 
 
-def test_restore_and_attach_twice():
-    model = plain_model()
-    before = dict(model[1].__dict__)
-    assert replace_loss_head(model) is model
-    inside = dict(model[1].__dict__)
-    replace_loss_head(model)
-    assert dict(model[1].__dict__) == inside
-    assert list(model.state_dict()) == ["0.weight", "1.weight"]
-    restore_loss_head(model)
-    assert dict(model[1].__dict__) == before
-    restore_loss_head(model)
-    assert type(model(tokens(2, 3))) is torch.Tensor
-
-
-def test_a_copy_has_its_own_head():
-    model = replace_loss_head(plain_model())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin[1].weight.zero_()
-    y = tokens(3, 7)
-    assert F.cross_entropy(twin(y).view(-1, V), y.view(-1)).isclose(torch.tensor(V).log())
-    assert not F.cross_entropy(model(y).view(-1, V), y.view(-1)).isclose(torch.tensor(V).log())
-    restore_loss_head(twin)
-    assert type(twin(y)) is torch.Tensor
-    assert isinstance(model(y), LazyLogits)
+@pytest.mark.parametrize("of", [lambda z, t: z + t, lambda z, t: z * t[0] + t[0]])
+@same
+def test_a_trained_bias_and_temperature_get_their_gradients(m, x, y, of):
+    t = torch.linspace(0.5, 1, V).requires_grad_()
+    z = of(m(x), t)
+    loss = ce(z * 0.5, y) + ce(z[:, 1:], y[:, 1:])
+    loss.backward(retain_graph=True)
+    m.zero_grad()
+    return loss, t.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -165,72 +131,7 @@ def test_autocast(dtype, no_logits):
     assert model[1].weight.grad.dtype == torch.float32
 
 
-def test_frozen_head_gets_no_gradient(no_logits):
-    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
-    model[1].weight.requires_grad_(False)
-    replace_loss_head(model)
-    F.cross_entropy(model(x).view(-1, V), y.view(-1)).backward()
-    assert model[1].weight.grad is None
-    assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (3, TypeError, "model must be a torch.nn.Module, got int"),
-        (nn.ReLU(), ValueError, "must have a linear output head"),
-    ],
-)
-def test_refusals(model, error, message):
-    with pytest.raises(error, match=message):
-        replace_loss_head(model)
-
-
-# ---- torch.compile --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
-def test_compiled_transformers_are_fused(sweep, model_type, request):
-    kind = getattr(sweep.transformers, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    model = sweep.tools.build(kind, sweep.CONFIG_MAPPING[model_type](), {}, steps=True)
-    inputs = sweep.tools.batch(model.config)
-    native = sweep.tools.run(model, inputs)
-    replace_loss_head(model)
-    request.getfixturevalue("no_logits")
-    model.forward = compiled(model.forward)
-    fused = sweep.tools.run(model, inputs)
-    same_model(fused, native)
-
-
-# ---- models of transformers -----------------------------------------------------------------
-
-CLASSES = [
-    "gpt2", "llama", "gemma", "gemma2", "gemma3_text", "cohere", "granite", "mistral", "mixtral",
-    "qwen2", "qwen3", "qwen2_moe", "phi3", "olmo2", "opt", "bloom", "gpt_neox", "mamba", "bart",
-    "bert", "roberta", "gpt_neo", "falcon_h1", "deepseek_v3", "gpt_oss", "smollm3", "starcoder2",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sweep():
-    pytest.importorskip("transformers")
-    path = Path(__file__).parents[2] / "bench" / "sweep_heads.py"
-    spec = importlib.util.spec_from_file_location("sweep_heads", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep_heads"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("model_type", CLASSES)
-def test_classes_of_transformers(sweep, model_type):
-    names = sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in names:
-        pytest.skip(f"this transformers has no causal LM {model_type}")
-    row = sweep.check(model_type, names[model_type])
-    assert row.get("right"), row
-    assert row["fused"], row
+# ---- losses that are observed, and their denominator ------------------------------------------
 
 
 def test_an_observer_is_of_its_thread_alone():

@@ -1,11 +1,6 @@
-"""A replaced head under DDP, FSDP1, FSDP2, HSDP and Trainer: several gloo processes equal one."""
+"""A replaced head under DDP, FSDP1, FSDP2 and HSDP: several gloo processes equal one."""
 
-import copy
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,26 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
-from support.bounds import SAME_MODEL, STATISTIC, same_model
+from support.bounds import STATISTIC, same_model
 from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
 from fusedce.head.product import Product
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-V = 37
-
-
-def model(tied=False):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64, use_cache=False,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+from support.tiny_trainer import V, llama
 
 
 def rows(rank=None):
@@ -44,14 +28,14 @@ def rows(rank=None):
 
 
 def ddp(rank, outside=False, **kwargs):
-    wrapped = torch.nn.parallel.DistributedDataParallel(replace_loss_head(model()), **kwargs)
+    wrapped = torch.nn.parallel.DistributedDataParallel(replace_loss_head(llama()), **kwargs)
     return two_steps(wrapped, rank, outside)
 
 
 def fsdp(rank, units, tied=False, **kwargs):
     from torch.distributed.fsdp import fully_shard
 
-    sharded = model(tied)
+    sharded = llama(tie_word_embeddings=tied)
     if kwargs.pop("before", False):
         replace_loss_head(sharded)
     for layer in sharded.model.layers:
@@ -74,7 +58,7 @@ def fsdp1(rank, unit, original_parameters):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     options = {"use_orig_params": original_parameters, "device_id": torch.device("cpu")}
-    sharded = replace_loss_head(model())
+    sharded = replace_loss_head(llama())
     for i, layer in enumerate(sharded.model.layers):
         sharded.model.layers[i] = FSDP(layer, **options)
     if unit:
@@ -155,7 +139,7 @@ def results(world):
 
 @pytest.mark.parametrize("name", marked([*CASES, "hsdp"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
-    expected = two_steps(model("tied" in name), None)
+    expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
     for losses, parameters in ranks.of(results(4 if name == "hsdp" else 2), name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
@@ -168,84 +152,84 @@ def test_a_head_that_is_a_unit_of_fsdp1_is_refused_in_words(original):
         assert "FSDP1 (FullyShardedDataParallel) shards it as a unit" in error
 
 
-# ---- Trainer under accelerate ---------------------------------------------------------------
+# ---- looks at logits whose head FSDP2 has sharded again -------------------------------------
 
-SCRIPT = """
-import json, sys
-sys.path.insert(0, {tests!r})
-import torch
-import torch.distributed as dist
-from support.tiny_trainer import *
-from fusedce import replace_loss_head
 
-data = Dataset(16)
-for i, row in enumerate(data.rows):
-    if i % 3 == 0:
-        row["labels"] = torch.full_like(row["labels"], -100)
-FusedTrainer.log_token_stats = True
-STATS = ("mean_token_accuracy", "entropy", "num_tokens")
-world = int(__import__("os").environ.get("WORLD_SIZE", 1))
-results = {{}}
-for name, kind, steps in (("stock", Trainer, 2), ("fused", FusedTrainer, 2)):
-    args = arguments({folder!r}, 4 // world, steps, max_steps=2, max_grad_norm=1.0,
-                     per_device_eval_batch_size=2)
-    model = sharpened()
-    if kind is Trainer:
-        replace_loss_head(model)
-    seen = Seen()
-    trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=Dataset(5),
-                   callbacks=[seen])
-    trainer.train()
-    results[name] = {{
-        "loss": [log["loss"] for log in seen.logs if "loss" in log],
-        "grad_norm": [log["grad_norm"] for log in seen.logs if "grad_norm" in log],
-        "eval": (evaluated := trainer.evaluate())["eval_loss"],
-        "stats": [[log.get(k) for k in STATS] for log in seen.logs if "loss" in log],
-        "eval_stats": [evaluated.get("eval_" + k) for k in STATS[:2]],
-    }}
-if not dist.is_initialized() or dist.get_rank() == 0:
-    open({out!r}, "w").write(json.dumps(results))
-if dist.is_initialized():  # a rank that leaves while another one talks to it aborts that one
+def fsdp_of(units):
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = llama()
+    for name in units:
+        fully_shard(sharded.get_submodule(name))
+    return replace_loss_head(fully_shard(sharded))
+
+
+def alone(rank, look):
+    """The error or ``None`` of a look on rank 0 alone, and its seconds."""
+    result = ranks.timed(look) if rank == 0 else None
     dist.barrier()
-    dist.destroy_process_group()
-"""
+    return result
 
 
-@pytest.fixture(scope="module")
-def trainer_results(tmp_path_factory):
-    """The same script in one process, and in two that accelerate joins."""
-    import json
+def is_right(z):
+    with torch.no_grad():
+        expected = llama()(input_ids=rows()["input_ids"]).logits
+    torch.testing.assert_close(z.detach() + 0, expected)
 
-    folder = tmp_path_factory.mktemp("trainer")
-    results = {}
-    for processes in (1, 2):
-        out = folder / f"{processes}.json"
-        script = folder / f"train{processes}.py"
-        tests = str(Path(__file__).parents[1])
-        script.write_text(SCRIPT.format(tests=tests, folder=str(folder), out=str(out)))
-        command = [sys.executable, str(script)]
-        if processes == 2:
-            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        env = copy.copy(os.environ) | {"OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-        assert run.returncode == 0, run.stderr[-3000:]
-        results[processes] = json.loads(out.read_text())
-    return results
+
+def own_unit(rank):
+    sharded = fsdp_of(["lm_head"])
+    z = sharded(**rows()).logits
+    refused = alone(rank, lambda: z.argmax(-1))
+    sharded.lm_head.unshard()
+    return refused, alone(rank, lambda: is_right(z))
+
+
+def kept_weight(rank):
+    sharded = fsdp_of(["lm_head"])
+    sharded.lm_head.set_reshard_after_forward(False)
+    z = sharded(**rows()).logits
+    return None, alone(rank, lambda: is_right(z))
+
+
+def root_after_backward(rank):
+    sharded = fsdp_of([])
+    before = sharded(**rows())
+    right = alone(rank, lambda: is_right(before.logits))
+    late = sharded(**rows())
+    late.loss.backward()
+    torch.optim.SGD(sharded.parameters(), 0.0).step()
+    return alone(rank, lambda: late.logits.argmax(-1)), right
+
+
+def generated(model):
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.eval().generate(rows()["input_ids"], **options)
+
+
+LOOKS = {f.__name__: f for f in (own_unit, kept_weight, root_after_backward)}
+
+
+@functools.cache
+def looks():
+    return ranks.run(LOOKS | {"generation": lambda rank: generated(fsdp_of(["lm_head"]))})
 
 
 @pytest.mark.slow
-def test_mixin_on_two_ranks_equals_one(trainer_results):
-    one, two = (trainer_results[n]["fused"] for n in (1, 2))
-    assert two["loss"] == pytest.approx(one["loss"], rel=SAME_MODEL)
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=SAME_MODEL)
-    assert two["eval"] == pytest.approx(one["eval"], rel=SAME_MODEL)
-    for kind in ("stats", "eval_stats"):
-        torch.testing.assert_close(torch.tensor(two[kind]), torch.tensor(one[kind]))
-    assert one["stats"][-1][2] == 2 * 8 * 12  # steps, rows, tokens of each
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_alone_is_right_or_refused_at_once(name):
+    refused, right = ranks.of(looks(), name)[0]
+    assert right[0] is None, right
+    if refused is not None:
+        error, seconds = refused
+        assert "wait for the others" in error or "has changed" in error
+        assert seconds < ranks.SOON
+    if name == "own_unit":
+        assert "set_reshard_after_forward(False)" in refused[0]
 
 
 @pytest.mark.slow
-def test_stock_evaluation_on_two_ranks_does_not(trainer_results):
-    one, two = (trainer_results[n]["stock"] for n in (1, 2))
-    assert two["loss"] == pytest.approx(one["loss"], rel=SAME_MODEL)  # mended upstream
-    assert abs(two["eval"] - trainer_results[1]["fused"]["eval"]) > 1e-3
+def test_generation_of_a_sharded_head():
+    for found in ranks.of(looks(), "generation"):
+        assert torch.equal(found, generated(llama()))

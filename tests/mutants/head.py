@@ -17,8 +17,8 @@ MUTANTS = [
     ),
     Mutant(
         "stale: parts of a larger memory are nobody's",
-        "return x.requires_grad and local_of(x).untyped_storage().nbytes() > local_of(x).nbytes",
-        "return False",
+        "part = x.requires_grad and local_of(x).untyped_storage().nbytes() > local_of(x).nbytes",
+        "part = False",
         "head/test_stale.py -k larger",
     ),
     Mutant(
@@ -37,7 +37,7 @@ MUTANTS = [
         "head: values hold the graph",
         "else x.clone() if x is hidden and x.is_inference() else x.detach()",
         "else x.clone() if x is hidden and x.is_inference() else x",
-        "head/test_memory.py -k hold_less",
+        "head/test_memory.py -k hold_no_graph",
     ),
     Mutant(
         "head: inference tensors are not written into",
@@ -67,17 +67,17 @@ MUTANTS = [
         "head: another library's F.linear",
         "if F.linear is not _LINEAR and not",
         "if False and not",
-        "head/test_heads_of_their_own.py -k another_library",
+        "head/test_heads.py -k another_library",
     ),
     Mutant(
         "head: LoRA around the layer that is found",
         "return outer if whole else linear",
         "return linear",
-        "head/test_heads_of_their_own.py -k product",
+        "head/test_heads.py -k product",
     ),
     Mutant(
         "head: a view where there is a bias",
-        "bias is not None and hidden.dim() > 2 and _biased_products_are_views()",
+        "bias is not None and hidden.dim() > 2 and _BIASED_IS_A_VIEW",
         "False",
         "head/test_hooks.py -k before_and_after",
     ),
@@ -85,7 +85,7 @@ MUTANTS = [
         "watch: later heads stay",
         "    if named:\n        _watch(model, memory_budget)",
         "",
-        "head/test_heads.py -k later",
+        "head/test_models.py -k later",
     ),
     Mutant(
         "report: places are not counted",
@@ -109,7 +109,7 @@ MUTANTS = [
         "look: gathered by one rank alone",
         "if not by_all_ranks:\n        raise RuntimeError(_SHARDED)",
         "if False:\n        raise RuntimeError(_SHARDED)",
-        "head/test_sharded_looks.py -k at_once",
+        "head/test_ranks.py -k at_once",
     ),
     Mutant(
         "look: generation of a sharded head",

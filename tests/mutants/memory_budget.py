@@ -42,7 +42,7 @@ MUTANTS = [
         "budget: that of a replaced head is forgotten",
         "        replaced.memory_budget = memory_budget",
         "        pass",
-        "head/test_heads.py -k budget",
+        "head/test_models.py -k budget",
     ),
     Mutant(
         "budget: beside it a small head waits in float32",

@@ -31,7 +31,7 @@ MUTANTS = [
         "trainer: ranks forgotten",
         "/ (steps * self._n_ranks())",
         "/ steps",
-        "head/test_ranks.py -k mixin",
+        "trainer/test_ranks.py -k mixin",
     ),
     Mutant(
         "trainer: borders trained",
@@ -103,7 +103,7 @@ MUTANTS = [
         "stats: of this rank",
         'return total / trainer._parallel_size("tp")',
         "return sums",
-        "head/test_ranks.py -k mixin",
+        "trainer/test_ranks.py -k mixin",
     ),
     Mutant(
         "stats: evaluation among the training",
@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         "an observer sees other threads",
-        "return observer if observer._thread == threading.get_ident() else None",
-        "return observer",
+        "return cls.current if ours else None",
+        "return cls.current",
         "head/test_losses.py -k of_its_thread",
     ),
 ]

@@ -5,11 +5,11 @@ import functools
 import inspect
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from fusedce import head_report, replace_loss_head
 from support.bounds import SAME_MODEL, SAME_SUMS
-from support.heads import plain_model, tokens
+from support.heads import MODES, loss_and_grads, plain_model, tokens
 
 
 def both(program, model=None, *, rtol=SAME_MODEL, equal_nan=False, **kwargs):
@@ -41,6 +41,24 @@ def both(program, model=None, *, rtol=SAME_MODEL, equal_nan=False, **kwargs):
         torch.testing.assert_close(x, y, **near)
     assert any(g is not None for g in results[0][2].values()), "the program trains nothing"
     return head_report(replaced)
+
+
+def alike(use, mode="grad", bias=False, dtype=None):
+    """``use(model)`` gives the same tensors of an untouched and of a replaced model."""
+    results = []
+    for model in (plain_model(bias), replace_loss_head(plain_model(bias))):
+        with MODES[mode]():
+            found = use(model.to(dtype))
+            results.append(tree_map_only(torch.Tensor, lambda t: t.detach() + 0, found))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def same_loss(loss, mode="grad", bias=False):
+    """``loss(z, y)`` and its gradients are the same of an untouched and of a replaced model."""
+    results = []
+    for model in (plain_model(bias), replace_loss_head(plain_model(bias))):
+        results.append(loss_and_grads(model, tokens(3, 7), tokens(3, 7, seed=1), loss, mode))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def same(program):

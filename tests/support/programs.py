@@ -191,6 +191,7 @@ def writes_after_a_checkpoint(program):
 
 
 _compiled = None
+NO_GRADIENT = torch.zeros(0)
 
 
 def compiled_lse(z):
@@ -251,10 +252,10 @@ def _run(program, model, x, y, training=True):
     except (RuntimeError, ValueError, IndexError) as e:
         return type(e)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    grads = {n: None if g is None else g.clone() for n, g in grads.items()}
+    grads = {n: NO_GRADIENT if g is None else g.clone() for n, g in grads.items()}
     if optimizer != "none":
         make = {"sgd": torch.optim.SGD, "fused adamw": torch.optim.AdamW}[optimizer]
         fused = {"fused": True} if optimizer != "sgd" else {}
         make(model.parameters(), lr=0.01, **fused).step()
-    kept = [None if z.grad is None else z.grad.double() + 0 for z in kept]
+    kept = [NO_GRADIENT if z.grad is None else z.grad.double() + 0 for z in kept]
     return total.detach(), [s.double() for s in seen], grads, kept

@@ -1,0 +1,202 @@
+"""Models of transformers: training, evaluation, generation, and heads that come later."""
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.attacks import both
+from support.bounds import same_model
+from support.heads import MODES, compiled, tokens
+
+from fusedce import head_report, replace_loss_head, restore_loss_head
+from fusedce.backends import plan
+from fusedce.backends.torch import training
+
+pytest.importorskip("transformers")
+from support.tiny_trainer import V, llama
+
+WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
+CLASSES = [
+    "gpt2", "llama", "gemma", "gemma2", "gemma3_text", "cohere", "granite", "mistral", "mixtral",
+    "qwen2", "qwen3", "qwen2_moe", "phi3", "olmo2", "opt", "bloom", "gpt_neox", "mamba", "bart",
+    "bert", "roberta", "gpt_neo", "falcon_h1", "deepseek_v3", "gpt_oss", "smollm3", "starcoder2",
+]  # fmt: skip
+
+
+def run(model):
+    ids = tokens(2, 9)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    path = Path(__file__).parents[2] / "bench" / "sweep_heads.py"
+    spec = importlib.util.spec_from_file_location("sweep_heads", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sweep_heads"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_classes_of_transformers(sweep, model_type):
+    names = sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in names:
+        pytest.skip(f"this transformers has no causal LM {model_type}")
+    row = sweep.check(model_type, names[model_type])
+    assert row.get("right"), row
+    assert row["fused"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
+def test_compiled_transformers_are_fused(sweep, model_type, request):
+    kind = getattr(sweep.transformers, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    model = sweep.tools.build(kind, sweep.CONFIG_MAPPING[model_type](), {}, steps=True)
+    inputs = sweep.tools.batch(model.config)
+    native = sweep.tools.run(model, inputs)
+    replace_loss_head(model)
+    request.getfixturevalue("no_logits")
+    model.forward = compiled(model.forward)
+    same_model(sweep.tools.run(model, inputs), native)
+
+
+# ---- evaluation and generation --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_is_fused(mode, dtype, request):
+    native = llama().eval().to(dtype)
+    replaced = replace_loss_head(copy.deepcopy(native))
+    request.getfixturevalue("no_logits")
+    with MODES[mode]():
+        losses = [run(m) for m in (replaced, native)]
+    torch.testing.assert_close(*losses, rtol=torch.finfo(dtype).eps * 4, atol=0)  # logits of dtype
+    assert head_report(replaced).losses_fused == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_an_offloaded_head(mode, where, tmp_path, request):
+    """Hooks of accelerate fetch the weight for the head's call, and drop it afterwards."""
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    offload = {
+        "cpu": lambda m: big_modeling.cpu_offload(m, execution_device="cpu"),
+        "disk": lambda m: big_modeling.disk_offload(m, tmp_path, execution_device="cpu"),
+    }[where]
+    native, replaced = offload(llama()), offload(llama())
+    replace_loss_head(replaced)
+    request.getfixturevalue("no_logits")
+    with MODES[mode]():
+        torch.testing.assert_close(run(replaced), run(native))
+    assert head_report(replaced).losses_fused == 1
+
+
+def generated(model, mode, **options):
+    torch.manual_seed(1)
+    with MODES[mode]():
+        out = model.generate(
+            tokens(2, 9), max_new_tokens=5, pad_token_id=0, use_cache=True, output_logits=True,
+            return_dict_in_generate=True, output_scores=True, **options,
+        )  # fmt: skip
+    return out.sequences, [z + 0 for z in out.logits], [s + 0 for s in out.scores]
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "temperature": 0.7, "top_k": 5},
+        {"num_beams": 3},
+        {"bad_words_ids": [[3], [5]], "repetition_penalty": 1.3},
+        {"cache_implementation": "static", "disable_compile": True},
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
+    ids=["greedy", "sample", "beams", "banned", "static cache", "compiled"],
+)
+def test_generation(mode, options):
+    """A compiled forward is ``mode="reduce-overhead"`` on a GPU, without the captured graph."""
+    found = []
+    for model in (llama().eval(), replace_loss_head(llama().eval())):
+        if options == "compiled":
+            model.forward = compiled(model.forward)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        found.append(generated(model, mode, **(static if options == "compiled" else options)))
+    torch.testing.assert_close(found[1], found[0])
+
+
+# ---- heads that come later ------------------------------------------------------------------
+
+
+def test_a_resized_vocabulary_stays_replaced(no_logits):
+    model = replace_loss_head(llama())
+    twin = copy.deepcopy(model)
+    twin.resize_token_embeddings(V + 8)
+    run(twin).backward()
+    assert head_report(twin).active
+    assert head_report(twin).losses_fused == 1
+    assert head_report(model).losses_fused == 0  # a copy watches its own head
+    restore_loss_head(twin)
+    twin.resize_token_embeddings(V + 9)
+    assert type(twin(input_ids=tokens(2, 9)).logits) is torch.Tensor
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The memory budgets of the losses that are computed."""
+    budgets = []
+
+    def watched(call, **options):
+        if options["memory_budget"] is not None:
+            budgets.append(options["memory_budget"])
+        return plan.way_of(call, **options)
+
+    monkeypatch.setattr(training, "way_of", watched)
+    return budgets
+
+
+def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(asked):
+    model = replace_loss_head(llama(), memory_budget=2**26)
+    run(model).backward()
+    model.resize_token_embeddings(V + 7)
+    model.zero_grad()
+    run(model).backward()
+    replace_loss_head(model)  # changes nothing
+    run(model)
+    replace_loss_head(model, memory_budget=2**27)
+    run(model)
+    model.resize_token_embeddings(V + 9)
+    run(model)
+    assert asked == [2**26] * 3 + [2**27] * 2
+    with pytest.raises(TypeError, match="memory_budget must be an int, in bytes"):
+        replace_loss_head(model, memory_budget="1 GiB")
+
+
+def test_lora_that_comes_later_stays_replaced(no_logits):
+    peft = pytest.importorskip("peft")
+    model = replace_loss_head(llama())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    for now in (lambda: adapted, adapted.merge_and_unload):
+        model = now()
+        run(model)
+        assert head_report(model).active
+        assert head_report(model).losses_fused == 1
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "AdaLoRA"])
+def test_an_adapter_that_is_no_sum_of_products_is_right(kind):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    if kind == "AdaLoRA":
+        config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, target_modules=["lm_head"])
+    adapted = peft.get_peft_model(llama(), config)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    both(lambda m, x, y: m(input_ids=x, labels=y).loss, adapted)
