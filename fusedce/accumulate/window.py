@@ -21,7 +21,7 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import Losses, divisor_of
 from fusedce.accumulate.exchange import KINDS, Pending, explain
 from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.metrics import copied, sums_of
+from fusedce.accumulate.sums import copied, sums_of
 from fusedce.contract.objective import expecting
 
 
@@ -110,7 +110,13 @@ class Window:
                 "discard_window() (streaming), or leave the `with` block by raising"
             )
         if self.declared is not None and len(self.done) >= len(self.declared):
-            raise _faults.too_many(len(self.declared))
+            raise self._too_many()
+
+    def _too_many(self) -> RuntimeError:
+        n = len(self.declared or ())
+        return RuntimeError(
+            f"window: {n} micro-batches were declared, this is number {n + 1}. {_faults.TWICE}"
+        )
 
     def scaled(
         self, losses: Losses, factor: float, ranks: int, upstreams: Sequence[float]
@@ -184,16 +190,19 @@ class Window:
 
     def check_complete(self) -> None:
         """Raise unless all declared micro-batches and auxiliary losses were differentiated."""
-        if self.declared is None or self._begun:
-            return self.check_usable()
-        if len(self.done) > len(self.declared):
-            raise _faults.too_many(len(self.declared))
-        if len(self.done) < len(self.declared):
-            more = self._n_scaled - len(self.done)
-            never = f" ({more} more scaled, but not differentiated)" if more > 0 else ""
+        n, begun = len(self.done), self._begun
+        if self.declared is None or begun:
+            self.check_usable()
+            if not n:
+                raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
+            return
+        if n > len(self.declared):
+            raise self._too_many()
+        if n < len(self.declared):
+            never = f" ({self._n_scaled - n} more scaled, but not differentiated)"
             raise RuntimeError(
-                f"window: {len(self.declared)} micro-batches were declared, {len(self.done)} "
-                f"differentiated{never}: the gradients are divided by tokens of missing losses"
+                f"window: {len(self.declared)} micro-batches were declared, {n} differentiated"
+                f"{never}: the gradients are divided by tokens of missing losses"
             )
         if self._auxiliary:
             raise RuntimeError(
@@ -214,19 +223,19 @@ class Window:
             return None
         counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
         at = counts.device
-        rows = [_faults.first(_faults.bad_label, counts < 0, counts), self._means(counts)]
+        rows = [_faults.first(_faults.BAD_LABEL, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
             declared = _faults.together(n for row in self.declared for n in row).to(at)
             micro = torch.arange(len(counts), device=at) // len(self.weights)
             columns = (declared != counts, micro, declared, counts)
-            rows.append(_faults.first(_faults.count_differs, *columns))
+            rows.append(_faults.first(_faults.OTHER_COUNT, *columns))
         if arrived := [m.arrived for m in self.done if m.arrived is not None]:
             factors = [m.upstreams for m in self.done if m.arrived is not None]
             wrong, factor = self._guard.unexpected(
                 _faults.together(arrived).to(at).double(),
                 torch.tensor(factors, dtype=torch.float64, device="cpu"),
             )
-            rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
+            rows.append(_faults.first(_faults.MULTIPLIED, wrong, factor.view(torch.int64)))
         rows += self._guard.faults(counts.clamp(min=0).sum())
         return _faults.first_of(rows)
 
@@ -238,7 +247,7 @@ class Window:
         by = _faults.together(x.double() for x in divisors).to(counts.device)
         several = counts > 1
         wrong = several & (((by == counts) | by.isnan()) | ~several).all()
-        return _faults.first(_faults.mean_given, wrong, counts)
+        return _faults.first(_faults.MEAN, wrong, counts)
 
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
@@ -252,7 +261,7 @@ class Window:
         n, declared = len(self.done), self.declared
         if self._begun:  # an optimizer in a backward hook: right if nothing is added to .grad
             last = declared is not None and n + len(self._begun) == len(declared)
-            ready = last and not self._guard.reduces()
+            ready = last and not self._guard.ddp()
             return None if ready else f"a backward is still running, {self.progress()}"
         complete = declared is not None and n == len(declared)
         return self.progress() if n and not complete else None
