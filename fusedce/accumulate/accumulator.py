@@ -41,7 +41,7 @@ from fusedce.accumulate.exchange import (
     Exchange,
     is_known,
 )
-from fusedce.accumulate.gradients import STREAMED, scale_gradients, trained_of
+from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Sums, added, loaded, numbers_of, per_token, sums_of
 from fusedce.accumulate.window import Window, WindowBlock
@@ -174,7 +174,7 @@ class LossAccumulator:
         local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
         if declared:
             local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
-        said = self._says(1 + len(declared), losses)
+        said = (1 + len(declared), _hash(losses), 0) if self._has_loss else (0, 0, 0)
         sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
@@ -213,10 +213,24 @@ class LossAccumulator:
         self._check_entered()
         losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
         check_whole(losses)
-        window = self._window or self._start_streaming()
+        if (window := self._window) is None:
+            if self._engine.no_streaming is not None:
+                raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
+            if not self._has_loss:
+                raise RuntimeError(
+                    "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
+                    "from_mesh(..., has_loss=True) says so"
+                )
+            self._check_ready()
+            self._exchange.number()
+            window = self._open(self._streaming())
         window.check_usable()
         size, upstreams = self._tokens.size(), self._engine.upstreams()
         return window.scaled(losses, self._factor(), size, upstreams)
+
+    def _streaming(self) -> Window:
+        """A streaming window. Its losses are divided by a constant until it knows the tokens."""
+        return Window({UNNAMED: 1.0}, None, float(STREAMED * self._tokens.size()), self._guard)
 
     def _factor(self) -> float:
         """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
@@ -267,26 +281,6 @@ class LossAccumulator:
             )
         self._window.add_auxiliary(auxiliary)
 
-    def _start_streaming(self) -> Window:
-        """Open a streaming window. No collective."""
-        if self._engine.no_streaming is not None:
-            raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
-        if not self._has_loss:
-            raise RuntimeError(
-                "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
-                "from_mesh(..., has_loss=True) says so"
-            )
-        self._check_ready()
-        self._exchange.number()
-        return self._open(self._empty_window())
-
-    def _streamed(self) -> float:
-        """What streaming divides losses by until it knows the tokens."""
-        return float(STREAMED * self._tokens.size())
-
-    def _empty_window(self) -> Window:
-        return Window({UNNAMED: 1.0}, None, self._streamed(), self._guard)
-
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
 
@@ -296,7 +290,7 @@ class LossAccumulator:
         Returns:
             :attr:`should_step`.
         """
-        window = self._window or self._empty_window()
+        window = self._window or self._streaming()
         if window.declared is not None:
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
@@ -305,7 +299,7 @@ class LossAccumulator:
         self._close()
         self._decide_step(sums[1])
         if self._should_step:
-            scale_gradients(trained, self._streamed() / sums[1].clamp(min=1))
+            scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
@@ -328,9 +322,9 @@ class LossAccumulator:
         if self._window is not None and self._window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self._announced = None
-        self._close(dropped=True)
         if module is not None:
-            self._guard.drop(module)
+            drop_gradients(module)
+        self._close(dropped=module is None)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
         """Raise an error where a loop would spoil a window's gradients.
@@ -501,12 +495,13 @@ class LossAccumulator:
                 window.check_complete()
             trained = trained_of(parameters) if purpose == FINISH else None
             self._guard.check_end(trained)
-        _, names, _ = self._says(0, window.weights)
-        replica = self._guard.replicas(self._tokens) if self._has_loss and self._trains else 0
-        sent = self._exchange.send(
-            purpose, window.sums(), self._equal(), (0, names, replica), window.fault()
-        )
-        return sent.wait(), trained or []
+        said = (0, 0, 0)
+        if self._has_loss:  # losses may be equal by chance before the first step
+            replica = self._guard.replicas(self._tokens) if self._trains else 0
+            said = (0, _hash(window.weights), replica)
+        sums, fault = window.sums(), window.fault()
+        sums = self._exchange.send(purpose, sums, self._equal(), said, fault).wait()
+        return sums, trained or []
 
     def _count_window(self, window: Window, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""
@@ -522,11 +517,6 @@ class LossAccumulator:
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
         }
-
-    def _says(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int, int]:
-        """``micro_batches`` and a hash of the losses: equal on ranks with losses."""
-        names = zlib.crc32(json.dumps(losses).encode())
-        return (micro_batches, names, 0) if self._has_loss else (0, 0, 0)
 
     def _decide_step(self, total: Tensor) -> None:
         """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
@@ -560,7 +550,11 @@ class LossAccumulator:
         """Raise ``RuntimeError`` if a window is open; ``action`` says what needs it closed."""
         self._check_entered()
         if self._window is not None:
-            self._window.refuse(action)
+            raise RuntimeError(
+                f"cannot {action}: {self._window.progress()}. Leave the `with` block first, or call "
+                f"finish(model.parameters()), after an epoch's last, shorter window too (zero_grad "
+                f"and discard_window() drop it)"
+            )
 
     # ---- copies and text --------------------------------------------------------------------
 
@@ -577,3 +571,7 @@ class LossAccumulator:
         """State for ``deepcopy`` and ``pickle``; raises ``RuntimeError`` inside a window."""
         self._refuse_open_window("copy it")
         return self.__dict__
+
+
+def _hash(losses: Mapping[str, float]) -> int:
+    return zlib.crc32(json.dumps(losses).encode())

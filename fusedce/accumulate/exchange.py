@@ -202,11 +202,32 @@ def explain(rows: list[Told]) -> Exception | None:
     if (failure := agreement.failure_of(rows)) is not None:
         return failure
     if (differ := agreement.differing(rows)) is not None:
-        return _disagreement(*differ)
+        name, said = differ
+        have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
+        if name == "accumulator":
+            return RuntimeError(
+                f"messages of different accumulators have met: those of numbers {said}, counted in "
+                f"the order in which each rank has used them first. All ranks must open, finish "
+                f"and read those that they share in the same order"
+            )
+        if name == "purpose":
+            at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
+            return RuntimeError(
+                f"the {len(said)} ranks are at different places, {at}: each rank needs the same "
+                f"windows and the same calls of metrics(). Did one run out of data?"
+            )
+        return ValueError(
+            f"{name} must be the same on all ranks: it is {have} of the {len(said)} ranks"
+        )
     for one in rows:
         if (fault := _faults.of_row(one.numbers[VALUES:-_SAID])) is not None:
             return fault
-    if replicas := _replicas(rows):
+    same: dict[tuple[int, ...], list[int]] = {}
+    for rank, one in enumerate(rows):
+        loss, n_valid, group = *one.numbers[:2], one.numbers[-1]
+        if n_valid and group:
+            same.setdefault((group, loss, n_valid), []).append(rank)
+    if replicas := next((ranks for ranks in same.values() if len(ranks) > 1), None):
         return RuntimeError(
             f"ranks {replicas} of this accumulator hold the same tokens, which are counted "
             f"{len(replicas)} times: leave tensor-parallel ranks out, as in "
@@ -229,33 +250,3 @@ def explain(rows: list[Told]) -> Exception | None:
             f"ranks in the last backward alone (DDP under no_sync())"
         )
     return None
-
-
-def _replicas(rows: list[Told]) -> list[int]:
-    """The first ranks found that hold the same tokens; none if all hold their own."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, one in enumerate(rows):
-        loss, n_valid, group = *one.numbers[:2], one.numbers[-1]
-        if n_valid and group:
-            found.setdefault((group, loss, n_valid), []).append(rank)
-    return next((ranks for ranks in found.values() if len(ranks) > 1), [])
-
-
-def _disagreement(name: str, said: list[Any]) -> Exception:
-    """The error for a setting ``name`` whose values by rank are ``said``."""
-    if name == "accumulator":
-        return RuntimeError(
-            f"messages of different accumulators have met: those of numbers {said}, counted in the "
-            f"order in which each rank has used them first. All ranks must open, finish and read "
-            f"those that they share in the same order"
-        )
-    if name == "purpose":
-        at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
-        return RuntimeError(
-            f"the {len(said)} ranks are at different places, {at}: each rank needs the same "
-            f"windows and the same calls of metrics(). Did one run out of data?"
-        )
-    have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
-    return ValueError(
-        f"{name} must be the same on all ranks: it is {have} of the {len(said)} ranks"
-    )

@@ -29,7 +29,6 @@ from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
 from fusedce.accumulate.gradients import (
-    drop_gradients,
     fsdp2_parameters,
     held_by_fsdp2,
     norms_of,
@@ -139,17 +138,14 @@ class Guard:
         joined = (getattr(x, "_join_config", None) for x in models)
         if not alone and any(getattr(x, "enable", False) for x in joined):
             raise RuntimeError(
-                "Join lets a rank leave while others train on; a LossAccumulator needs each "
-                "rank in every window, the others would wait for it. Without Join, give the "
-                "rank that has run out micro-batches whose labels are all ignore_index. (A "
-                "Join that is over leaves its mark on the model until it is told otherwise: "
-                "Join([model], enable=False))"
+                "Join lets a rank leave while others train on, which would wait for it. Without "
+                "Join, give it micro-batches whose labels are all ignore_index (a Join that is "
+                "over leaves its mark on the model, which Join([model], enable=False) removes)"
             )
         if self._dropped and held_by_fsdp2():
             raise RuntimeError(
-                "FSDP2 still holds gradients of micro-batches that were dropped "
-                "(set_requires_gradient_sync(False)), where zero_grad does not reach them, and "
-                "would add them to this window: call acc.discard_window(model) first"
+                "FSDP2 still holds gradients of micro-batches that were dropped, and would add "
+                "them to this window: call acc.discard_window(model) first"
             )
 
     def open(self, why_no_step: Callable[[], str | None], streams: bool) -> None:
@@ -168,19 +164,23 @@ class Guard:
         self._known = {i: ref for i, ref in self._known.items() if ref() is not None}
         self._start()
 
-    def drop(self, module: torch.nn.Module) -> None:
-        """Forget the gradients of a dropped window."""
-        drop_gradients(module)
-        self._dropped = False
-
     def check_end(self, trained: list[Tensor] | None) -> None:
         """Raise where gradients of the window are not what an optimizer should see.
 
-        Args:
-            trained: what ``finish`` was given; ``None`` for declared counts.
+        ``trained``: the parameters that ``finish`` was given; ``None`` for declared counts.
         """
         if trained is not None:
-            self._check_given(trained)
+            self._given = {id(p) for p in trained}
+            names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
+            new = {i for i, grad in self._grads().items() if self._before.get(i) != grad}
+            missing = [p for p in self._alive() if id(p) in new - self._given]
+            if missing:
+                said = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:3]]
+                raise RuntimeError(
+                    f"parameters: {len(missing)} that have a .grad were not given to finish, and "
+                    f"would be trained with the gradients of an estimate: {', '.join(said)}"
+                )
+            self._know(trained)
         for ddp in self.ddp():
             before = self._reduced.get(id(ddp))
             grads = any(p.grad is not None for p in ddp.parameters())
@@ -190,30 +190,12 @@ class Guard:
                     f"its own: call the {type(ddp).__name__} module itself in the last "
                     f"micro-batch, not its .module or a method of it, and not inside no_sync()"
                 )
-        held = [p for p in held_by_fsdp2() if id(p) not in self._held]
-        if held:
+        if held := [p for p in held_by_fsdp2() if id(p) not in self._held]:
             raise RuntimeError(
                 f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
                 f"optimizer would step without them: call set_requires_gradient_sync(True) before "
                 f"the last micro-batch of a window (and discard_window(model) to drop these)"
             )
-
-    def _check_given(self, trained: list[Tensor]) -> None:
-        """Raise if ``finish`` would correct too few gradients, or another accumulator's."""
-        self._given = {id(p) for p in trained}
-        names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
-        grads = self._grads()
-        missing = [
-            names.get(i, f"a tensor of shape {tuple(p.shape)}")
-            for p in self._alive()
-            if (i := id(p)) in grads and i not in self._given and self._before.get(i) != grads[i]
-        ]
-        if missing:
-            raise RuntimeError(
-                f"parameters: {len(missing)} that have a .grad were not given to finish, and would "
-                f"be trained with the gradients of an estimate: {', '.join(missing[:3])}"
-            )
-        self._know(trained)
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -228,9 +210,8 @@ class Guard:
                 self._after = {}  # zero_grad may follow the step
             return
         text = (
-            f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
-            f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "
-            f"leave the `with` block, before the step"
+            f"{type(optimizer).__name__}.step() inside an open window: {why}. Call "
+            f"finish(parameters), or leave the `with` block, before the step"
         )
         if guarded:
             raise RuntimeError(text)
@@ -277,8 +258,14 @@ class Guard:
 
     def before_backward(self, roots: Sequence[Any], backward: int) -> None:
         """Look at the gradients as a backward through ``roots`` begins."""
-        if self._backward == -1:
-            self._look_before(roots)
+        if self._backward == -1:  # those of the step before, or of others
+            if not self._has_looked and not _composable_state._module_state_mapping:
+                self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
+            self._has_looked, self._before = True, self._grads()
+            left = {i for i, x in self._before.items() if x[:1] == self._left.get(i, ())[:1]}
+            stale = self._before.keys() if self._streams else left
+            norms = norms_of(found := [p for p in self._alive() if id(p) in stale])
+            self._stale = dict(zip(map(id, found), norms, strict=True))
         elif backward != self._backward:
             self._look(backward)
         self._backward = backward
@@ -287,17 +274,6 @@ class Guard:
         """Remember the gradients after a backward."""
         mine = ((i, x) for i, x in self._grads().items() if self._before.get(i) != x)
         self._after = dict(mine if self.is_on() else islice(mine, _WATCHED))
-
-    def _look_before(self, roots: Sequence[Any]) -> None:
-        """Note the gradients that the window finds: those of the step before, or of others."""
-        if not self._has_looked and not _composable_state._module_state_mapping:
-            self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
-        self._has_looked = True
-        self._before = self._grads()
-        left = {i for i, x in self._before.items() if i in self._left and x[0] == self._left[i][0]}
-        stale = self._before.keys() if self._streams else left
-        norms = norms_of(found := [p for p in self._alive() if id(p) in stale])
-        self._stale = dict(zip(map(id, found), norms, strict=True))
 
     def _look(self, backward: int | None = None) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
@@ -417,17 +393,13 @@ if hasattr(os, "register_at_fork"):  # the open windows belong to the parent pro
     os.register_at_fork(after_in_child=_OPEN.clear)
 
 
-def _open() -> list[Guard]:
-    """The guards of the open windows. Other threads open and close theirs meanwhile."""
-    return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
-
-
 @functools.cache
 def _watch_steps() -> None:
     """Tell the guards of open windows each optimizer's step, from now on."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        for guard in _open():
-            guard.before_step(optimizer)
+        for ref in _OPEN.valuerefs():  # other threads open and close theirs meanwhile
+            if (guard := ref()) is not None:
+                guard.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

@@ -102,7 +102,7 @@ SAME = {
     "other number": (right, one, "different numbers of micro-batches in this window: 1 on rank 0"),
     "reads metrics": (reads, right, "1 to open a window, 1 to read metrics"),
     "finishes": (lambda acc: acc.finish([]), streams, "no micro-batch since the last one"),
-    "reads inside": (reads_inside, right, "cannot read metrics inside a window: 1 of 2 declared"),
+    "reads inside": (reads_inside, right, "cannot read metrics: 1 of 2 declared"),
     "reads while streaming": (
         reads_while_streaming, reads,
         "cannot read metrics: 1 micro-batches since the last finish() are",
