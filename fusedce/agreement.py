@@ -32,30 +32,27 @@ _KEPT_KINDS = ("RuntimeError", "TypeError", "ValueError")
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-class Table(NamedTuple):
-    """The rows that all ranks have sent, ``(ranks, TEXT + n)`` int64, equal on all of them."""
-
-    rows: Tensor
-
-    def numbers(self) -> Tensor:
-        """The numbers of all ranks, ``(ranks, n)`` int64."""
-        return self.rows[:, TEXT:]
-
-    def is_error(self) -> Tensor:
-        """Whether a rank has failed, or settings differ: ``()`` bool on the rows' device."""
-        return (self.rows[:, :TEXT] != self.rows[:1, :TEXT]).any()
-
-    def read(self) -> list[Told]:
-        """Copy the rows of all ranks to the host; waits for them."""
-        return [_decoded(row) for row in self.rows.tolist()]
-
-
 class Told(NamedTuple):
     """The row of one rank: ``settings`` or the text of an ``error``, and ``numbers``."""
 
     settings: dict[str, Any]
     error: str  # "KeyError: 'labels' (on rank 3)", with the rank among all processes
     numbers: list[int]
+
+
+class Table(NamedTuple):
+    """The rows that all ranks have sent, ``(ranks, TEXT + n)`` int64, equal on all of them."""
+
+    rows: Tensor
+
+    def read(self) -> list[Told]:
+        """Copy the rows of all ranks to the host; waits for them."""
+        told = []
+        for row in self.rows.tolist():
+            text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
+            failed = isinstance(text, str)
+            told.append(Told({} if failed else text, text if failed else "", row[TEXT:]))
+        return told
 
 
 def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
@@ -95,25 +92,18 @@ def words_of(error: BaseException) -> str:
 
 
 def failure_of(told: Iterable[Told]) -> Exception | None:
-    """The error of the first rank that has failed; those of others are its notes (Python 3.11).
+    """The error of the first rank that has failed; ``None`` if none has.
 
     The kinds of :data:`_KEPT_KINDS`, which argument checks raise, are kept. Others become
-    ``RuntimeError``. The result is ``None`` if no rank has failed.
+    ``RuntimeError``.
     """
-    failed = [one.error for one in told if one.error]
-    if not failed:
+    words = next((one.error for one in told if one.error), None)
+    if words is None:
         return None
-    name, _, text = failed[0].partition(": ")
+    name, _, text = words.partition(": ")
     kept = name in _KEPT_KINDS
-    error: Exception = getattr(builtins, name)(text) if kept else RuntimeError(failed[0])
-    add_notes(error, failed[1:])
+    error: Exception = getattr(builtins, name)(text) if kept else RuntimeError(words)
     return error
-
-
-def add_notes(error: BaseException, words: Iterable[str]) -> None:
-    """Add the errors of other ranks to ``error`` as notes, from Python 3.11 on."""
-    for other in words:
-        getattr(error, "add_note", str)(f"another rank has failed, too: {other}")
 
 
 def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
@@ -123,13 +113,6 @@ def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
         if len({json.dumps(x) for x in values}) > 1:
             return name, values
     return None
-
-
-def _decoded(row: list[int]) -> Told:
-    """Read the row that :func:`row` has made."""
-    text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
-    failed = isinstance(text, str)
-    return Told({} if failed else text, text if failed else "", row[TEXT:])
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -147,71 +130,41 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for exchanges while ``group`` still reduces gradients.
-
-    Under gloo it is a new group, made at the first call, which is a collective of its ranks. In
-    ``group`` itself, a rank that has left a window early would send its row while another one is
-    in an all-reduce of gradients, and gloo would abort both processes. Other backends use
-    ``group``.
-    """
-    if _is_to_be_made(group):
-        members = dist.get_process_group_ranks(group)
-        _OWN[group] = dist.new_group(
-            members,
-            backend="gloo",
-            timeout=timeout_for(group),
-            use_local_synchronization=len(members) < dist.get_world_size(),
-        )
-    return _OWN.get(group, group)
-
-
 _ATTEMPTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def meet(group: dist.ProcessGroup) -> Exception | None:
-    """Wait until all ranks have come, before :func:`own_group` makes a group with all of them.
+def own_group(group: dist.ProcessGroup, error: str = "") -> dist.ProcessGroup | Exception | None:
+    """A group of the same ranks for exchanges while ``group`` still reduces gradients.
 
-    They tell it in the store: making the group would wait for a rank that has failed before.
+    Under gloo it is a new group, made at the first call. In ``group`` itself, a rank that has left
+    a window early would send its row while another one is in an all-reduce of gradients, and gloo
+    would abort both processes. Other backends use ``group``.
 
-    Returns:
-        The error if a rank has failed (:func:`has_failed_before_meeting`); all return the same.
+    Making it would wait for a rank that has failed before. So each rank first tells in the store
+    that it has come, or its ``error``: then the result is ``None``, and on other ranks that error.
     """
-    if not _is_to_be_made(group):
-        return None
-    keys = _tell(group, "")
-    store = dist.distributed_c10d._get_default_store()
-    timeout = timeout_for(group)
-    store.wait(keys, *([] if timeout is None else [timeout]))
-    told = [Told({}, store.get(key).decode()[1:], []) for key in keys]
-    return failure_of(told)
-
-
-def has_failed_before_meeting(group: dist.ProcessGroup, words: str) -> bool:
-    """Tell the other ranks an error in the store, if the group of :func:`own_group` is not made."""
-    if to_be_made := _is_to_be_made(group):
-        _tell(group, words)
-    return to_be_made
-
-
-def _tell(group: dist.ProcessGroup, words: str) -> list[str]:
-    """Store what this rank has to say at this attempt to meet; return the keys of all ranks."""
-    attempt = _ATTEMPTS[group] = _ATTEMPTS.get(group, 0) + 1
-    keys = [
-        f"fusedce/{group.group_name}/{attempt}/{rank}"
-        for rank in dist.get_process_group_ranks(group)
-    ]
-    dist.distributed_c10d._get_default_store().set(keys[dist.get_rank(group)], f":{words}")
-    return keys
-
-
-def _is_to_be_made(group: dist.ProcessGroup) -> bool:
-    """Whether exchanges of ``group`` need a group of their own that is not made yet."""
     cpu = torch.device("cpu")
-    on_cpu = device_for(group, cpu) == cpu and _backend(group, "cpu") == "gloo"
-    return on_cpu and group not in _OWN
+    if device_for(group, cpu) != cpu or _backend(group, "cpu") != "gloo":
+        return group
+    if group not in _OWN:
+        members, timeout = dist.get_process_group_ranks(group), timeout_for(group)
+        attempt = _ATTEMPTS[group] = _ATTEMPTS.get(group, 0) + 1
+        keys = [f"fusedce/{group.group_name}/{attempt}/{rank}" for rank in members]
+        store = dist.distributed_c10d._get_default_store()
+        store.set(keys[dist.get_rank(group)], f":{error}")
+        if error:
+            return None
+        store.wait(keys, *([] if timeout is None else [timeout]))
+        failure = failure_of(Told({}, store.get(key).decode()[1:], []) for key in keys)
+        if failure is not None:
+            return failure
+        _OWN[group] = dist.new_group(
+            members,
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=len(members) < dist.get_world_size(),
+        )
+    return _OWN[group]
 
 
 def timeout_for(group: dist.ProcessGroup) -> timedelta | None:

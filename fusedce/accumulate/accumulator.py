@@ -27,18 +27,31 @@ from fusedce.accumulate.arguments import (
     check_choice,
     check_module,
     check_whole,
+    describe,
     unpack,
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, UNNAMED, WINDOW, Exchange
-from fusedce.accumulate.gradients import STREAMED, scale_gradients, trained_of
+from fusedce.accumulate.exchange import (
+    CLOSE,
+    FINISH,
+    KINDS,
+    METRICS,
+    UNNAMED,
+    WINDOW,
+    Exchange,
+    is_known,
+)
+from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
 from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.metrics import Loss, Metrics
+from fusedce.accumulate.sums import Sums, added, loaded, numbers_of, per_token, sums_of
 from fusedce.accumulate.window import Window, WindowBlock
+from fusedce.contract.checks import check_flag
 from fusedce.contract.groups import Ranks
 
+Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
-class LossAccumulator(Metrics):
+
+class LossAccumulator:
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
     Counts known in advance, or streaming, where they become known only at the end::
@@ -60,7 +73,7 @@ class LossAccumulator(Metrics):
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
     same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
 
-    Collectives: each is an all-gather of 221 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
     ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
@@ -107,23 +120,20 @@ class LossAccumulator(Metrics):
     ) -> None:
         check_choice("grad_reduction", grad_reduction, ("mean", "sum"))
         check_choice("on_empty", on_empty, ("zero", "skip", "raise"))
-        ranks, engine = Ranks(process_group), Engine(backward_divisor)
-        self._start(ranks, ranks, engine, grad_reduction, on_empty, True)
-
-    def _start(
-        self, tokens: Ranks, shared: Ranks, engine: Engine, reduction: str, empty: str, loss: bool
-    ) -> None:
-        """Set everything as it is before any window."""
-        self._tokens = tokens  # whose losses are added (in a pipeline, the last stages)
-        self._exchange = Exchange(shared)  # with all ranks that share the windows
-        self._engine, self._grad_reduction, self._on_empty = engine, reduction, empty
-        self._has_loss = loss  # whether this rank computes losses
+        self._tokens = Ranks(process_group)  # whose losses are added (a pipeline's last stages)
+        self._exchange = Exchange(self._tokens)  # with all ranks that share the windows
+        self._engine = Engine(backward_divisor)
+        self._grad_reduction, self._on_empty = grad_reduction, on_empty
+        self._has_loss = True  # whether this rank computes losses
         self._guard = Guard()
-        self._start_metrics()
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self._should_step = True
-        self._opened = 0  # see Guard.place
+        self._weights: dict[str, float] = {UNNAMED: 1.0}  # losses of the last window, factors
+        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
+        self._bad: Tensor | None = None  # the first bad label among those, as a fault
+        self._trains = False  # whether a window has ever ended
+        self._reset()
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -164,7 +174,7 @@ class LossAccumulator(Metrics):
         local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
         if declared:
             local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
-        said = self._says(1 + len(declared), losses)
+        said = (1 + len(declared), _hash(losses), 0) if self._has_loss else (0, 0, 0)
         sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
@@ -175,26 +185,18 @@ class LossAccumulator(Metrics):
     def _leave(self, error: BaseException | None) -> None:
         """Close a window of declared counts, or drop it after ``error``. One all-gather."""
         window = self._window
+        assert window is not None
         if error is not None:
-            if window is not None:
-                self._close(dropped=True)
-                # Ranks that already know of the error do not come to the window's end.
-                if error is not self._exchange.shared_error and not window.was_refused():
-                    self._exchange.fail(CLOSE, error)
-            self._exchange.shared_error = None  # its traceback holds what has run out of memory
+            self._close(dropped=True)
+            # Ranks that already know of the error do not come to the window's end.
+            if not is_known(error) and not window.was_refused():
+                self._exchange.fail(CLOSE, error)
             return
-        if window is None:
-            raise RuntimeError("the window was closed inside its own block")
         try:
             window.factors(1.0)
-            with self._exchange.tell_peers_on_error(CLOSE):
-                if self._has_loss:
-                    window.check_complete()
-                self._guard.check_end(None)
-            sums = self._send(CLOSE, window)
+            sums, _ = self._end(CLOSE, window)
         finally:
             self._close()
-            self._exchange.shared_error = None
         self._count_window(window, sums)
 
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
@@ -211,10 +213,24 @@ class LossAccumulator(Metrics):
         self._check_entered()
         losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
         check_whole(losses)
-        window = self._window or self._start_streaming()
+        if (window := self._window) is None:
+            if self._engine.no_streaming is not None:
+                raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
+            if not self._has_loss:
+                raise RuntimeError(
+                    "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
+                    "from_mesh(..., has_loss=True) says so"
+                )
+            self._check_ready()
+            self._exchange.number()
+            window = self._open(self._streaming())
         window.check_usable()
         size, upstreams = self._tokens.size(), self._engine.upstreams()
         return window.scaled(losses, self._factor(), size, upstreams)
+
+    def _streaming(self) -> Window:
+        """A streaming window. Its losses are divided by a constant until it knows the tokens."""
+        return Window({UNNAMED: 1.0}, None, float(STREAMED * self._tokens.size()), self._guard)
 
     def _factor(self) -> float:
         """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
@@ -265,19 +281,6 @@ class LossAccumulator(Metrics):
             )
         self._window.add_auxiliary(auxiliary)
 
-    def _start_streaming(self) -> Window:
-        """Open a streaming window. No collective."""
-        if self._engine.no_streaming is not None:
-            raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
-        if not self._has_loss:
-            raise RuntimeError(
-                "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
-                "from_mesh(..., has_loss=True) says so"
-            )
-        self._check_ready()
-        streamed = float(STREAMED * self._tokens.size())
-        return self._open(Window({UNNAMED: 1.0}, None, streamed, self._guard))
-
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
 
@@ -287,28 +290,16 @@ class LossAccumulator(Metrics):
         Returns:
             :attr:`should_step`.
         """
-        window = self._window
-        if window is not None and window.declared is not None:
+        window = self._window or self._streaming()
+        if window.declared is not None:
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
             )
-        self._opened = self._guard.place()
-        with self._exchange.tell_peers_on_error(FINISH):
-            self._check_entered()
-            if window is not None:
-                window.check_complete()
-            n_done = 0 if window is None else len(window.done)
-            if n_done == 0 and self._has_loss:
-                raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
-            trained = trained_of(parameters)
-            self._guard.check_end(trained)
-        sums = self._send(FINISH, window)
+        sums, trained = self._end(FINISH, window, parameters)
         self._close()
-        self._guard.mark_shared(trained)
         self._decide_step(sums[1])
         if self._should_step:
-            streamed = float(STREAMED * self._tokens.size())
-            scale_gradients(trained, streamed / sums[1].clamp(min=1))
+            scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
@@ -331,9 +322,9 @@ class LossAccumulator(Metrics):
         if self._window is not None and self._window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self._announced = None
-        self._close(dropped=True)
         if module is not None:
-            self._guard.drop(module)
+            drop_gradients(module)
+        self._close(dropped=module is None)
 
     def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
         """Raise an error where a loop would spoil a window's gradients.
@@ -349,6 +340,134 @@ class LossAccumulator(Metrics):
         """
         self._guard.add(optimizer, module)
 
+    # ---- evaluation, metrics, state ---------------------------------------------------------
+
+    def add(self, out: Loss) -> None:
+        """Count a batch in the metrics without training on it (evaluation). No collective.
+
+        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
+        mixed: reset the metrics in between.
+        """
+        one = unpack(out, [UNNAMED])[UNNAMED]
+        if not one.loss_sum.requires_grad:
+            self._engine.check_evaluated()
+        if n_windows := self._n_windows:
+            raise RuntimeError(
+                f"add: the metrics hold {n_windows} training windows since the last reset, and "
+                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
+                f"with a LossAccumulator of its own"
+            )
+        self._evaluates = True
+        n = one.n_valid.reshape(1)
+        self._bad = _faults.first_of([self._bad, _faults.first(_faults.BAD_LABEL, n < 0, n)])
+        self._waiting = added(self._waiting, {UNNAMED: sums_of([one])})
+
+    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with the labels of repeated samples set to ``ignore_index``.
+
+        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
+        :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
+        Batches without repeated samples are returned unchanged.
+        """
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
+        return self._engine.without_repeats(batch)
+
+    def metrics(self, *, reset: bool = False) -> dict[str, float]:
+        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
+
+        After training windows, whose sums are exchanged at their ends, without any collective: one
+        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
+        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
+
+        Returns (``reset`` starts a new interval):
+            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
+            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
+            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
+            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
+            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
+            nats per token.
+
+        Examples:
+            >>> acc = fusedce.LossAccumulator()
+            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
+            >>> acc.metrics()["loss"]
+            1.5
+        """
+        check_flag("reset", reset)
+        if self._waiting or not self._trains:
+            self._sum_over_ranks()
+        self._refuse_open_window("read metrics")
+        self._exchange.raise_unread()
+        numbers, found = numbers_of(self._sums), dict[str, float]()
+        if UNNAMED in self._weights:
+            found = per_token(numbers, UNNAMED)
+        else:
+            means = {loss: per_token(numbers, loss) for loss in self._weights}
+            found["loss"] = sum(w * means[x][f"{x}/loss"] for x, w in self._weights.items())
+            found |= {name: number for mean in means.values() for name, number in mean.items()}
+        found["n_windows"] = self._n_windows
+        if reset:
+            self._reset()
+        return found
+
+    def _sum_over_ranks(self) -> None:
+        """Add the batches that each rank has evaluated to the totals: one all-gather."""
+        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
+        with self._exchange.tell_peers_on_error(METRICS):
+            self._refuse_open_window("read metrics")
+        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
+        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
+        self._count([UNNAMED], sent.wait())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals of all ranks, as plain numbers. No collective.
+
+        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
+        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
+        """
+        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
+        if self._waiting:
+            if self._exchange.ranks.size() > 1:
+                raise RuntimeError(
+                    "cannot save the state: batches were added on this rank that are not summed "
+                    "over ranks yet. Call metrics() on all ranks first"
+                )
+            self._sum_over_ranks()
+        self._exchange.raise_unread()
+        numbers = numbers_of(self._sums)
+        return {
+            "loss_sum": numbers.pop("loss_sum", 0.0),
+            "n_valid": int(numbers.pop("n_valid", 0)),
+            "n_windows": self._n_windows,
+            # Pairs in lists: a checkpoint may only load the keys that a new object has.
+            "named": [[name, x] for name, x in numbers.items() if x],
+            "weights": [[name, x] for name, x in self._weights.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
+
+        All ranks load the same state, whichever rank saved it, of however many.
+        """
+        self._refuse_open_window("load a state")
+        sums, weights, n_windows = loaded(state)
+        self._reset()
+        self._waiting, self._bad = {}, None
+        self._weights, self._n_windows = weights, n_windows
+        self._sums |= sums
+        self._trains = n_windows > 0
+
+    def _reset(self) -> None:
+        """Start a new interval of the metrics."""
+        self._sums: Sums = {}  # over all ranks, equal on all of them
+        self._n_windows, self._evaluates = 0, False
+
+    def _count(self, losses: Iterable[str], values: Tensor) -> None:
+        """Add ``values``, whose beginning is the sums ``(KINDS,)`` of these losses in turn."""
+        self._sums = added(self._sums, dict(zip(losses, values.split(len(KINDS)), strict=False)))
+
     # ---- every window -----------------------------------------------------------------------
 
     def _open(self, window: Window) -> Window:
@@ -363,20 +482,30 @@ class LossAccumulator(Metrics):
         self._window = None
         self._guard.close(dropped)
 
-    def _send(self, purpose: str, window: Window | None) -> Tensor:
-        """The sums over ranks of a window that ends, after its one all-gather."""
-        window = window or Window({UNNAMED: 1.0}, None, 1.0, self._guard)
-        said, settings = (0, 0), self._equal()
-        if purpose == FINISH:
-            said = self._says(0, window.weights)
-            settings["opened"] = self._opened
-        sums, fault = window.sums(), window.fault()
-        replica = self._guard.replicas(self._tokens) if self._has_loss else (0, False)
-        return self._exchange.send(purpose, sums, settings, said, fault, replica).wait()
+    def _end(
+        self, purpose: str, window: Window, parameters: Any = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sums over ranks of a window that ends, after its one all-gather.
 
-    def _count_window(self, window: Window | None, sums: Tensor) -> None:
+        ``parameters`` are those of ``finish``; the result holds those that have gradients.
+        """
+        with self._exchange.tell_peers_on_error(purpose):
+            self._check_entered()
+            if self._has_loss:
+                window.check_complete()
+            trained = trained_of(parameters) if purpose == FINISH else None
+            self._guard.check_end(trained)
+        said = (0, 0, 0)
+        if self._has_loss:  # losses may be equal by chance before the first step
+            replica = self._guard.replicas(self._tokens) if self._trains else 0
+            said = (0, _hash(window.weights), replica)
+        sums, fault = window.sums(), window.fault()
+        sums = self._exchange.send(purpose, sums, self._equal(), said, fault).wait()
+        return sums, trained or []
+
+    def _count_window(self, window: Window, sums: Tensor) -> None:
         """Add a window that has ended, and its sums over all ranks, to the totals."""
-        self._weights = {UNNAMED: 1.0} if window is None else window.weights
+        self._weights = window.weights
         self._count(self._weights, sums)
         self._n_windows += 1
         self._trains = True
@@ -388,11 +517,6 @@ class LossAccumulator(Metrics):
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
         }
-
-    def _says(self, micro_batches: int, losses: Mapping[str, float]) -> tuple[int, int]:
-        """``micro_batches`` and a hash of the losses: equal on ranks with losses."""
-        names = zlib.crc32(json.dumps(losses).encode())
-        return (micro_batches, names) if self._has_loss else (0, 0)
 
     def _decide_step(self, total: Tensor) -> None:
         """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
@@ -426,7 +550,11 @@ class LossAccumulator(Metrics):
         """Raise ``RuntimeError`` if a window is open; ``action`` says what needs it closed."""
         self._check_entered()
         if self._window is not None:
-            self._window.refuse(action)
+            raise RuntimeError(
+                f"cannot {action}: {self._window.progress()}. Leave the `with` block first, or call "
+                f"finish(model.parameters()), after an epoch's last, shorter window too (zero_grad "
+                f"and discard_window() drop it)"
+            )
 
     # ---- copies and text --------------------------------------------------------------------
 
@@ -442,9 +570,8 @@ class LossAccumulator(Metrics):
     def __getstate__(self) -> dict[str, Any]:
         """State for ``deepcopy`` and ``pickle``; raises ``RuntimeError`` inside a window."""
         self._refuse_open_window("copy it")
-        made = (self._tokens, self._exchange.ranks, self._engine, self._grad_reduction)
-        return {"made": (*made, self._on_empty, self._has_loss), "state": self.state_dict()}
+        return self.__dict__
 
-    def __setstate__(self, copied: dict[str, Any]) -> None:
-        self._start(*copied["made"])
-        self.load_state_dict(copied["state"])
+
+def _hash(losses: Mapping[str, float]) -> int:
+    return zlib.crc32(json.dumps(losses).encode())

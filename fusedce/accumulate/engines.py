@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
-from fusedce import agreement
 from fusedce.accumulate.arguments import OnEmpty
 from fusedce.accumulate.exchange import Exchange
-from fusedce.accumulate.gradients import fsdp2_parameters
-from fusedce.contract.groups import Ranks, is_dtensor, submesh
+from fusedce.contract.groups import Ranks, submesh
 
 Accumulator = TypeVar("Accumulator")  # LossAccumulator: the constructors become its class methods
 
@@ -215,27 +211,3 @@ def _kind(accelerator: Any) -> str:
         )
     kind = accelerator.distributed_type
     return str(getattr(kind, "value", kind))
-
-
-def replicas_of(parameters: Sequence[Any], tokens: Ranks) -> tuple[int, bool]:
-    """A number that ranks of a tensor-parallel group share, and whether they hold the same tokens.
-
-    Layers are divided over such ranks by something else than FSDP2, or they share a vocabulary.
-    Without certainty they may be experts, which have tokens of their own. ``(0, False)`` where
-    ``tokens`` has at most one of them.
-    """
-    if (group := tokens.group()) is None:
-        return 0, False
-    found = dict.fromkeys(agreement.SHARE_TOKENS, True)
-    fsdp = {id(p.sharded_param) for p in fsdp2_parameters()}
-    for p in filter(is_dtensor, parameters):
-        names = p.device_mesh.mesh_dim_names or [""] * p.device_mesh.ndim
-        sharded = [i for i, x in enumerate(p.placements) if not x.is_replicate()]
-        for i in sharded[id(p) in fsdp :]:  # FSDP2's own is the first of its dimensions
-            ranks = tuple(dist.get_process_group_ranks(p.device_mesh.get_group(i)))
-            found[ranks] = found.get(ranks, False) or names[i] == "tp"
-    members = set(dist.get_process_group_ranks(group))
-    for ranks, certain in found.items():
-        if len(members.intersection(ranks)) > 1:
-            return zlib.crc32(str(ranks).encode()), certain
-    return 0, False

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,18 +31,29 @@ WINDOW, FINISH, CLOSE, METRICS = (
 )
 UNNAMED = ""  # the name of a window's only loss where the user gave none
 KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
+_CPU = torch.device("cpu")
 VALUES = 128  # float64 values in a message that are summed over ranks
-_SAID = 5  # int64 values in a message: of a replica two, `said`, and the accumulator's number
+_SAID = 3  # int64 values in a message: see `said` of Exchange.send
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SAID
-_MIXING = torch.tensor([3, 0x1E3779B97F4A7C15, 0x632BE59BD9B4E019, 0x7A646E19], device="cpu")
+_UNREAD = 32  # messages on a device that wait to be read, at most
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
 _ADVICE = (
     "Look at what the other ranks do: each needs the same windows, the same number of "
     "micro-batches in them (empty ones may be all ignored) and the same calls of metrics(), and "
     "one that has failed says why in its own output"
 )
-_NUMBERS = itertools.count(1)  # of the accumulators that this process makes
-_MET: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
+_COUNTERS: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+def known(error: BaseException) -> BaseException:
+    """Mark an error of which all ranks know."""
+    error.is_known = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known(error: BaseException) -> bool:
+    """Whether all ranks know of an error."""
+    return getattr(error, "is_known", False)
 
 
 class Pending(NamedTuple):
@@ -66,7 +76,8 @@ class Pending(NamedTuple):
             with self.exchange.waiting(self.purpose):
                 self.work.wait()
         self.exchange.check(self.table)
-        return self.table.numbers()[:, :VALUES].contiguous().view(torch.float64).sum(0)
+        values = self.table.rows[:, agreement.TEXT :][:, :VALUES]
+        return values.contiguous().view(torch.float64).sum(0)
 
     def read_rows(self) -> list[Told]:
         """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none."""
@@ -82,20 +93,28 @@ class Exchange:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.shared_error: BaseException | None = None  # the last error that all ranks were told of
-        self._number = next(_NUMBERS)
-        self._numbers: Tensor | None = None  # (R,) of this accumulator on each rank, 0 if unknown
-        self._before: Tensor | None = None  # the bits of the loss in the message before, ()
-        self._unread: Table | None = None  # the first message on a device that is an error
+        self._number: int | None = None
+        self._unread: list[Table] = []  # messages on a device
+
+    def __reduce__(self) -> Any:
+        return Exchange, (self.ranks,)
+
+    def number(self) -> int:
+        """Its number among those of the same ranks, in the order of their first use.
+
+        One rank may make accumulators alone; those that are used are the same on all ranks.
+        """
+        if self._number is None:
+            self._number = next(_COUNTERS[self.ranks.name()])
+        return self._number
 
     def send(
         self,
         purpose: str,
         values: Tensor,
         settings: Mapping[str, object],
-        said: tuple[int, int] = (0, 0),
+        said: tuple[int, int, int] = (0, 0, 0),
         fault: Tensor | None = None,
-        replica: tuple[int, bool] = (0, False),
     ) -> Pending:
         """Start one all-gather.
 
@@ -104,46 +123,37 @@ class Exchange:
             values: ``(n,)``, this rank's numbers, to be summed over ranks as float64.
             settings: must be equal on all ranks.
             said: the number of declared micro-batches plus one, and a hash of the losses, equal on
-                all ranks that have them; ranks without any send zeros.
+                all ranks that have them; and :meth:`Guard.replicas`, of ranks that hold the same
+                tokens where their losses are equal. Zeros say nothing.
             fault: the first error that this rank has found in tensors.
-            replica: as :meth:`Guard.replicas`. Where the losses of two such ranks are equal, in
-                two windows running unless one is enough, they hold the same tokens.
         """
         group, values = self.ranks.group(), values.detach().double()
         at = values.device if group is None else agreement.device_for(group, values.device)
         if fault is None:
             fault = torch.zeros(_faults.ROW, dtype=torch.int64, device="cpu")
         padding = torch.zeros(VALUES - len(values), dtype=torch.int64, device=at)
-        bits, before = values.view(torch.int64), self._before
-        if replica[1] or before is None:
-            before = torch.tensor(int(replica[1]), device="cpu")
-        if purpose in (CLOSE, FINISH):
-            self._before = bits[0].clone()
-        counts = torch.tensor([replica[0], *said, self._number], device="cpu")
-        numbers = [bits, padding, fault, before[None], counts]
+        numbers = [values.view(torch.int64), padding, fault, torch.tensor(said, device="cpu")]
         row = torch.cat([_faults.moved(x, at) for x in numbers])
-        return self._post(purpose, agreement.row({"purpose": purpose, **settings}, row))
+        text = {"accumulator": self.number(), "purpose": purpose, **settings}
+        pending = self._post(purpose, agreement.row(text, row))
+        assert pending is not None
+        return pending
 
     def fail(self, purpose: str, error: BaseException) -> None:
-        """Send ``error`` to the other ranks, which come for ``purpose``.
-
-        Errors that they report within :data:`GRACE` become notes of this one (Python 3.11).
-        """
+        """Send ``error`` to the other ranks, which come for ``purpose``; give them time to hear."""
+        self.number()
         if (group := self.ranks.group()) is None:
             return
-        words = agreement.words_of(error)
-        self.shared_error = error
-        if agreement.has_failed_before_meeting(group, words):
-            return
-        device = agreement.device_for(group, torch.device("cpu"))
+        words, device = agreement.words_of(known(error)), agreement.device_for(group, _CPU)
         nothing = torch.zeros(LENGTH - agreement.TEXT, dtype=torch.int64, device=device)
+        row = agreement.row(words, nothing)
         with contextlib.suppress(RuntimeError):  # no rank has answered
-            sent = self._post(purpose, agreement.row(words, nothing))
+            sent = self._post(purpose, row, words)
             if purpose == WINDOW and not _faults.readable(device):
                 # Ranks that do not read their device go on until the window's end.
-                self._post(CLOSE, agreement.row(words, nothing))
-            others = (one.error for one in sent.read_rows())
-            agreement.add_notes(error, [x for x in others if x not in ("", words)])
+                self._post(CLOSE, row, words)
+            if sent is not None:
+                sent.read_rows()
 
     @contextlib.contextmanager
     def tell_peers_on_error(self, purpose: str) -> Iterator[None]:
@@ -154,56 +164,28 @@ class Exchange:
             self.fail(purpose, error)
             raise
 
-    def _post(self, purpose: str, row: Tensor) -> Pending:
+    def _post(self, purpose: str, row: Tensor, error: str = "") -> Pending | None:
+        """Send a row; ``None`` if the other ranks hear of ``error`` without it."""
         if (group := self.ranks.group()) is None:
             return Pending(self, purpose, Table(row[None]))
         with self.waiting(purpose):
-            failure = agreement.meet(group)
-        if failure is not None:
-            self.shared_error = failure
-            raise failure
-        group = agreement.own_group(group)
-        return Pending(self, purpose, *agreement.send(row, group))
+            own = agreement.own_group(group, error)
+        if isinstance(own, Exception):
+            raise known(own)
+        return None if own is None else Pending(self, purpose, *agreement.send(row, own))
 
     def check(self, table: Table) -> None:
         """Raise the error that a message holds; on a device, keep it until a value is read."""
-        self._identify(table.numbers()[:, -1])
-        if _faults.readable(table.rows.device):
-            if (error := explain(table.read())) is not None:
-                self.shared_error = error
-                raise error
-        elif self._unread is None:
-            self._unread = table
-        else:
-            rows = torch.where(_is_error(self._unread), self._unread.rows, table.rows)
-            self._unread = Table(rows)
-
-    def _identify(self, numbers: Tensor) -> None:
-        """Make ``numbers (R,)``, in place, negative if ranks speak of different accumulators.
-
-        A process numbers the accumulators that it makes, and may make some alone. But those that
-        have met were made in the same order on all ranks, and one that has met stays itself.
-        """
-        if self.ranks.group() is None:
-            return
-        _MET[self._number] = self
-        mine, several = numbers.clone(), torch.zeros_like(numbers[0]).bool()
-        for other in (ref() for ref in _MET.valuerefs()):
-            met = None if other is None else other._numbers
-            if other is not None and met is not None and other.ranks.name() == self.ranks.name():
-                met = _faults.moved(met, mine.device)
-                order = (mine - met).sign().masked_fill((mine == 0) | (met == 0), 2)
-                ways = [(order == way).any().int() for way in (-1, 0, 1)]
-                several |= sum(ways) > 1
-        numbers *= torch.where(several, -1, 1)
-        if self._numbers is None:
-            self._numbers = mine  # with 0 for a rank that has failed
+        self._unread.append(table)
+        if _faults.readable(table.rows.device) or len(self._unread) > _UNREAD:
+            self.raise_unread()
 
     def raise_unread(self) -> None:
-        """Raise the error that messages on a device hold, and forget it. Waits for the device."""
-        table, self._unread = self._unread, None
-        if table is not None and (error := explain(table.read())) is not None:
-            raise error
+        """Raise the first error that kept messages hold, and forget them. Waits for a device."""
+        unread, self._unread = self._unread, []
+        for table in unread:
+            if (error := explain(table.read())) is not None:
+                raise known(error)
 
     @contextlib.contextmanager
     def waiting(self, purpose: str) -> Iterator[None]:
@@ -212,8 +194,7 @@ class Exchange:
             yield
         except RuntimeError as error:
             words = agreement.not_all_came(self.ranks.group(), purpose)
-            self.shared_error = RuntimeError(f"{words}. {_ADVICE}")
-            raise self.shared_error from error
+            raise known(RuntimeError(f"{words}. {_ADVICE}")) from error
 
 
 def explain(rows: list[Told]) -> Exception | None:
@@ -221,13 +202,32 @@ def explain(rows: list[Told]) -> Exception | None:
     if (failure := agreement.failure_of(rows)) is not None:
         return failure
     if (differ := agreement.differing(rows)) is not None:
-        return _disagreement(*differ)
-    if any(one.numbers[-1] < 0 for one in rows):
-        return _several([abs(one.numbers[-1]) for one in rows])
+        name, said = differ
+        have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
+        if name == "accumulator":
+            return RuntimeError(
+                f"messages of different accumulators have met: those of numbers {said}, counted in "
+                f"the order in which each rank has used them first. All ranks must open, finish "
+                f"and read those that they share in the same order"
+            )
+        if name == "purpose":
+            at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
+            return RuntimeError(
+                f"the {len(said)} ranks are at different places, {at}: each rank needs the same "
+                f"windows and the same calls of metrics(). Did one run out of data?"
+            )
+        return ValueError(
+            f"{name} must be the same on all ranks: it is {have} of the {len(said)} ranks"
+        )
     for one in rows:
         if (fault := _faults.of_row(one.numbers[VALUES:-_SAID])) is not None:
             return fault
-    if replicas := _replicas(rows):
+    same: dict[tuple[int, ...], list[int]] = {}
+    for rank, one in enumerate(rows):
+        loss, n_valid, group = *one.numbers[:2], one.numbers[-1]
+        if n_valid and group:
+            same.setdefault((group, loss, n_valid), []).append(rank)
+    if replicas := next((ranks for ranks in same.values() if len(ranks) > 1), None):
         return RuntimeError(
             f"ranks {replicas} of this accumulator hold the same tokens, which are counted "
             f"{len(replicas)} times: leave tensor-parallel ranks out, as in "
@@ -250,49 +250,3 @@ def explain(rows: list[Told]) -> Exception | None:
             f"ranks in the last backward alone (DDP under no_sync())"
         )
     return None
-
-
-def _replicas(rows: list[Told]) -> list[int]:
-    """The first ranks found that hold the same tokens; none if all hold their own."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, one in enumerate(rows):
-        loss, n_valid, before, group = *one.numbers[:2], *one.numbers[-_SAID : 2 - _SAID]
-        if n_valid and before and group:
-            found.setdefault((group, before, loss, n_valid), []).append(rank)
-    return next((ranks for ranks in found.values() if len(ranks) > 1), [])
-
-
-def _is_error(table: Table) -> Tensor:
-    """``()`` bool on the table's device: whether :func:`explain` finds an error."""
-    numbers = table.numbers()
-    said = numbers[:, -3:-1]
-    differ = ((said != 0) & (said != said.amax(0))).any() | (numbers[:, -1] < 0).any()
-    same = torch.stack([*numbers[:, :2].T, *numbers[:, -_SAID : 2 - _SAID].T])
-    mixed = (same * _MIXING[:, None].to(same)).sum(0)  # wraps around; 0 for no replica
-    mixed = mixed.masked_fill((same[1:] == 0).any(0), 0).sort().values
-    differ |= ((mixed[1:] == mixed[:-1]) & (mixed[1:] != 0)).any()
-    return table.is_error() | (numbers[:, VALUES] != 0).any() | differ
-
-
-def _several(numbers: list[int]) -> Exception:
-    return RuntimeError(
-        f"messages of different accumulators have met: those of numbers {numbers}, counted in the "
-        f"order in which each rank has made or opened them. All ranks must make, open, finish and "
-        f"read those that they share in the same order"
-    )
-
-
-def _disagreement(name: str, said: list[Any]) -> Exception:
-    """The error for a setting ``name`` whose values by rank are ``said``."""
-    if name == "opened":
-        return _several(said)
-    if name == "purpose":
-        at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
-        return RuntimeError(
-            f"the {len(said)} ranks are at different places, {at}: each rank needs the same "
-            f"windows and the same calls of metrics(). Did one run out of data?"
-        )
-    have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
-    return ValueError(
-        f"{name} must be the same on all ranks: it is {have} of the {len(said)} ranks"
-    )

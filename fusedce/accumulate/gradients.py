@@ -23,16 +23,16 @@ def trained_of(parameters: Any) -> list[Tensor]:
         TypeError: not an iterable of tensors.
         RuntimeError: none has a gradient.
     """
-    advice = "parameters: pass an iterable of tensors, such as model.parameters()"
+    advice = (
+        "parameters: pass an iterable of tensors, such as model.parameters() (not "
+        "named_parameters(), a state_dict or an optimizer's param_groups)"
+    )
     if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
         raise TypeError(f"{advice}, got {type(parameters).__name__}")
     found: dict[int, Tensor] = {}
     for p in parameters:
         if not isinstance(p, Tensor):
-            kinds = {"tuple": "named_parameters() gives pairs", "str": "names are no tensors"}
-            kinds["dict"] = "an optimizer's param_groups are dicts, whose 'params' are tensors"
-            kind = type(p).__name__
-            raise TypeError(f"{advice} ({kinds.get(kind, f'it holds {kind}')})")
+            raise TypeError(f"{advice}, it holds {type(p).__name__}")
         if p.grad is not None:
             found[id(p)] = p
     if not found:
@@ -43,27 +43,15 @@ def trained_of(parameters: Any) -> list[Tensor]:
     return list(found.values())
 
 
-_LISTENERS: dict[int, Callable[[float], None]] = {}
-
-
-class OnCorrection:
-    """Calls ``listener(factor)`` for each correction of gradients, until :meth:`remove`.
-
-    Tools use it to follow the factors of a gradient. Reading the factor waits for its device.
-    """
-
-    def __init__(self, listener: Callable[[float], None]) -> None:
-        _LISTENERS[id(self)] = listener
-
-    def remove(self) -> None:
-        """Stop the calls."""
-        _LISTENERS.pop(id(self), None)
+LISTENERS: list[Callable[[float], object]] = []
+"""Called with the factor of each correction of gradients, by tools. Reading it waits for a device.
+"""
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
-    for listener in list(_LISTENERS.values()):
+    for listener in LISTENERS:
         listener(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
@@ -100,7 +88,12 @@ def norms_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
     """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
-    return [p for p in fsdp2_parameters(module) if _held(p)]
+    return [
+        p
+        for p in fsdp2_parameters(module)
+        if p.unsharded_accumulated_grad is not None
+        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+    ]
 
 
 def fsdp2_parameters(module: torch.nn.Module | None = None) -> list[Any]:
@@ -115,12 +108,6 @@ def fsdp2_parameters(module: torch.nn.Module | None = None) -> list[Any]:
             groups = [getattr(state, "_fsdp_param_group", None)]
         found += [p for group in groups for p in getattr(group, "fsdp_params", ())]
     return found
-
-
-def _held(p: Any) -> bool:
-    """Whether an FSDP2 parameter keeps an unsharded gradient inside."""
-    inside = getattr(p, "_unsharded_param", None)
-    return p.unsharded_accumulated_grad is not None or getattr(inside, "grad", None) is not None
 
 
 def drop_gradients(module: torch.nn.Module) -> None:

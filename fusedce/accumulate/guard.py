@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -22,16 +23,21 @@ from torch import Tensor
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdRef
 
 from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.accumulate.engines import replicas_of
-from fusedce.accumulate.gradients import drop_gradients, held_by_fsdp2, norms_of
+from fusedce.accumulate.gradients import (
+    fsdp2_parameters,
+    held_by_fsdp2,
+    norms_of,
+)
 from fusedce.contract.groups import Ranks, is_dtensor
 
+_Grad = tuple[WeakIdRef, int]  # the gradient that a parameter has, and its version
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
-_HOOKED = 8  # parameters that show for all of them what happens to gradients
+_WATCHED = 8  # parameters that show for all of them what happens to gradients
 
 
 class Guard:
@@ -45,13 +51,11 @@ class Guard:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
-        self._left: dict[int, weakref.ref[Tensor]] = {}  # their gradients after the last window
+        self._left: dict[int, _Grad] = {}  # their gradients after the last window
         self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
         self._warned = self._dropped = self._has_looked = False
-        self.watches_writes = False  # whether a write into .grad inside a window is an error
         self._why_no_step: Any = lambda: None  # WeakMethod of the open window
-        self._hooks: list[Any] = []
         self._start()
         _watch_steps()
 
@@ -60,19 +64,22 @@ class Guard:
 
     def _start(self) -> None:
         """Reset the state that belongs to one window."""
-        self._streams, self._is_new = False, True
-        self._shared: dict[int, weakref.ref[Tensor]] = {}  # tensors other accumulators add to
+        self._streams = False
         self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
         self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
         self._given: set[int] | None = None  # ids of the parameters that finish was given
-        # Gradients before the window: their versions, and norms () where they should be zero.
-        self._before: dict[int, int] = {}
+        # Gradients before the window, norms () of those that should be zero, and the gradients
+        # after the last backward.
+        self._before: dict[int, _Grad] = {}
         self._stale: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}  # of the gradients after the last backward
+        self._after: dict[int, _Grad] = {}
         self._backward = -1  # its id
-        self._in_backward = self._foreign = False
         self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
-        self._found: list[tuple[Callable[..., Exception], Tensor]] = []  # errors, where () is true
+        self._found: list[tuple[int, Tensor]] = []  # faults, where () is true
+
+    def is_on(self) -> bool:
+        """Whether the user has asked for it: then any write into .grad inside a window counts."""
+        return self in agreement.GUARDS
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -86,7 +93,6 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
-        self.watches_writes = True
         agreement.GUARDS.add(self)
         self._know_guarded()
 
@@ -102,12 +108,21 @@ class Guard:
         self._know(p for x in self._optimizers for g in x.param_groups for p in g["params"])
         self._know(p for module in self._modules for p in module.parameters())
 
-    def _with_grad(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield each known parameter that has a gradient, the gradient, and its version."""
-        for ref in self._known.values():
-            p = ref()
-            if p is not None and (grad := p.grad) is not None:
-                yield p, grad, getattr(grad, "_local_tensor", grad)._version  # of the shard
+    def _alive(self) -> list[Tensor]:
+        return [p for ref in self._known.values() if (p := ref()) is not None]
+
+    def _grads(self) -> dict[int, _Grad]:
+        """The gradients of the known parameters that have one."""
+        found = ((id(p), p.grad) for p in self._alive())
+        return {
+            # FSDP1 makes new views of a flat gradient; DTensors have the version of their shard.
+            i: (
+                WeakIdRef(x if x._base is None else x._base),
+                getattr(x, "_local_tensor", x)._version,
+            )
+            for i, x in found
+            if x is not None
+        }
 
     # ---- a window opens and ends ----------------------------------------------------------------
 
@@ -123,68 +138,50 @@ class Guard:
         joined = (getattr(x, "_join_config", None) for x in models)
         if not alone and any(getattr(x, "enable", False) for x in joined):
             raise RuntimeError(
-                "Join lets a rank leave while others train on; a LossAccumulator needs each "
-                "rank in every window, the others would wait for it. Without Join, give the "
-                "rank that has run out micro-batches whose labels are all ignore_index. (A "
-                "Join that is over leaves its mark on the model until it is told otherwise: "
-                "Join([model], enable=False))"
+                "Join lets a rank leave while others train on, which would wait for it. Without "
+                "Join, give it micro-batches whose labels are all ignore_index (a Join that is "
+                "over leaves its mark on the model, which Join([model], enable=False) removes)"
             )
         if self._dropped and held_by_fsdp2():
             raise RuntimeError(
-                "FSDP2 still holds gradients of micro-batches that were dropped "
-                "(set_requires_gradient_sync(False)), where zero_grad does not reach them, and "
-                "would add them to this window: call acc.discard_window(model) first"
+                "FSDP2 still holds gradients of micro-batches that were dropped, and would add "
+                "them to this window: call acc.discard_window(model) first"
             )
 
     def open(self, why_no_step: Callable[[], str | None], streams: bool) -> None:
         """Start the checks of a window whose method ``why_no_step`` says if no step may follow."""
         self._held = {id(p) for p in held_by_fsdp2()}
-        self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self._ddp()}
+        self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self.ddp()}
         self._streams, self._why_no_step = streams, weakref.WeakMethod(why_no_step)
         self._know_guarded()
         _OPEN[id(self)] = self
-        if streams and self.watches_writes:
-            self._hook_some()
-
-    def _hook_some(self) -> None:
-        """Notice backwards that are not the window's, at some of the parameters."""
-        found = [p for ref in self._known.values() if (p := ref()) is not None]
-        found = [p for p in found if p.requires_grad and p.is_leaf and not is_dtensor(p)]
-        me = weakref.ref(self)
-
-        def accumulated(p: Tensor) -> None:
-            guard = me()
-            if guard is not None and not guard._in_backward:
-                guard._foreign = True
-
-        for p in found[:: max(len(found) // _HOOKED, 1)]:
-            self._hooks.append(p.register_post_accumulate_grad_hook(accumulated))
 
     def close(self, dropped: bool) -> None:
         """End the checks of the window; ``dropped`` if its gradients are not to be used."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         _OPEN.pop(id(self), None)
         self._dropped = dropped
-        self._left = {id(p): weakref.ref(grad) for p, grad, _ in self._with_grad()}
+        self._left = self._grads()
         self._known = {i: ref for i, ref in self._known.items() if ref() is not None}
         self._start()
-
-    def drop(self, module: torch.nn.Module) -> None:
-        """Forget the gradients of a dropped window."""
-        drop_gradients(module)
-        self._dropped = False
 
     def check_end(self, trained: list[Tensor] | None) -> None:
         """Raise where gradients of the window are not what an optimizer should see.
 
-        Args:
-            trained: what ``finish`` was given; ``None`` for declared counts.
+        ``trained``: the parameters that ``finish`` was given; ``None`` for declared counts.
         """
         if trained is not None:
-            self._check_given(trained)
-        for ddp in self._ddp():
+            self._given = {id(p) for p in trained}
+            names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
+            new = {i for i, grad in self._grads().items() if self._before.get(i) != grad}
+            missing = [p for p in self._alive() if id(p) in new - self._given]
+            if missing:
+                said = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:3]]
+                raise RuntimeError(
+                    f"parameters: {len(missing)} that have a .grad were not given to finish, and "
+                    f"would be trained with the gradients of an estimate: {', '.join(said)}"
+                )
+            self._know(trained)
+        for ddp in self.ddp():
             before = self._reduced.get(id(ddp))
             grads = any(p.grad is not None for p in ddp.parameters())
             if grads and before is not None and before == _backward_stats(ddp):
@@ -193,49 +190,12 @@ class Guard:
                     f"its own: call the {type(ddp).__name__} module itself in the last "
                     f"micro-batch, not its .module or a method of it, and not inside no_sync()"
                 )
-        held = [p for p in held_by_fsdp2() if id(p) not in self._held]
-        if held:
+        if held := [p for p in held_by_fsdp2() if id(p) not in self._held]:
             raise RuntimeError(
                 f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
                 f"optimizer would step without them: call set_requires_gradient_sync(True) before "
                 f"the last micro-batch of a window (and discard_window(model) to drop these)"
             )
-
-    def _check_given(self, trained: list[Tensor]) -> None:
-        """Raise if ``finish`` would correct too few gradients, or another accumulator's."""
-        self._given = {id(p) for p in trained}
-        names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
-        missing = [
-            names.get(id(p), f"a tensor of shape {tuple(p.shape)}")
-            for p, _, version in self._with_grad()
-            if id(p) not in self._given and self._before.get(id(p)) != version
-        ]
-        if missing:
-            raise RuntimeError(
-                f"parameters: {len(missing)} that have a .grad were not given to finish, and would "
-                f"be trained with the gradients of an estimate: {', '.join(missing[:3])}"
-            )
-        if any((ref := self._shared.get(id(p))) is not None and ref() is p for p in trained):
-            raise RuntimeError(
-                "two accumulators share gradients while one of them streams: its finish() would "
-                "multiply those of the other one too. Use one accumulator, whose window has "
-                'several losses: `with acc.window({"next": [...], "second": [...]}):`'
-            )
-        self._know(trained)
-
-    def mark_shared(self, gradients_of: Iterable[Tensor]) -> None:
-        """Tell other streaming accumulators which gradients this one adds to as well."""
-        if others := [guard for guard in _open() if guard._streams and guard is not self]:
-            found = {id(p): weakref.ref(p) for p in gradients_of}
-            for guard in others:
-                guard._shared |= found
-
-    def place(self) -> int:
-        """The place of this window among the streaming ones opened since the last call."""
-        found = [x for x in _open() if x._streams and (x._is_new or x is self)]
-        for guard in found:
-            guard._is_new = False  # one that was given up does not count for the next
-        return found.index(self) if self in found else 0
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -247,12 +207,11 @@ class Guard:
         why = ask()
         if why is None:
             if guarded:
-                self._versions = {}  # zero_grad may follow the step
+                self._after = {}  # zero_grad may follow the step
             return
         text = (
-            f"{type(optimizer).__name__}.step() inside an open window: {why}, and its gradients "
-            f"are not divided by the tokens of the whole window yet. Call finish(parameters), or "
-            f"leave the `with` block, before the step"
+            f"{type(optimizer).__name__}.step() inside an open window: {why}. Call "
+            f"finish(parameters), or leave the `with` block, before the step"
         )
         if guarded:
             raise RuntimeError(text)
@@ -276,76 +235,79 @@ class Guard:
                 break
             frame = frame.f_back
 
-    def replicas(self, tokens: Ranks) -> tuple[int, bool]:
-        """See :func:`replicas_of`; ``(0, False)`` without a guard."""
-        found = [p for ref in self._known.values() if (p := ref()) is not None]
-        return replicas_of(found, tokens) if self.watches_writes else (0, False)
+    def replicas(self, tokens: Ranks) -> int:
+        """A number that some of the ranks ``tokens`` share, which may hold the same tokens, or 0.
+
+        Layers are divided over such ranks by something else than FSDP2, or they share a vocabulary.
+        Experts are divided too, but have tokens of their own, and so other losses.
+        """
+        if (group := tokens.group()) is None or not self.is_on():
+            return 0
+        found = set(agreement.SHARE_TOKENS)
+        fsdp = {id(p.sharded_param) for p in fsdp2_parameters()}
+        for p in filter(is_dtensor, self._alive()):
+            mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+            sharded = [i for i, x in enumerate(placements) if not x.is_replicate()]
+            for i in sharded[id(p) in fsdp :]:  # FSDP2's own is the first of its dimensions
+                found.add(tuple(dist.get_process_group_ranks(mesh.get_group(i))))
+        members = set(dist.get_process_group_ranks(group))
+        shared = sorted(ranks for ranks in found if len(members.intersection(ranks)) > 1)
+        return zlib.crc32(str(shared[0]).encode()) if shared else 0
 
     # ---- gradients that are left, gone or written into ----------------------------------------
 
     def before_backward(self, roots: Sequence[Any], backward: int) -> None:
         """Look at the gradients as a backward through ``roots`` begins."""
-        if self._backward == -1:
-            self._look_before(roots)
+        if self._backward == -1:  # those of the step before, or of others
+            if not self._has_looked and not _composable_state._module_state_mapping:
+                self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
+            self._has_looked, self._before = True, self._grads()
+            left = {i for i, x in self._before.items() if x[:1] == self._left.get(i, ())[:1]}
+            stale = self._before.keys() if self._streams else left
+            norms = norms_of(found := [p for p in self._alive() if id(p) in stale])
+            self._stale = dict(zip(map(id, found), norms, strict=True))
         elif backward != self._backward:
-            self._look(others=backward != self._backward + 1)
-        self._backward, self._in_backward = backward, True
-        self.mark_shared(_leaves(roots))
+            self._look(backward)
+        self._backward = backward
 
     def after_backward(self) -> None:
-        """Remember the versions of the gradients after a backward."""
-        mine = ((id(p), n) for p, _, n in self._with_grad() if self._before.get(id(p)) != n)
-        self._versions = dict(mine if self.watches_writes else islice(mine, _HOOKED))
-        self._in_backward = False
+        """Remember the gradients after a backward."""
+        mine = ((i, x) for i, x in self._grads().items() if self._before.get(i) != x)
+        self._after = dict(mine if self.is_on() else islice(mine, _WATCHED))
 
-    def _look_before(self, roots: Sequence[Any]) -> None:
-        """Note the gradients that the window finds: those of the step before, or of others."""
-        if not self._has_looked and not _composable_state._module_state_mapping:
-            self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
-        self._has_looked = True
-        found = list(self._with_grad())
-        self._before = {id(p): version for p, _, version in found}
-        stale = [
-            p
-            for p, grad, _ in found
-            if self._streams or ((left := self._left.get(id(p))) and left() is grad)
-        ]
-        self._stale = dict(zip(map(id, stale), norms_of(stale), strict=True))
-
-    def _look(self, others: bool = True, at_end: bool = False) -> None:
+    def _look(self, backward: int | None = None) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
 
-        Their versions are compared on the host. Only if one differs, the gradients are compared
-        with zero, on their device. ``others``: whether another backward may have run since.
+        They and their versions are compared on the host. Only if one differs, they are compared
+        with zero, on their device. ``backward``: the one that begins; ``None`` at the window's end.
         """
-        now = {id(p): version for p, _, version in self._with_grad()}
-        alive = (i for i, ref in self._known.items() if i in self._versions and ref() is not None)
-        if all(now.get(i) == self._versions[i] for i in alive):
+        now, mine = self._grads(), [p for p in self._alive() if id(p) in self._after]
+        if all(now.get(id(p)) == self._after[id(p)] for p in mine):
             return
-        norms = norms_of([p for p, *_ in self._with_grad() if id(p) in self._versions])
+        norms = norms_of([p for p in mine if p.grad is not None])
         gone = torch.tensor(True, device="cpu")
         if norms:
             gone = (_faults.together(norms) == 0).all()
-        self._found.append((_faults.gradients_gone, gone))
+        self._found.append((_faults.GONE, gone))
+        # At the end gradients may be clipped, unscaled or added up over ranks. Beside declared
+        # counts, another loss may add to them.
+        others = (_next_backward() if backward is None else backward) != self._backward + 1
+        written = self.is_on() and backward is not None and (self._streams or not others)
         # Stages of a pipeline on one rank have backwards of their own.
-        watches = self.watches_writes and self._schedule is None
-        if watches and not at_end and (self._streams or not others):
-            self._found.append((_faults.gradients_written, ~gone))
+        if (written or (self._streams and others)) and self._schedule is None:
+            self._found.append((_faults.WRITTEN, ~gone))
 
     def faults(self, n_tokens: Tensor) -> list[Tensor]:
         """Rows of :mod:`faults` of a window of ``n_tokens ()``; without tokens, zeros are right."""
-        self._look(at_end=True)
-        now = {id(p): version for p, _, version in self._with_grad()}
+        self._look()
+        now = self._grads()
         for i, norm in self._stale.items():
-            added = self._before[i] != now.get(i) if self._given is None else i in self._given
-            if added:
-                self._found.append((_faults.gradients_left, norm != 0))
-        if self._foreign and self._schedule is None:
-            self._found.append((_faults.gradients_written, torch.tensor(True, device="cpu")))
-        some = n_tokens > 0
-        rows = []
+            if i in self._given if self._given is not None else self._before[i] != now.get(i):
+                self._found.append((_faults.LEFT, norm != 0))
+        some, rows = n_tokens > 0, []
         if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:
-            rows.append(_faults.sure(_faults.divided_by_pipeline, pipe._n_microbatches))
+            one = torch.tensor([pipe._n_microbatches], device="cpu")
+            rows.append(_faults.first(_faults.DIVIDED, one > 1, one))
         return rows + [
             _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
             for kind, x in self._found
@@ -380,15 +342,26 @@ class Guard:
 
     # ---- what it knows ----------------------------------------------------------------------
 
-    def reduces(self) -> bool:
-        """Whether a guarded DDP adds gradients of other ranks at the end of a backward."""
-        return bool(self._ddp())
-
-    def _ddp(self) -> list[DistributedDataParallel]:
+    def ddp(self) -> list[DistributedDataParallel]:
         """The DDP modules, of several ranks, inside the guarded modules."""
         found = (x for module in self._modules for x in module.modules())
         several = (x for x in found if isinstance(x, DistributedDataParallel))
         return [x for x in several if dist.get_world_size(x.process_group) > 1]
+
+
+def _grad_of(x: Tensor) -> _Grad:
+    """FSDP1 makes new views of a flat gradient; a DTensor has the version of its shard."""
+    return WeakIdRef(x if x._base is None else x._base), getattr(x, "_local_tensor", x)._version
+
+
+def _next_backward() -> int:
+    """The id of a backward that runs now; ids count the backwards of a process."""
+    ids: list[int] = []
+    with torch.enable_grad():
+        x = torch.tensor(0.0, device="cpu", requires_grad=True)
+        x.register_hook(lambda _: ids.append(torch._C._current_graph_task_id()))
+        x.backward()
+    return ids[0]
 
 
 def _instances(kind: type) -> list[Any]:
@@ -420,17 +393,13 @@ if hasattr(os, "register_at_fork"):  # the open windows belong to the parent pro
     os.register_at_fork(after_in_child=_OPEN.clear)
 
 
-def _open() -> list[Guard]:
-    """The guards of the open windows. Other threads open and close theirs meanwhile."""
-    return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
-
-
 @functools.cache
 def _watch_steps() -> None:
     """Tell the guards of open windows each optimizer's step, from now on."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        for guard in _open():
-            guard.before_step(optimizer)
+        for ref in _OPEN.valuerefs():  # other threads open and close theirs meanwhile
+            if (guard := ref()) is not None:
+                guard.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

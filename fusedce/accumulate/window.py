@@ -21,17 +21,18 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import Losses, divisor_of
 from fusedce.accumulate.exchange import KINDS, Pending, explain
 from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.metrics import copied, sums_of
+from fusedce.accumulate.sums import copied, sums_of
 from fusedce.contract.objective import expecting
 
 
 class Record(NamedTuple):
     """The numbers of a micro-batch that a window keeps, without its graph."""
 
+    number: int  # in the order of scale
     losses: Losses
+    upstreams: Sequence[float]  # factors that may multiply the loss before its backward
+    divisors: Sequence[Tensor | None]  # what each loss was divided by before, () or None
     arrived: Tensor | None = None  # the gradient () that its backward began with
-    upstreams: Sequence[float] = ()  # what that gradient may be
-    divisors: Sequence[Tensor | None] = ()  # what each loss was divided by before, () or None
 
 
 class Window:
@@ -58,12 +59,11 @@ class Window:
         self._guard = guard
         self._auxiliary: list[Tensor] = []  # waiting for the next loss
         self._n_scaled = 0
-        self._factors: dict[object, list[Tensor | float]] = {}
-        # Backwards that have not ended: id of the backward, number of the micro-batch, its record.
-        self._begun: list[tuple[int, int, Record]] = []
+        self._factors: dict[object, Sequence[Tensor]] = {}
+        self._begun: list[tuple[int, Record]] = []  # ids of backwards that have not ended
         self._thread = threading.get_ident()
 
-    def factors(self, factor: float, of: Tensor | None = None) -> list[Tensor | float]:
+    def factors(self, factor: float, of: Tensor | None = None) -> Sequence[Tensor]:
         """Factor of each loss: ``factor * weight / denominator``; waits once for the other ranks.
 
         It is computed once for each ``factor``, on the device and in the dtype of ``of``.
@@ -74,18 +74,14 @@ class Window:
         if isinstance(self._denominator, Pending):
             self._denominator = self._denominator.wait()[: len(self.weights)].clamp(min=1)
         key = factor if of is None else (factor, of.device, of.dtype)
-        if (found := self._factors.get(key)) is None:
-            of_all: Tensor | float = self._denominator
-            totals: Any = of_all.unbind() if isinstance(of_all, Tensor) else [of_all]
-            weights = self.weights.values()
-            found = [factor / n * weight for n, weight in zip(totals, weights, strict=True)]
-            if of is not None:
-                found = [
-                    _faults.moved(x, of.device).to(of.dtype) if isinstance(x, Tensor) else x
-                    for x in found
-                ]
-            self._factors[key] = found
-        return found
+        if key not in self._factors:
+            weights = torch.tensor([*self.weights.values()], dtype=torch.float64, device="cpu")
+            if isinstance(self._denominator, Tensor):
+                weights = _faults.moved(weights, self._denominator.device)
+            found = factor / self._denominator * weights
+            found = found if of is None else _faults.moved(found, of.device).to(of.dtype)
+            self._factors[key] = found.unbind()
+        return self._factors[key]
 
     def was_refused(self) -> bool:
         """Whether the exchange that opened the window holds an error, which every rank raises."""
@@ -94,8 +90,8 @@ class Window:
 
     # ---- micro-batches ----------------------------------------------------------------------
 
-    def check_usable(self) -> None:
-        """Raise if the window is broken, full, or another thread's."""
+    def check_usable(self, more: int = 1) -> None:
+        """Raise if the window is broken, another thread's, or full with ``more`` micro-batches."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes the loss inside a backward, in any thread
         if threading.get_ident() != self._thread:
@@ -109,21 +105,18 @@ class Window:
                 "that micro-batch, which cannot be removed. Call zero_grad, and then "
                 "discard_window() (streaming), or leave the `with` block by raising"
             )
-        if self.declared is not None and len(self.done) >= len(self.declared):
-            raise _faults.too_many(len(self.declared))
+        if self.declared is not None and len(self.done) + more > (n := len(self.declared)):
+            raise RuntimeError(
+                f"window: {n} micro-batches were declared, this is number {n + 1}. {_faults.TWICE}"
+            )
 
     def scaled(
         self, losses: Losses, factor: float, ranks: int, upstreams: Sequence[float]
     ) -> Tensor:
         """The loss ``()`` to differentiate; the micro-batch counts once that is done.
 
-        At most ten tensor operations more than ``loss / n`` and its backward.
-
-        Args:
-            losses: those of one micro-batch.
-            factor: factor of a loss sum without the denominator.
-            ranks: number of ranks that the window's tokens come from.
-            upstreams: factors that the engine may multiply the loss by before its backward.
+        At most ten tensor operations more than ``loss / n`` and its backward. ``factor``: that of a
+        loss sum without the denominator; ``ranks``: how many the window's tokens come from.
         """
         sums = [out.loss_sum for out in losses.values()]
         terms = [x * self.factors(factor, x)[i] for i, x in enumerate(sums)]
@@ -135,7 +128,8 @@ class Window:
         if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
             self._guard.note_schedule()
             kept = {name: copied(out) for name, out in losses.items()}
-            record = Record(kept, None, upstreams, [divisor_of(x) for x in sums])
+            record = Record(self._n_scaled, kept, upstreams, [divisor_of(x) for x in sums])
+            self._n_scaled += 1
             if any(term.requires_grad for term in terms):
                 terms.append(self._ticket(terms, record))
             else:
@@ -149,7 +143,6 @@ class Window:
         first step that asks for a stage's inputs to learn their shapes.
         """
         ticket = torch.zeros_like(terms[0], requires_grad=True)
-        number, self._n_scaled = self._n_scaled, self._n_scaled + 1
         roots = [term.grad_fn for term in terms]
 
         def begins(ticket: Tensor) -> None:
@@ -161,7 +154,7 @@ class Window:
                 )
             backward = torch._C._current_graph_task_id()
             self._guard.before_backward(roots, backward)
-            self._begun.append((backward, number, record._replace(arrived=arrived)))
+            self._begun.append((backward, record._replace(arrived=arrived)))
             Variable._execution_engine.queue_callback(partial(self._ended, backward))
 
         ticket.register_post_accumulate_grad_hook(begins)
@@ -169,9 +162,9 @@ class Window:
 
     def _ended(self, backward: int) -> None:
         """Count the losses of a backward that has ended, in the order in which they were scaled."""
-        mine = sorted((x for x in self._begun if x[0] == backward), key=lambda x: x[1])
+        mine = [record for of, record in self._begun if of == backward]
         self._begun = [x for x in self._begun if x[0] != backward]
-        self.done += [record for *_, record in mine]
+        self.done += sorted(mine, key=lambda record: record.number)
         # DDP and FSDP2 write reduced gradients in callbacks of this backward, too; this one runs
         # after theirs.
         Variable._execution_engine.queue_callback(self._guard.after_backward)
@@ -184,16 +177,15 @@ class Window:
 
     def check_complete(self) -> None:
         """Raise unless all declared micro-batches and auxiliary losses were differentiated."""
-        if self.declared is None or self._begun:
-            return self.check_usable()
-        if len(self.done) > len(self.declared):
-            raise _faults.too_many(len(self.declared))
-        if len(self.done) < len(self.declared):
-            more = self._n_scaled - len(self.done)
-            never = f" ({more} more scaled, but not differentiated)" if more > 0 else ""
+        self.check_usable(more=0)
+        n = len(self.done)
+        if self.declared is None and not n:
+            raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
+        if self.declared is not None and n < len(self.declared):
             raise RuntimeError(
-                f"window: {len(self.declared)} micro-batches were declared, {len(self.done)} "
-                f"differentiated{never}: the gradients are divided by tokens of missing losses"
+                f"window: {len(self.declared)} micro-batches were declared, {n} differentiated "
+                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients are "
+                f"divided by tokens of missing losses"
             )
         if self._auxiliary:
             raise RuntimeError(
@@ -214,19 +206,19 @@ class Window:
             return None
         counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
         at = counts.device
-        rows = [_faults.first(_faults.bad_label, counts < 0, counts), self._means(counts)]
+        rows = [_faults.first(_faults.BAD_LABEL, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
             declared = _faults.together(n for row in self.declared for n in row).to(at)
             micro = torch.arange(len(counts), device=at) // len(self.weights)
             columns = (declared != counts, micro, declared, counts)
-            rows.append(_faults.first(_faults.count_differs, *columns))
+            rows.append(_faults.first(_faults.OTHER_COUNT, *columns))
         if arrived := [m.arrived for m in self.done if m.arrived is not None]:
             factors = [m.upstreams for m in self.done if m.arrived is not None]
             wrong, factor = self._guard.unexpected(
                 _faults.together(arrived).to(at).double(),
                 torch.tensor(factors, dtype=torch.float64, device="cpu"),
             )
-            rows.append(_faults.first(_faults.multiplied, wrong, factor.view(torch.int64)))
+            rows.append(_faults.first(_faults.MULTIPLIED, wrong, factor.view(torch.int64)))
         rows += self._guard.faults(counts.clamp(min=0).sum())
         return _faults.first_of(rows)
 
@@ -238,7 +230,7 @@ class Window:
         by = _faults.together(x.double() for x in divisors).to(counts.device)
         several = counts > 1
         wrong = several & (((by == counts) | by.isnan()) | ~several).all()
-        return _faults.first(_faults.mean_given, wrong, counts)
+        return _faults.first(_faults.MEAN, wrong, counts)
 
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
@@ -249,25 +241,12 @@ class Window:
 
     def why_no_step(self) -> str | None:
         """The reason why no optimizer may step now; ``None`` if one may."""
-        n, declared = len(self.done), self.declared
+        n = len(self.done) + len(self._begun)
+        complete = self.declared is not None and n == len(self.declared)
         if self._begun:  # an optimizer in a backward hook: right if nothing is added to .grad
-            last = declared is not None and n + len(self._begun) == len(declared)
-            ready = last and not self._guard.reduces()
+            ready = complete and not self._guard.ddp()
             return None if ready else f"a backward is still running, {self.progress()}"
-        complete = declared is not None and n == len(declared)
         return self.progress() if n and not complete else None
-
-    def refuse(self, action: str) -> None:
-        """Raise ``RuntimeError``: ``action`` is only possible between windows."""
-        if self.declared is None:
-            raise RuntimeError(
-                f"cannot {action}: {self.progress()}. Call finish(model.parameters()) for them, "
-                f"an epoch's last, shorter window included (or zero_grad and discard_window() to "
-                f"drop them)."
-            )
-        raise RuntimeError(
-            f"cannot {action} inside a window: {self.progress()}; leave the `with` block first."
-        )
 
 
 class WindowBlock:

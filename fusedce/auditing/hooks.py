@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.gradients import OnCorrection, held_by_fsdp2
+from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
@@ -78,13 +78,14 @@ class Audit:
                 self._after_forward, with_kwargs=True, always_call=True
             ),
             register_optimizer_step_post_hook(self._after_step),
-            OnCorrection(self._after_correction),
         ]
+        LISTENERS.append(self._after_correction)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        LISTENERS.remove(self._after_correction)
         if error is None:
             self._add_up()
 

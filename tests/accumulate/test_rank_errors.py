@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 import time
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator
 from fusedce.accumulate import faults as _faults
-from fusedce.agreement import Told, failure_of
 from fusedce.contract.labels import bad_label_code
 
 TIMEOUT, LATE = 4, 20  # seconds of a group's timeout where a rank never comes, and of a case
@@ -104,7 +102,7 @@ SAME = {
     "other number": (right, one, "different numbers of micro-batches in this window: 1 on rank 0"),
     "reads metrics": (reads, right, "1 to open a window, 1 to read metrics"),
     "finishes": (lambda acc: acc.finish([]), streams, "no micro-batch since the last one"),
-    "reads inside": (reads_inside, right, "cannot read metrics inside a window: 1 of 2 declared"),
+    "reads inside": (reads_inside, right, "cannot read metrics: 1 of 2 declared"),
     "reads while streaming": (
         reads_while_streaming, reads,
         "cannot read metrics: 1 micro-batches since the last finish() are",
@@ -165,7 +163,7 @@ def test_all_ranks_raise_the_error_of_one(name):
     assert after > 0
 
 
-# ---- notes, settings, a device ------------------------------------------------------------------
+# ---- errors of the body, settings, a device -----------------------------------------------------
 
 
 class OutOfMemoryError(RuntimeError):
@@ -173,7 +171,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def raised_inside(mine, rank):
-    """Class, message and notes of the error that leaves the block; a window follows."""
+    """Class and message of the error that leaves the block; a window follows."""
     acc = LossAccumulator()
     caught = None
     try:
@@ -182,7 +180,7 @@ def raised_inside(mine, rank):
             if mine[rank] is not None:
                 raise mine[rank]
     except Exception as error:
-        caught = type(error), str(error), getattr(error, "__notes__", [])
+        caught = type(error), str(error)
     run_window(acc, new_weight(), batches([2]))
     return caught
 
@@ -196,27 +194,13 @@ def raised_inside(mine, rank):
     ],
     ids=["one", "both", "two of four"],
 )
-def test_an_error_leaves_the_block_as_itself_and_notes_the_others(errors):
+def test_an_error_leaves_the_block_as_itself_and_others_raise_the_first(errors):
     case = functools.partial(raised_inside, errors)
-    found = ranks.run({"raised": case}, len(errors), timeout=LATE)
-    failed = [i for i, error in enumerate(errors) if error is not None]
-    told = {i: f"{type(errors[i]).__name__}: {errors[i]} (on rank {i})" for i in failed}
-    for rank, (kind, words, notes) in enumerate(ranks.of(found, "raised")):
-        mine = errors[rank]
-        expected = (RuntimeError, told[failed[0]]) if mine is None else (type(mine), str(mine))
-        assert (kind, words) == expected
-        if hasattr(BaseException, "add_note"):
-            others = [told[i] for i in failed if i != (failed[0] if mine is None else rank)]
-            assert notes == [f"another rank has failed, too: {x}" for x in others]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
-def test_a_rank_without_an_error_raises_the_first_and_notes_the_others():
-    words = ["", "ValueError: a (on rank 1)", "KeyError: b (on rank 2)"]
-    error = failure_of(Told({}, e, []) for e in words)
-    assert type(error) is ValueError
-    assert str(error) == "a (on rank 1)"
-    assert error.__notes__ == ["another rank has failed, too: KeyError: b (on rank 2)"]
+    found = ranks.of(ranks.run({"raised": case}, len(errors), timeout=LATE), "raised")
+    first = next(i for i, error in enumerate(errors) if error is not None)
+    told = f"{type(errors[first]).__name__}: {errors[first]} (on rank {first})"
+    for mine, caught in zip(errors, found, strict=True):
+        assert caught == ((RuntimeError, told) if mine is None else (type(mine), str(mine)))
 
 
 SETTINGS = {

@@ -270,8 +270,6 @@ def test_one_thread():
 def test_errors_on_a_device_wait_until_something_is_read(monkeypatch):
     """The test double forbids early reads of CPU tensors, which on a GPU would wait."""
     poisoned = (torch.tensor(float("nan")), torch.tensor(bad_label_code(5, 99)))
-    with pytest.raises(ValueError, match="got 99 at flattened position 5"):
-        LossAccumulator().add(poisoned)
     monkeypatch.setattr(_faults, "readable", lambda device: False)
     acc = LossAccumulator()
     with acc.window([3, 2]):
