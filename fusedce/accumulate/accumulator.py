@@ -551,9 +551,9 @@ class LossAccumulator:
         self._check_entered()
         if self._window is not None:
             raise RuntimeError(
-                f"cannot {action}: {self._window.progress()}. Leave the `with` block first, or call "
-                f"finish(model.parameters()), after an epoch's last, shorter window too (zero_grad "
-                f"and discard_window() drop it)"
+                f"cannot {action}: {self._window.progress()}. Leave the `with` block first, or "
+                f"call finish(model.parameters()), after an epoch's last, shorter window too "
+                f"(zero_grad and discard_window() drop it)"
             )
 
     # ---- copies and text --------------------------------------------------------------------
