@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TEXT = 84  # int64 of a row that hold its text, 8 bytes each
+TEXT = 108  # int64 of a row that hold its text, 8 bytes each
 GUARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 """Guards of accumulators. While there is one, a sharded loss compares the ranks' hidden states."""
 SHARE_TOKENS: set[tuple[int, ...]] = set()
@@ -118,7 +118,7 @@ def add_notes(error: BaseException, words: Iterable[str]) -> None:
 
 def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
     """The first setting in which ranks differ, and its value on each of them, else ``None``."""
-    for name in told[0].settings if told else ():
+    for name in dict.fromkeys(name for one in told for name in one.settings):
         values = [one.settings.get(name) for one in told]
         if len({json.dumps(x) for x in values}) > 1:
             return name, values

@@ -102,7 +102,7 @@ def records(flat: Sequence[Any]) -> tuple[Problem, Wanted, Sequence[Any]]:
     return Problem(*flat[:problem]), Wanted(*flat[problem:end]), flat[end:]
 
 
-_SCHEMA = {
+SCHEMA = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     int: "int",
@@ -112,13 +112,14 @@ _SCHEMA = {
     bool: "bool",
     str: "str",
     str | None: "str?",
+    tuple[int, ...] | None: "int[]?",
 }
 
 
 def schema_of(*records: type[Any], more: str = "", returns: str) -> str:
     """Schema of an operator whose arguments are the records' fields, flattened, and ``more``."""
     arguments = [
-        f"{_SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
+        f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
         for record in records
         for name, hint in get_type_hints(record).items()
     ]

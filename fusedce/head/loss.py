@@ -38,7 +38,6 @@ from fusedce.loss.fused_ce import (
     checked_ce,
     sharded_loss_sum,
 )
-from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 T: Any = torch.Tensor
@@ -380,7 +379,6 @@ def _fused(
         options |= {"class_weight": weight, "reduction": reduction}
         if sharded:
             options["vocab_size"] = p.classes.stop
-            return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
         return Fused(fused_cross_entropy(p.hidden, w, target, **options))
     denominator = None if observer is None else observer.denominator
     factor = expected_factor() if reduction == "sum" else None

@@ -149,6 +149,8 @@ class _Block(NamedTuple):
     at_label: Tensor
     temperature: Tensor | None
     large: Tensor  # size of entries that are made good
+    classes: Tensor | None  # (K, R) further classes, -1 for none
+    at_classes: Tensor | None  # (K, R) more of their gradient, by their products
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
@@ -162,12 +164,15 @@ class _Block(NamedTuple):
         def factor(x: Tensor | None) -> Tensor | None:
             if x is None:
                 return None
-            x = x[rows].to(head.acc)
+            x = x[rows].t().to(head.acc)
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
         large = OUTLIER_P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
         large *= abs(problem.logit_scale)
+        if upstream.at_classes is not None:
+            large += OUTLIER_P / 2 * upstream.at_classes.abs().sum(1)
+        classes = upstream.classes
         return cls(
             rows,
             problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
@@ -178,6 +183,8 @@ class _Block(NamedTuple):
             factor(upstream.at_label),  # type: ignore[arg-type]
             None if temperature is None else temperature[rows],
             large[rows].to(head.acc).masked_fill_(large[rows] == 0, math.inf),
+            None if classes is None else classes[rows].t(),
+            factor(upstream.at_classes),
         )
 
 
@@ -205,7 +212,16 @@ def _gradient(
     g.scatter_(0, at, torch.where(inside, block.at_label, g.gather(0, at)[0])[None])
     if slope is not None:
         g.mul_(slope)
-    return g if head.scale == 1.0 else g.mul_(head.scale)
+    g = g if head.scale == 1.0 else g.mul_(head.scale)
+    if block.classes is not None and block.at_classes is not None:
+        at, inside = label_entry(block.classes, begin, len(g))
+        entries = block.at_classes.masked_fill(~inside, 0)
+        # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would
+        # add the two in any order.
+        step = len(at) if g.device.type == "cpu" else 1
+        for some, x in zip(at.split(step), entries.split(step), strict=True):
+            g.scatter_add_(0, some, x)
+    return g
 
 
 def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
