@@ -364,12 +364,12 @@ def test_the_collectives_are_those_of_the_docstring(world):
         assert len(chunks) > 1
         assert calls == [
             (ALL_GATHER, world * LENGTH, True),
-            (ALL_GATHER, world * 3 * chunks[0], False),
+            (ALL_GATHER, world * 2 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed
                 for C, following in itertools.pairwise(chunks)
                 for call in (
-                    (ALL_GATHER, world * 3 * following, False),
+                    (ALL_GATHER, world * 2 * following, False),
                     ("all_reduce", C * H, True),
                 )
             ],
