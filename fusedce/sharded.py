@@ -23,17 +23,33 @@ Collectives on the vocabulary's ranks, "a token" being one that counts:
   replicated over other dimensions of its mesh, before it one on each of those, over which labels
   must be equal and hidden states within 1% of their norm;
 * with sharded tokens, one all-gather each of hidden states, labels and weights of tokens;
-* sums by the torch backend, per chunk: one all-gather of 3 float64 a token (4 with label
-  smoothing, 5 with ``argmax_out``), and where ``hidden`` requires grad one all-reduce of its rows
-  ``(C, H)`` in float32, which runs while the next chunk is computed; none in backward. A
-  divergence gathers 3 numbers a token for each head and all-reduces 1 to 3; class probabilities
-  gather 6 and all-reduce 1;
-* statistics and losses of tokens, and with them sums by Triton, under a budget that asks for
-  tiles, or with entropy or z-loss monitored: one all-gather of 2 float64 a token, 1 more each for
-  entropy and the mean logit, 2 more for argmax; with ``labels (..., K)`` before it one all-reduce
-  of K numbers a token. In backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in
+* sums by the torch backend, per chunk: one all-gather of 2 float64 a token (3 with label
+  smoothing). A divergence gathers 1 for each head, 2 more with ``ce_weight``, and all-reduces 1, or
+  3 of "reverse" and "jsd"; class probabilities gather 3 and then 2, and all-reduce 1;
+* sums by Triton: in training one all-reduce of a float32 a token, the labels' logits, and per chunk
+  one all-gather of 2 float32 (4 with ``argmax_out``), reference and sum of its exponentials;
+  without gradients one all-gather of 3. With label smoothing before it one of ``H + 1`` float64;
+* with both, per chunk, where ``hidden`` requires grad, one all-reduce of its rows ``(C, H)`` in
+  float32, which runs while the next chunk is computed; none in backward;
+* statistics and losses of tokens, and with them sums under a budget that asks for tiles, with
+  entropy or z-loss monitored, with ``argmax_out`` (but in training by Triton), and of smoothed
+  labels of capped logits by Triton: one all-gather of 2 float64 a token, 1 more each for entropy
+  and the mean logit, 2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K
+  numbers a token. In backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in
   float32; with sharded tokens before it one all-gather of the statistics and their gradients;
 * with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows.
+
+Examples:
+    >>> # every rank; alone, it holds the whole vocabulary
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    >>> weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
+    >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
+    >>> sharded_ce(hidden, weight, labels).mean().backward()
+    >>> weight.grad.placements
+    (Shard(dim=0),)
+    >>> sharded_argmax(hidden, weight.to_local()).shape  # of the default group
+    torch.Size([3])
 """
 
 import functools

@@ -99,8 +99,8 @@ MUTANTS = [
     ),
     Mutant(
         "probabilities: mean over the class weights",
-        "expected_upstream=1 / positions))\n    return dispatch.loss_sum(task)[0].loss_sum / positions",
-        "expected_upstream=1 / positions))\n    return dispatch.loss_sum(task)[0].loss_sum / (2 * positions)",
+        "return dispatch.loss_sum(task)[0].loss_sum / positions",
+        "return dispatch.loss_sum(task)[0].loss_sum / (2 * positions)",
         f"{GIVEN} -k torchs",
     ),
     Mutant(
