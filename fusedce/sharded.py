@@ -36,7 +36,8 @@ Collectives on the vocabulary's ranks, "a token" being one that counts:
   labels of capped logits by Triton: one all-gather of 2 float64 a token, 1 more each for entropy
   and the mean logit, 2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K
   numbers a token. In backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in
-  float32; with sharded tokens before it one all-gather of the statistics and their gradients;
+  float32; with sharded tokens before it those of the tokens again, and one all-gather of the
+  statistics and their gradients;
 * with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows.
 
 Examples:

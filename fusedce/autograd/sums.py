@@ -33,8 +33,7 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting
 from fusedce.backends.shards.collectives import all_reduce
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.problem import schema_of as schema
+from fusedce.contract.problem import Problem, Wanted, arguments_of
 from fusedce.contract.results import LossSum
 from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Task, schema_of
@@ -167,7 +166,7 @@ class Attached(NamedTuple):
 
 
 @torch.library.custom_op(
-    "fusedce::attach", mutates_args=(), schema=schema(Attached, returns="Tensor")
+    "fusedce::attach", mutates_args=(), schema=f"({', '.join(arguments_of(Attached))}) -> Tensor"
 )
 def _with_gradients(*flat: Any) -> Tensor:
     return Attached(*flat).loss_sum.clone()

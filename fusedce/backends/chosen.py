@@ -75,7 +75,8 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
     for rows in _chunks(problem, classes):
         h = _rows(problem, rows, valid[rows])
-        z[rows] = _products(problem.weight[y[rows]].to(head.acc), h[:, None], 2)
+        # (A matrix product might round its operands, where the user allows that for float32.)
+        z[rows] = problem.weight[y[rows]].to(head.acc).mul_(h[:, None]).sum(2)
     if problem.bias is not None:
         z += problem.bias[y].to(head.acc)
     z *= problem.logit_scale
@@ -85,14 +86,6 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
     return z.masked_fill_(~valid, 0)
-
-
-def _products(w: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Sums of ``w * x`` over ``dim``; ``w (C, K, H)`` is overwritten.
-
-    A matrix product might round its operands, where the user allows that for float32.
-    """
-    return w.mul_(x).sum(dim)
 
 
 def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ with ``Problem(*arguments[: len(Problem._fields)])``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -95,13 +94,6 @@ class Wanted(NamedTuple):
         return self.hidden, self.weight, self.bias
 
 
-def records(flat: Sequence[Any]) -> tuple[Problem, Wanted, Sequence[Any]]:
-    """The two records at the start of an operator's arguments, and the arguments after them."""
-    problem, wanted = len(Problem._fields), len(Wanted._fields)
-    end = problem + wanted
-    return Problem(*flat[:problem]), Wanted(*flat[problem:end]), flat[end:]
-
-
 SCHEMA = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -116,14 +108,13 @@ SCHEMA = {
 }
 
 
-def schema_of(*records: type[Any], more: str = "", returns: str) -> str:
-    """Schema of an operator whose arguments are the records' fields, flattened, and ``more``."""
-    arguments = [
+def arguments_of(*records: type[Any]) -> list[str]:
+    """Arguments of an operator that are the records' fields, flattened, as a schema names them."""
+    return [
         f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
         for record in records
         for name, hint in get_type_hints(record).items()
     ]
-    return f"({', '.join([*arguments, more] if more else arguments)}) -> {returns}"
 
 
 class Projection(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import group_named
-from fusedce.contract.problem import SCHEMA, Problem, Wanted
+from fusedce.contract.problem import SCHEMA, Problem, Wanted, arguments_of
 
 _DEVICE_BUDGET = 2**30
 
@@ -107,11 +107,7 @@ def _of_default(kind: str) -> str:
 
 def schema_of(*own: type[Any], returns: str) -> str:
     """Schema of an operator: a task's arguments, with the fields of ``own`` in their place."""
-    plain = [
-        f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
-        for record in (Problem, Wanted, *own)
-        for name, hint in get_type_hints(record).items()
-    ]
+    plain = arguments_of(Problem, Wanted, *own)
     optional = [
         f"{_of_default(SCHEMA[hint])}? {record.__name__.lower()}_{name}=None"
         for record in (Divergence, Shard)
