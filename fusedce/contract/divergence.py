@@ -88,7 +88,7 @@ class Divergence(NamedTuple):
         }
         for name in ("hidden", "bias", "probabilities"):
             x = getattr(self, name)
-            found |= {f"teacher_{name}.dtype": None if x is None else str(x.dtype)}
+            found |= {f"teacher_{name}.dtype": None if x is None else str(x.dtype)[6:]}
         return found | {"H of the teacher": self.teacher_size()}
 
     def student(self, problem: Problem) -> Projection:
