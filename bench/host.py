@@ -35,6 +35,7 @@ import fusedce.backends.triton as backend
 from fusedce.backends import choose
 from fusedce.backends.triton import archs, products
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 
 SHAPES = ((2048, 896, 151936), (8192, 4096, 128256), (32768, 4096, 128256))
 launched: Counter[str] = Counter()
@@ -128,7 +129,9 @@ def main() -> None:
             ("forward", lambda p=problem: backend.loss(p)),
             (
                 "training",
-                lambda p=problem: backend.loss_and_grads(p, Wanted(hidden=True, weight=True), None),
+                lambda p=problem: backend.loss_and_grads(
+                    Task(p, Wanted(hidden=True, weight=True)), None
+                ),
             ),
             ("training, operators", lambda p=trained: operators(p)),
         ):

@@ -5,7 +5,7 @@
     python -m bench.model --measured bench/results/loss-cuda.json     # measured beside it
     python -m bench.model --ranks 2 4 8         # training with a vocabulary sharded over NVLink
 
-The model is :mod:`fusedce.prediction`. Results of GPUs under `bench/results` are found by
+The model is `bench/lib/gpu_model.py`. Results of GPUs under `bench/results` are found by
 themselves. The range in brackets comes from the least certain assumption of each method: the rate
 of our own main loops, what of a tile stays in L2, or a pass's share of the copy's bandwidth.
 """
@@ -22,9 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # run as a module, too
 
-from lib.tables import markdown  # noqa: E402
-
-from fusedce.prediction import (  # noqa: E402
+from lib.gpu_model import (  # noqa: E402
     DEVICES,
     METHODS,
     PLANS,
@@ -38,6 +36,7 @@ from fusedce.prediction import (  # noqa: E402
     predict,
     way_of,
 )
+from lib.tables import markdown  # noqa: E402
 
 Row = dict[str, str]
 

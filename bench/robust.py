@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lib import gpu_model
 from lib.problems import Spec, gradient_bytes, make_inputs
 from lib.results import FOLDER, device_name, source, versions, write
 from lib.tables import markdown
@@ -25,7 +26,6 @@ from lib.timing import peak_of_call
 from torch import Tensor
 
 import fusedce
-from fusedce import prediction
 
 LARGE, SMALL = (8192, 4096, 128256), (200, 128, 2500)
 Found = tuple[bool | None, str]  # None: left out
@@ -110,7 +110,7 @@ def memory(spec: Spec, runs: int) -> Found:
         return None, "a CPU has no allocator to ask"
     inputs = make_inputs(spec)
     peak = peak_of_call(lambda: step(*inputs), spec.device) - gradient_bytes(spec)
-    planned = prediction.predict("fused_ce", spec.N, spec.H, spec.V, prediction.DEVICES["H200"])
+    planned = gpu_model.predict("fused_ce", spec.N, spec.H, spec.V, gpu_model.DEVICES["H200"])
     said = f"{peak / 2**20:.0f} MiB, planned {planned.bytes / 2**20:.0f} MiB"
     return peak <= 1.05 * planned.bytes + 16 * 2**20, said
 

@@ -25,6 +25,7 @@ if "--dry" in sys.argv:
 
 import torch
 from lib.engine import MEASURED, Call, Engine, median
+from lib.gpu_model import SHAPES
 from lib.problems import Spec, make_inputs, tiny
 from lib.results import FOLDER, Results, problem
 from lib.tables import markdown, milliseconds
@@ -35,7 +36,6 @@ from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks
 from fusedce.backends.triton.forward import loss as forward_loss
 from fusedce.contract.problem import Problem
-from fusedce.prediction import SHAPES
 
 ONE_GEMM, PRODUCTS = "one GEMM", "products and kernels"
 _CHOICE = {ONE_GEMM: "1", PRODUCTS: "0"}

@@ -65,7 +65,7 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     Raises:
         ValueError: the settings are longer than a row's text.
     """
-    data = json.dumps(settings).encode()
+    data = json.dumps(settings, separators=(",", ":")).encode()
     while len(data) > 8 * TEXT and isinstance(settings, str):
         settings = settings[: len(settings) * 3 // 4]
         data = json.dumps(settings).encode()
@@ -108,7 +108,7 @@ def failure_of(told: Iterable[Told]) -> Exception | None:
 
 def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
     """The first setting in which ranks differ, and its value on each of them, else ``None``."""
-    for name in told[0].settings if told else ():
+    for name in dict.fromkeys(name for one in told for name in one.settings):
         values = [one.settings.get(name) for one in told]
         if len({json.dumps(x) for x in values}) > 1:
             return name, values

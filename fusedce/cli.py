@@ -143,33 +143,24 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
     metavar="GIB",
     help="Memory left for loss and activations.",
 )
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path),
-              help="A PNG to draw: memory against time.")  # fmt: skip
 @_json
 def plan(
     model: str, tokens: int, dtype: str, gpus: int, device: str | None, free: float | None,
-    picture: Path | None, as_json: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
-    """Predict memory and time of the loss of MODEL without running it.
+    """Count the memory of the loss of MODEL without running it, and what a budget buys.
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
     """
     from fusedce.tools.plan import device_here
     from fusedce.tools.plan import plan as make
-    from fusedce.tools.render import can_draw, draw_plan
 
-    if picture is not None:
-        can_draw(picture)
     device = device or device_here() or "H200"
     found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
-    if picture is not None:
-        draw_plan(found, picture)
     if as_json:
         _print_json(found.data())
         return
     click.echo(render.plan_text(found))
-    if picture is not None:
-        click.echo(f"Picture: {picture}")
 
 
 @_command

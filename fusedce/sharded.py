@@ -1,6 +1,85 @@
-"""Public names of the losses with a sharded vocabulary."""
+"""The losses with a vocabulary that is split over ranks (tensor parallelism).
 
-from fusedce.loss.logprobs import sharded_argmax, sharded_logprobs
-from fusedce.loss.sharded import sharded_ce, sharded_cross_entropy
+Every loss takes such a head: ``weight (V_local, H)`` with ``process_group=``, or a ``DTensor``
+with ``Shard(0)``. Class ``c`` is row ``c - (rows of lower ranks)``; shards may be unequal or empty,
+and ``vocab_size=`` says how many rows are classes. ``hidden``, ``labels`` and weights of tokens are
+the same on all ranks, or with ``tokens_sharded=True`` each rank's own (sequence parallelism; their
+numbers may differ); a ``DTensor`` says by its placement which. The results are those of the whole
+head. Every rank returns the same sums, or the statistics of its tokens, and must run backward: it
+receives its rows of the weight and bias gradients and the whole gradient of its ``hidden``. So the
+loss counts once, not once per rank: a :class:`fusedce.LossAccumulator` must not count these ranks
+(``from_mesh(mesh, ["dp"])``). Label smoothing is torch's; Megatron-LM's ``label_smoothing=e`` is
+``e * V / (V - 1)`` here. All ranks compute the same bits of a loss, and raise the same errors.
+
+They replace the column-parallel output layer and cross-entropy of Megatron-LM (arXiv:1909.08053,
+section 3). A rank holds the logits of a chunk of tokens for its own rows, never ``(N, V_local)``.
+The four names of this module are the functions themselves, but a plain ``weight`` without
+``process_group`` is a shard of the default group's vocabulary.
+
+Collectives on the vocabulary's ranks, "a token" being one that counts:
+
+* always one all-gather of under 1 KiB, for which a GPU's host waits: do all ranks hold the same
+  tokens and options, how many rows has each, and has one found an error; for a weight that is
+  replicated over other dimensions of its mesh, before it one on each of those, over which labels
+  must be equal and hidden states within 1% of their norm;
+* with sharded tokens, one all-gather each of hidden states, labels and weights of tokens;
+* sums by the torch backend, per chunk: one all-gather of 2 float64 a token (3 with label
+  smoothing). A divergence gathers 1 for each head, 2 more with ``ce_weight``, and all-reduces 1, or
+  3 of "reverse" and "jsd"; class probabilities gather 3 and then 2, and all-reduce 1;
+* sums by Triton: in training one all-reduce of a float32 a token, the labels' logits, and per chunk
+  one all-gather of 2 float32 (4 with ``argmax_out``), reference and sum of its exponentials;
+  without gradients one all-gather of 3. With label smoothing before it one of ``H + 1`` float64;
+* with both, per chunk, where ``hidden`` requires grad, one all-reduce of its rows ``(C, H)`` in
+  float32, which runs while the next chunk is computed; none in backward;
+* statistics and losses of tokens, and with them sums under a budget that asks for tiles, with
+  entropy or z-loss monitored, with ``argmax_out`` (but in training by Triton), and of smoothed
+  labels of capped logits by Triton: one all-gather of 2 float64 a token, 1 more each for entropy
+  and the mean logit, 2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K
+  numbers a token. In backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in
+  float32; with sharded tokens before it those of the tokens again, and one all-gather of the
+  statistics and their gradients;
+* with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows.
+
+Examples:
+    >>> # every rank; alone, it holds the whole vocabulary
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    >>> weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
+    >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
+    >>> sharded_ce(hidden, weight, labels).mean().backward()
+    >>> weight.grad.placements
+    (Shard(dim=0),)
+    >>> sharded_argmax(hidden, weight.to_local()).shape  # of the default group
+    torch.Size([3])
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from fusedce.contract.groups import Ranks
+from fusedce.loss import fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.loss.sharded_problem import is_sharded
 
 __all__ = ["sharded_argmax", "sharded_ce", "sharded_cross_entropy", "sharded_logprobs"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _of_all_ranks(function: F) -> F:
+    @functools.wraps(function)
+    def over_ranks(hidden: Any, weight: Any, *labels: Any, **options: Any) -> Any:
+        if not is_sharded(weight, options.get("process_group")):
+            options["process_group"] = Ranks(None).group()
+            if options["process_group"] is None:
+                raise ValueError("process_group: torch.distributed must be initialised, it is not")
+        return function(hidden, weight, *labels, **options)
+
+    over_ranks.__name__ = over_ranks.__qualname__ = function.__name__.replace("fused", "sharded")
+    return cast(F, over_ranks)
+
+
+sharded_ce = _of_all_ranks(fused_ce)
+sharded_cross_entropy = _of_all_ranks(fused_cross_entropy)
+sharded_logprobs = _of_all_ranks(fused_logprobs)
+sharded_argmax = _of_all_ranks(fused_argmax)

@@ -111,7 +111,7 @@ def hidden_grad_kernel(
     g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
     if row_factors is not None:
         g *= tl.load(row_factors + c)
-    for entry in tl.static_range(ENTRIES):
+    for entry in range(ENTRIES):
         column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
         known = column < V  # the entry of a bad label is NaN
         at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h

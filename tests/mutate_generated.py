@@ -37,9 +37,9 @@ FIRST = {
     "contract/labels": "contract/test_labels.py contract/test_bad_values.py",
     "contract": "contract/test_checks.py contract/test_results.py contract/test_problem.py "
     "contract/test_bad_values.py loss/test_options.py",
-    "autograd/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
     "autograd": "autograd loss/test_logprobs.py loss/test_several_classes.py loss/test_kl.py",
-    "backends/sharded": "loss/test_sharded.py loss/test_sharded_agreement.py",
+    "backends/shards": "loss/test_sharded.py loss/test_sharded_agreement.py "
+    "loss/test_sharded_tokens.py loss/test_sharded_divergences.py",
     "backends/torch/sharded": "loss/test_sharded.py loss/test_sharded_tokens.py",
     "backends/triton/sharded": "loss/test_sharded_triton.py",
     "backends/triton/rank": "loss/test_sharded_triton.py",
@@ -47,7 +47,6 @@ FIRST = {
     "backends/triton/divergence": "loss/test_kl.py",
     "backends/triton": "backends/triton loss/test_logprobs.py loss/test_memory_budget.py",
     "backends/torch/divergence": "loss/test_kl.py",
-    "backends/torch/stats_and_grads": "loss/test_logprobs.py loss/test_one_rounding.py",
     "backends/torch": "backends/torch loss/test_fused_ce.py loss/test_memory_budget.py",
     "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
     "backends": "backends/test_gradients.py loss/test_logprobs.py loss/test_one_rounding.py "

@@ -16,7 +16,6 @@ FLOORS = (
     {"head", "testing", "recipes"},
     {"trainer", "trainer_rl", "auditing"},
     {"__init__"},
-    {"prediction"},
     {"tools"},
     {"cli", "__main__"},
 )

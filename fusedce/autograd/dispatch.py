@@ -4,6 +4,7 @@
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
 options or argmax without gradient    sum of the tokens' losses, from their statistics
+a sharded vocabulary                  chunks of this rank's logits; under a small budget as above
 entropy or log-sum-exp monitored      the same
 inside torch.func                     the same: it alone allows a factor per sample
 label smoothing of capped logits      the same: its gradient is no function of the exponentials
@@ -12,20 +13,21 @@ label smoothing of capped logits      the same: its gradient is no function of t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.autograd import class_logits, summed, token_ops
+from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
+from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.gradients import call_of, check_budget
-from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.backends.plan import TILES, way_of
+from fusedce.backends.shards.collectives import all_reduce, sharded_call
+from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
+from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-
-NOTHING = Wanted()
+from fusedce.contract.task import Shard, Task
 
 
 class Monitored(NamedTuple):
@@ -36,32 +38,59 @@ class Monitored(NamedTuple):
     entropy: Tensor | None = None
 
 
-def loss_sum(problem: Problem, monitored: Wanted = NOTHING) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and the monitored statistics."""
-    problem = _prepared(problem)
+def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
+    """Sum of the losses and number of valid tokens; and the statistics that are wanted.
+
+    With a sharded vocabulary the sum is of all ranks' tokens, the statistics are of this rank's.
+    """
+    task = _prepared(task)
+    problem, monitored, _, shard = task
     wanted = wanted_gradients(problem)
-    one_pass = problem.plain() and not any(monitored)
-    statistics = monitored.lse or monitored.entropy or transformed()
-    if statistics or capped_smoothing(problem) or not (any(wanted) or one_pass):
+    if _by_tokens(task, train=any(wanted)):
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory
-            problem = problem.but(labels=problem.labels.clone())  # for backward
-        losses, stats = token_ops.losses(problem, monitored)
-        total = losses.sum(dtype=torch.float64).to(losses.dtype)
+            task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
+        losses, stats = tokens.losses(task)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
+        if shard is not None:
+            count = weights_and_count(problem.but(class_weight=None))[1]
+            mine = torch.stack([losses.sum(dtype=torch.float64), count])
+            total, n_valid = over_ranks(mine, shard).unbind()
+            return LossSum(total.to(losses.dtype), n_valid.detach().long()), values
+        total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if any(wanted):
-        problem = with_expected_upstream(problem)
-    wanted = wanted.but(argmax=monitored.argmax)
-    total, n_valid, argmax = summed.loss_sum(problem, wanted)
+    if any(wanted) and shard is None:
+        task = task.but(problem=with_expected_upstream(problem))
+    task = task.but(wanted=wanted.but(argmax=monitored.argmax))
+    total, n_valid, argmax = sums.loss_sum(task)
     return LossSum(total, n_valid), Monitored(argmax)
 
 
-def sum_with_grads(problem: Problem) -> summed.SumWithGrads | None:
+def _by_tokens(task: Task, *, train: bool) -> bool:
+    """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
+    problem, monitored, divergence, shard = task
+    if transformed() or monitored.lse or monitored.entropy:
+        return True
+    if divergence is not None:
+        return False
+    triton, budget = problem.backend == "triton", problem.memory_budget
+    if shard is None:
+        one_pass = problem.plain() and not any(monitored)
+        return capped_smoothing(problem) or not (train or one_pass)
+    if (triton and capped_smoothing(problem)) or (monitored.argmax and not (triton and train)):
+        return True
+    if budget is None:
+        return False
+    N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
+    return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES
+
+
+def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     """The sum with the gradients that are wanted; ``None`` where the forward pass has none."""
     wanted = wanted_gradients(problem)
     if transformed() or capped_smoothing(problem) or not any(wanted):
         return None
-    return summed.with_grads(with_expected_upstream(_prepared(problem)), wanted)
+    problem = _prepared(Task(problem)).problem
+    return sums.with_grads(with_expected_upstream(problem), wanted)
 
 
 def capped_smoothing(problem: Problem) -> bool:
@@ -69,39 +98,52 @@ def capped_smoothing(problem: Problem) -> bool:
     return problem.softcap is not None and problem.label_smoothing > 0
 
 
-def token_losses(problem: Problem) -> Tensor:
+def token_losses(task: Task) -> Tensor:
     """``(N,)`` losses, each with an upstream gradient of its own."""
-    return token_ops.losses(_prepared(problem), NOTHING)[0]
+    return tokens.losses(_prepared(task))[0]
 
 
-def token_stats(problem: Problem, wanted: Wanted) -> Stats:
-    """Statistics of every token."""
-    return token_ops.token_stats(_prepared(problem), wanted)
+def token_stats(task: Task) -> tuple[Tensor, Stats]:
+    """Log-probabilities of the labels, ``(N,)`` or ``(N, K)``, and statistics of every token.
 
-
-def class_stats(problem: Problem, classes: Tensor, wanted: Wanted) -> tuple[Tensor, Stats]:
-    """``(N, K)`` log-probabilities of ``classes (N, K)``, 0 at ignored ones; tokens' statistics.
-
-    The likeliest of a token's classes is its label.
+    0 at ignored labels. The likeliest of several classes is the token's label.
     """
-    if problem.ignore_index == torch.iinfo(classes.dtype).min:  # no class is ignored
-        classes = classes.clamp(min=problem.ignore_index + 1)
-    problem = _prepared(problem)
-    z = class_logits.chosen_logits(problem, classes)
-    if problem.memory_budget is not None:
-        gradients = wanted_gradients(problem)
-        beside = class_logits.bytes_beside(problem, classes.shape[1])
-        if not torch.compiler.is_compiling():  # raises where it is too small, naming the whole
-            call = call_of(problem, gradients, len(classes), triton=problem.backend == "triton")
-            check_budget(problem, call._replace(fixed=beside))
-        problem = problem.but(memory_budget=problem.memory_budget - beside)
-    valid = problem.but(labels=classes).valid()
-    best = class_logits.likeliest(z, valid)
-    problem = problem.but(labels=classes.gather(1, best)[:, 0])
-    z, stats = class_logits.with_stats(problem, classes, z, wanted)
-    return class_logits.logprobs(z, best, stats.nll, valid), stats
+    task, labels = _prepared(task), task.problem.labels
+    if labels.dim() == 1:
+        stats = tokens.token_stats(task)[0]
+        return -stats.nll, stats
+    if task.problem.ignore_index == torch.iinfo(labels.dtype).min:  # no class is ignored
+        labels = labels.clamp(min=torch.iinfo(labels.dtype).min + 1)
+        task = task.but(problem=task.problem.but(labels=labels))
+    stats, z = tokens.token_stats(task)
+    valid = task.problem.valid()
+    return chosen.logprobs(z, chosen.likeliest(z.detach(), valid), stats.nll, valid), stats
 
 
-def _prepared(problem: Problem) -> Problem:
-    refuse_forward_mode(*problem)
-    return folded(problem).but(backend=resolve_backend(problem.backend, problem.hidden))
+def _prepared(task: Task) -> Task:
+    refuse_forward_mode(*task.problem)
+    problem = task.problem if task.divergence is not None else folded(task.problem)
+    backend = resolve_backend(problem.backend, problem.hidden)
+    return task.but(problem=problem.but(backend=backend))
+
+
+def over_ranks(mine: Tensor, shard: Shard) -> Tensor:
+    """The sum of ``mine`` over the ranks where each has tokens of its own, once differentiable."""
+    if shard.tokens is None:
+        return mine
+    result: Tensor = _Total.apply(mine, shard.group)
+    return result
+
+
+class _Total(torch.autograd.Function):
+    """Sum over ranks; backward gives each rank the gradient of its own addend."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
+        everyones = mine.clone()
+        all_reduce(everyones, group)
+        return everyones
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        return upstream, None

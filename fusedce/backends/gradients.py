@@ -16,9 +16,11 @@ from fusedce.backends.plan import (
     is_small_head,
     least_of_tiles,
     tiles_of,
+    way_of_divergence,
 )
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task
 
 
 class Dtypes(NamedTuple):
@@ -98,6 +100,21 @@ def check_budget(problem: Problem, call: Call) -> None:
     tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
 
 
+def check_divergence_budget(task: Task) -> None:
+    """Raise ValueError where the losses of a divergence's tokens, or backward, exceed the budget.
+
+    A shard's plan has room for all gradients from the start.
+    """
+    problem, wanted, divergence, shard = task
+    if problem.memory_budget is None or divergence is None or shard is not None:
+        return
+    n, triton = len(problem.labels), problem.backend == "triton"
+    call = call_of(problem, wanted, n, waiting(problem), triton=triton)
+    for few in {max(n - 1, 0), n}:  # backward gathers the tokens that have a gradient
+        size = divergence.teacher_size()
+        way_of_divergence(call._replace(n=few), size, memory_budget=problem.memory_budget)
+
+
 @functools.cache
 def memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for other devices."""
@@ -135,12 +152,8 @@ class Gradients:
         if wanted.weight:
             narrow = by_tiles or chunks == 1
             dtype = dtypes.weight if narrow else acc
-            if not chunks:
-                self.weight = torch.zeros(weight.shape, dtype=dtype, device=device)
-            elif dtype == dtypes.weight:
-                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
-            else:
-                self.weight = torch.empty(weight.shape, dtype=dtype, device=device)
+            fill = torch.empty if chunks else torch.zeros
+            self.weight = fill(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 

@@ -7,28 +7,17 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes
-from fusedce.contract.divergence import Divergence
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 
 
 class Summed(NamedTuple):
-    """A sum of losses and its gradients."""
+    """A sum of losses, or the addends of one, and its gradients."""
 
-    loss_sum: Tensor  # () fp32 or fp64
+    loss: Tensor  # () fp32 or fp64; or (N,), 0 at positions left out
     n_valid: Tensor  # () int64
-    factor: Tensor  # () dtype of loss_sum: what the gradients are multiplied by
-    d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
-    d_weight: Tensor
-    d_bias: Tensor
-
-
-class Diverged(NamedTuple):
-    """Losses of tokens, and gradients of their sum."""
-
-    losses: Tensor  # (N,) fp32 or fp64, 0 at positions left out
-    n_valid: Tensor  # () int64
-    factor: Tensor  # () dtype of losses: what the gradients are multiplied by
+    factor: Tensor  # () dtype of loss: what the gradients are multiplied by
     d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
     d_weight: Tensor
     d_bias: Tensor
@@ -40,8 +29,11 @@ class Backend(Protocol):
     def loss(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
 
-    def loss_and_grads(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
-        """The sum and its wanted gradients; with a soft-cap there is no label smoothing."""
+    def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
+        """The sum and its wanted gradients.
+
+        By Triton of a whole vocabulary, and without label smoothing of capped logits.
+        """
 
     def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
@@ -56,10 +48,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with factors of each token's own, from logits computed anew."""
 
-    def divergence_and_grads(
-        self, problem: Problem, divergence: Divergence, wanted: Wanted
-    ) -> Diverged:
-        """Divergences from a teacher, with the student's gradients that are wanted."""
+    def divergence_and_grads(self, task: Task) -> Summed:
+        """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` in place, ``factor`` a 0-d tensor; nothing is written where it is 1."""

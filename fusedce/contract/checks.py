@@ -229,6 +229,32 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_vocab_size(vocab_size: object) -> None:
+    """Raise a ``TypeError`` unless ``vocab_size`` is an int or ``None``."""
+    if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
+        raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
+
+
+def check_whole(tokens_sharded: bool, vocab_size: int | None) -> None:
+    """Raise unless these arguments, of a sharded vocabulary alone, have their defaults."""
+    check_flag("tokens_sharded", tokens_sharded)
+    check_vocab_size(vocab_size)
+    for name, given in (("tokens_sharded", tokens_sharded), ("vocab_size", vocab_size is not None)):
+        if given:
+            raise ValueError(
+                f"{name} is for a weight whose rows are split among ranks, got a whole one: give "
+                f"process_group=, or a DTensor with Shard(0)"
+            )
+
+
+def with_a_row(problem: Problem) -> Problem:
+    """The problem with a row in place of an empty shard of the vocabulary, to be checked."""
+    weight = problem.weight
+    if weight.dim() != 2 or len(weight):
+        return problem
+    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=None)
+
+
 def check_reduction(reduction: object) -> None:
     """Raise ``ValueError`` unless ``reduction`` is one of the three that torch has."""
     if reduction not in ("mean", "sum", "none"):

@@ -18,8 +18,10 @@ from fusedce.contract.checks import (
     check_tensor_types,
     check_tensors,
     checked,
+    with_a_row,
 )
-from fusedce.contract.problem import Problem, Projection
+from fusedce.contract.groups import local_of
+from fusedce.contract.problem import NUMBERS, Problem, Projection
 from fusedce.contract.rounding import acc_dtype
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
@@ -52,6 +54,9 @@ class Teacher(NamedTuple):
     projection: Projection
 
 
+_SAID = {"kind": "divergence"} | {x: x for x in ("beta", "temperature", "ce_weight")}
+
+
 class Divergence(NamedTuple):
     """The other distribution and the divergence: arguments of the operators after a `Problem`."""
 
@@ -69,6 +74,22 @@ class Divergence(NamedTuple):
     def but(self, **changes: Any) -> Divergence:
         """The record with other values in some fields."""
         return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
+
+    def local(self) -> Divergence:
+        """The record with this rank's part of every DTensor."""
+        return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
+
+    def settings(self) -> dict[str, Any]:
+        """What ranks that share a vocabulary must share."""
+        found: dict[str, Any] = {
+            _SAID.get(name, f"teacher_{name}"): x
+            for name, x in self._asdict().items()
+            if not isinstance(x, Tensor)
+        }
+        for name in ("hidden", "bias", "probabilities"):
+            x = getattr(self, name)
+            found |= {f"teacher_{name}.dtype": None if x is None else str(x.dtype)[6:]}
+        return found | {"H of the teacher": self.teacher_size()}
 
     def student(self, problem: Problem) -> Projection:
         """The student's projection; its logits are divided by the temperature."""
@@ -112,12 +133,12 @@ def _head(
 
 
 def checked_divergence(
-    problem: Problem, divergence: Divergence, labels: object
+    problem: Problem, divergence: Divergence, labels: object, *, shard: bool = False
 ) -> tuple[Problem, Divergence]:
     """Check, cast and flatten both records, and detach the teacher.
 
     ``labels`` are the caller's own, ``None`` included; ``problem`` holds others where there are
-    none.
+    none. ``shard``: the heads may have no rows here, and the problem returned is of no use then.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
@@ -126,8 +147,8 @@ def checked_divergence(
     for name, x in (("weight", problem.weight), ("teacher_weight", divergence.weight)):
         if hasattr(x, "placements"):
             raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor: fused_kl does not work on a "
-                f"sharded vocabulary. Pass {name}.full_tensor()"
+                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
+                f"both heads as DTensors with Shard(0)"
             )
     kind = divergence.kind
     if kind not in KINDS:
@@ -152,14 +173,14 @@ def checked_divergence(
                 f"{tuple(problem.hidden.shape[:-1])}, got {tuple(teacher.hidden.shape[:-1])}"
             )
         teacher = autocast(teacher)
-        check_tensors(teacher)
+        check_tensors(with_a_row(teacher) if shard else teacher)
         check_softcap(divergence.softcap)
         scale = check_number("logit_scale", divergence.logit_scale)
     except (TypeError, ValueError) as e:
         named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
         raise type(e)(named) from None
-    problem = checked(problem)
-    V, of_teacher = len(problem.weight), len(teacher.weight)
+    V, of_teacher = problem.weight.shape[:1].numel(), len(teacher.weight)
+    problem = checked(with_a_row(problem) if shard else problem)
     if of_teacher != V:
         longer = of_teacher > V
         raise ValueError(
@@ -188,8 +209,16 @@ def checked_divergence(
     )
 
 
-def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, Divergence]:
+_OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}  # what their loss computes
+
+
+def checked_targets(
+    problem: Problem, probabilities: Tensor, *, shard: bool = False
+) -> tuple[Problem, Divergence]:
     """Check, cast and flatten a cross-entropy of class probabilities; every position counts.
+
+    ``shard``: the probabilities are those of the rows of ``weight`` here, which may be none; the
+    class weights are of all classes, and are not checked.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
@@ -201,8 +230,12 @@ def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, D
             f"ignore_index must be negative or None for labels of class probabilities, which hold "
             f"no index to ignore, got {problem.ignore_index}: give positions a token_weight of 0"
         )
-    problem = checked(problem.but(labels=labels, ignore_index=None))
-    V, leading = len(problem.weight), labels.shape
+    for name in {*NUMBERS} - _OF_TARGETS:
+        if getattr(problem, name) != Problem._field_defaults[name]:
+            raise ValueError(f"{name} is of class indices, the labels are class probabilities")
+    V, leading = problem.weight.shape[:1].numel(), labels.shape
+    problem = problem.but(labels=labels, ignore_index=None)
+    problem = checked(with_a_row(problem.but(class_weight=None)) if shard else problem)
     if probabilities.shape != (*leading, V):
         raise ValueError(
             f"labels of class probabilities must be (..., V) = {(*leading, V)}, got "
@@ -221,5 +254,5 @@ def checked_targets(problem: Problem, probabilities: Tensor) -> tuple[Problem, D
             "labels of class probabilities must not require grad, or have a tangent: they receive "
             "no gradient here. Detach them"
         )
-    given = probabilities.detach().reshape(-1, V)
+    given = probabilities.detach().reshape(labels.numel(), V)
     return problem, Divergence(kind=TARGETS, probabilities=given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,30 @@ from torch import Tensor
 from fusedce.agreement import timeout_of
 
 ALONE = object()  # every other rank holds the same tokens
+# By name, since operators take no groups as arguments. Torch keeps a group until it is destroyed;
+# one that is kept longer would wait in a forked process for threads that it does not have.
+_GROUPS: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name by which :func:`group_named` finds the group."""
+    _GROUPS[group.group_name] = group
+    return str(group.group_name)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that :func:`name_of` was last asked for under that name.
+
+    Raises:
+        RuntimeError: it was destroyed, or never met here.
+    """
+    group = _GROUPS.get(name)
+    if group is None:
+        raise RuntimeError(
+            f"the process group {name!r} of a sharded vocabulary is gone: backward must run before "
+            f"destroy_process_group(), in the process that ran forward"
+        )
+    return group
 
 
 class Ranks:

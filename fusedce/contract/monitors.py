@@ -109,14 +109,13 @@ def sums(
     Tokens without loss have -1 in ``argmax``, and 0 in ``lse`` and ``entropy``.
     """
     found = {}
-    with torch.no_grad():
-        if "correct" in monitor and argmax is not None:
-            found["correct"] = ((argmax == problem.labels) & problem.valid()).sum().double()
-        if "entropy" in monitor and entropy is not None:
-            found["entropy"] = entropy.sum(dtype=torch.float64)
-        if "z_loss" in monitor and lse is not None:
-            z = problem.z_loss * lse.double().square()
-            if problem.token_weight is not None:
-                z = z * problem.token_weight
-            found["z_loss"] = z.masked_fill(~problem.valid(), 0).sum()
+    if "correct" in monitor and argmax is not None:
+        found["correct"] = ((argmax == problem.labels) & problem.valid()).sum().double()
+    if "entropy" in monitor and entropy is not None:
+        found["entropy"] = entropy.sum(dtype=torch.float64)
+    if "z_loss" in monitor and lse is not None:
+        z = problem.z_loss * lse.double().square()
+        if problem.token_weight is not None:
+            z = z * problem.token_weight
+        found["z_loss"] = z.masked_fill(~problem.valid(), 0).sum()
     return found

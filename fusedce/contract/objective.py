@@ -49,6 +49,8 @@ class Upstream(NamedTuple):
     at_label: Tensor
     used: Tensor  # bool: tokens with a factor other than 0
     others: Tensor  # probability of all classes but the label's
+    classes: Tensor | None = None  # (N, K) rows of weight, -1 for none
+    at_classes: Tensor | None = None  # (N, K) fp32 or fp64: more, by their products
 
 
 class Slopes(NamedTuple):

@@ -6,7 +6,6 @@ with ``Problem(*arguments[: len(Problem._fields)])``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -95,14 +94,7 @@ class Wanted(NamedTuple):
         return self.hidden, self.weight, self.bias
 
 
-def records(flat: Sequence[Any]) -> tuple[Problem, Wanted, Sequence[Any]]:
-    """The two records at the start of an operator's arguments, and the arguments after them."""
-    problem, wanted = len(Problem._fields), len(Wanted._fields)
-    end = problem + wanted
-    return Problem(*flat[:problem]), Wanted(*flat[problem:end]), flat[end:]
-
-
-_SCHEMA = {
+SCHEMA = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     int: "int",
@@ -112,17 +104,17 @@ _SCHEMA = {
     bool: "bool",
     str: "str",
     str | None: "str?",
+    tuple[int, ...] | None: "int[]?",
 }
 
 
-def schema_of(*records: type[Any], more: str = "", returns: str) -> str:
-    """Schema of an operator whose arguments are the records' fields, flattened, and ``more``."""
-    arguments = [
-        f"{_SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
+def arguments_of(*records: type[Any]) -> list[str]:
+    """Arguments of an operator that are the records' fields, flattened, as a schema names them."""
+    return [
+        f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
         for record in records
         for name, hint in get_type_hints(record).items()
     ]
-    return f"({', '.join([*arguments, more] if more else arguments)}) -> {returns}"
 
 
 class Projection(NamedTuple):

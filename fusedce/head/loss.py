@@ -33,7 +33,6 @@ from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
-from fusedce.loss.sharded import sharded_cross_entropy
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 T: Any = torch.Tensor
@@ -329,7 +328,6 @@ def _fused(
         options |= {"class_weight": weight, "reduction": reduction}
         if sharded:
             options["vocab_size"] = p.classes.stop
-            return Fused(sharded_cross_entropy(p.hidden, w, target, **options))
         return Fused(fused_cross_entropy(p.hidden, w, target, **options))
     denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
     factor = expected_factor() if reduction == "sum" else None

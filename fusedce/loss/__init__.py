@@ -6,7 +6,6 @@ from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.kl import fused_kl, fused_kl_tokens
 from fusedce.loss.logprobs import fused_argmax, fused_logprobs
 from fusedce.loss.reference import reference_ce, reference_kl
-from fusedce.loss.sharded import sharded_ce
 
 __all__ = [
     "LossSum",
@@ -19,5 +18,4 @@ __all__ = [
     "fused_logprobs",
     "reference_ce",
     "reference_kl",
-    "sharded_ce",
 ]

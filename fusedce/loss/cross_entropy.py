@@ -7,15 +7,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, divergence
-from fusedce.contract.checks import check_reduction, check_tensor_types, checked
-from fusedce.contract.divergence import checked_targets
+from fusedce.autograd import dispatch
+from fusedce.backends.shards.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
+from fusedce.contract.checks import check_reduction, check_tensor_types, check_whole, checked
+from fusedce.contract.divergence import Divergence, checked_targets
 from fusedce.contract.explain import explains_names
-from fusedce.contract.objective import weights_and_count
+from fusedce.contract.groups import local_of
+from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
-from fusedce.loss.sharded import reduced
-from fusedce.loss.sharded_problem import is_sharded
+from fusedce.contract.task import Task
+from fusedce.loss.sharded_problem import (
+    agree_on_problem,
+    device_of,
+    divergence_over_ranks,
+    is_sharded,
+    no_labels,
+)
 
 
 @explains_names
@@ -37,6 +45,8 @@ def fused_cross_entropy(
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)`` without the logits.
 
@@ -78,8 +88,9 @@ def fused_cross_entropy(
             token_weight, chunk_tokens, memory_budget, backend: as in :func:`fused_ce`.
         class_weight: ``(V,)``, numbers of any dtype, without gradient: weight of each class.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
-            they are known. See :func:`fusedce.sharded.sharded_cross_entropy`.
+        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
+            :mod:`fusedce.sharded`. Class weights are those of all ranks' classes; class
+            probabilities are ``(..., V_local)``, those of the rows here, by the torch backend.
 
     Returns:
         float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
@@ -87,8 +98,7 @@ def fused_cross_entropy(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
-            ``ValueError`` for labels that require grad, an ``ignore_index`` of 0 or more, or a
-            sharded vocabulary, and ``RuntimeError`` inside transforms of ``torch.func``.
+            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
@@ -104,19 +114,52 @@ def fused_cross_entropy(
         label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    if _are_probabilities(hidden, labels):
-        return _of_probabilities(problem, labels, reduction, process_group)
+    placed = process_group, tokens_sharded, vocab_size
     if is_sharded(weight, process_group):
-        return reduced(problem, reduction, process_group)
+        with tell_peers_on_error(groups_of(weight, process_group), device_of(labels)):
+            check_reduction(reduction)
+        if _are_probabilities(hidden, labels):
+            task = _given_over_ranks(problem, placed, reduction)
+            return _of_probabilities(task, reduction, local_of(labels).shape[:-1])
+        return reduced(problem, reduction, *placed)
+    check_whole(tokens_sharded, vocab_size)
     check_reduction(reduction)
+    if _are_probabilities(hidden, labels):
+        check_tensor_types(problem)
+        problem, targets = checked_targets(problem, labels)
+        return _of_probabilities(Task(problem, divergence=targets), reduction, labels.shape[:-1])
     problem = checked(problem)
     if reduction == "none":
-        return dispatch.token_losses(problem).view(labels.shape)
+        return dispatch.token_losses(Task(problem)).view(labels.shape)
     if reduction == "sum":
-        return dispatch.loss_sum(problem)[0].loss_sum
+        return dispatch.loss_sum(Task(_as_it_is(problem)))[0].loss_sum
     denominator = _denominator(problem)
     problem = problem.but(expected_upstream=1 / denominator)
-    return dispatch.loss_sum(problem)[0].loss_sum / denominator
+    return dispatch.loss_sum(Task(problem))[0].loss_sum / denominator
+
+
+def reduced(
+    problem: Problem,
+    reduction: str,
+    process_group: Any,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The losses, their sum or their mean over ranks, of arguments as they were given."""
+    placed, labels = (process_group, tokens_sharded, vocab_size), problem.labels
+    function = SUM if problem.class_weight is None and reduction != "none" else LOSSES
+    problem, shard = agree_on_problem(problem, *placed, function, reduction=reduction)
+    if function == SUM:
+        out, _ = dispatch.loss_sum(Task(problem, shard=shard))
+        return out.loss_sum if reduction == "sum" else out.mean()
+    losses = dispatch.token_losses(Task(problem, shard=shard))
+    if reduction == "none":
+        return losses.view(local_of(labels).shape)
+    mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
+    loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
+    if reduction == "mean":
+        loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
+    return loss_sum.to(losses.dtype)
 
 
 def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
@@ -126,25 +169,42 @@ def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
     return labels.is_floating_point() and labels.dim() == hidden.dim()
 
 
-def _of_probabilities(
-    problem: Problem, labels: Tensor, reduction: str, process_group: Any
-) -> Tensor:
-    check_reduction(reduction)
-    if is_sharded(problem.weight, process_group):
-        raise ValueError(
-            "labels must be class indices with a sharded vocabulary, got class probabilities: "
-            "gather the head (weight.full_tensor()) for them"
-        )
-    check_tensor_types(problem)
-    problem, targets = checked_targets(problem, labels)
+def _given_over_ranks(problem: Problem, placed: Any, reduction: str) -> Task:
+    """The task of class probabilities of this rank's classes."""
+    given, ignore_index = local_of(problem.labels), problem.ignore_index
+    labels = no_labels(problem.hidden)
+
+    def checked(here: Problem) -> Divergence:
+        if placed[1]:
+            raise ValueError(
+                "tokens_sharded must be False with labels of class probabilities: a rank needs "
+                "those of its classes for all tokens, so gather the hidden states before"
+            )
+        here = here.but(ignore_index=ignore_index)
+        return checked_targets(here, given, shard=True)[1]
+
+    problem = problem.but(labels=labels, ignore_index=None)
+    return divergence_over_ranks(problem, placed, reduction, checked)
+
+
+def _of_probabilities(task: Task, reduction: str, shape: torch.Size) -> Tensor:
+    problem = task.problem
     if reduction == "none":
-        return divergence.token_losses(problem, targets).view(labels.shape[:-1])
+        return dispatch.token_losses(task).view(shape)
     if reduction == "sum":
-        return divergence.loss_sum(problem, targets).loss_sum
-    positions = max(len(problem.labels), 1)
-    factor = problem.hidden.new_full((), 1 / positions, dtype=acc_dtype(problem.hidden.dtype))
-    problem = problem.but(expected_upstream=factor)
-    return divergence.loss_sum(problem, targets).loss_sum / positions
+        return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
+    positions = weights_and_count(problem.but(class_weight=None))[1].clamp(min=1)
+    positions = positions.to(acc_dtype(problem.hidden.dtype))
+    task = task.but(problem=problem.but(expected_upstream=1 / positions))
+    return dispatch.loss_sum(task)[0].loss_sum / positions
+
+
+def _as_it_is(problem: Problem) -> Problem:
+    """The problem of a sum that nobody divides, unless somebody has said what will come."""
+    if not torch.compiler.is_compiling() and expected() is not None:
+        return problem
+    one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))
+    return problem.but(expected_upstream=one)
 
 
 def _denominator(problem: Problem) -> Tensor:

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded
-from fusedce.autograd.summed import SumWithGrads
-from fusedce.backends.sharded.agreement import groups_of, tell_peers_on_error
-from fusedce.contract.checks import check_argmax_out, checked
+from fusedce.autograd import dispatch
+from fusedce.autograd.sums import SumWithGrads
+from fusedce.backends.shards.agreement import groups_of, tell_peers_on_error
+from fusedce.contract.checks import check_argmax_out, check_whole, checked
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 
@@ -37,6 +38,8 @@ def fused_ce(
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
     argmax_out: Tensor | None = None,  # (...) int64
     monitor: Collection[str] = (),
 ) -> LossSum:
@@ -93,8 +96,11 @@ def fused_ce(
             chunked torch implementation for all others.
         process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
             shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
-            results; collectives and further options: :func:`fusedce.sharded.sharded_ce`.
-            ``argmax_out`` is that of this rank's tokens, ``monitor`` sums over all of them.
+            results, and what each rank holds and sends: :mod:`fusedce.sharded`.
+        tokens_sharded: beside a local shard, whether each rank passes its own tokens (sequence
+            parallelism). The sums cover all of them; ``argmax_out`` is this rank's.
+        vocab_size: classes of a sharded vocabulary, where the last rows are padding that must have
+            no probability; ``None`` counts every row.
         argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
             other than 0 and with -1 elsewhere, in the same pass.
         monitor: names out of ``("correct", "entropy", "z_loss")``: sums over the tokens, without
@@ -127,7 +133,9 @@ def fused_ce(
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     if is_sharded(weight, process_group):
-        return sharded_loss_sum(problem, process_group, argmax_out, monitor)
+        placed = process_group, argmax_out, monitor, vocab_size, tokens_sharded
+        return sharded_loss_sum(problem, *placed)
+    check_whole(tokens_sharded, vocab_size)
     check_monitor(monitor)
     problem = checked(problem)
     if argmax_out is not None:
@@ -148,7 +156,7 @@ def checked_ce(
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(problem, wanted)
+    out, values = dispatch.loss_sum(Task(problem, wanted))
     if monitor:
         out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
     _fill(argmax_out, values)  # now that labels, whose memory it may be, were read
@@ -161,11 +169,9 @@ def sharded_loss_sum(
     argmax_out: Tensor | None = None,
     monitor: Collection[str] = (),
     vocab_size: int | None = None,
+    tokens_sharded: bool = False,
 ) -> LossSum:
-    """:func:`fused_ce` of a sharded vocabulary, of arguments as they were given.
-
-    ``vocab_size``: as in :func:`fusedce.sharded.sharded_ce`.
-    """
+    """:func:`fused_ce` of a sharded vocabulary, of arguments as they were given."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_monitor(monitor)
         if argmax_out is not None:
@@ -174,14 +180,14 @@ def sharded_loss_sum(
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
     problem, shard = agree_on_problem(
-        problem, process_group, vocab_size=vocab_size, beside=", ".join(beside) or None
+        problem, process_group, tokens_sharded, vocab_size, monitor=", ".join(beside) or None
     )
-    out, values = sharded.loss_sum(problem, shard, wanted)
+    out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     found = sums(problem, monitor, *values) if monitor else {}
     _fill(argmax_out, values)
     if not monitor:
         return out
-    total = sharded.total(torch.stack(list(found.values())), shard)
+    total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
     return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
-from fusedce.autograd import divergence as operators
+from fusedce.autograd import dispatch
+from fusedce.contract.checks import check_whole
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
+from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
+from fusedce.contract.task import Task
+from fusedce.loss.sharded_problem import divergence_over_ranks, is_sharded, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
 
@@ -39,6 +42,9 @@ def fused_kl(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> LossSum:
     """Sum over positions of the divergence of a student from a teacher, without the logits.
 
@@ -80,6 +86,8 @@ def fused_kl(
         chunk_tokens: positions whose logits are held at a time; ``None`` chooses.
         memory_budget: bytes beside inputs and gradients; a small one makes small chunks.
         backend: as in :func:`fused_ce`.
+        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
+            :mod:`fusedce.sharded`; both heads' rows are split alike. By the torch backend.
 
     Returns:
         :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
@@ -88,21 +96,23 @@ def fused_kl(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also for another
             number of classes of the teacher, an unknown ``divergence``, ``beta`` or ``temperature``
-            out of range, or ``ce_weight`` without labels. ``TypeError`` for a sharded head.
+            out of range, or ``ce_weight`` without labels; ``RuntimeError`` for a sharded
+            vocabulary with ``backend="triton"``.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
         >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
         >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
     """
-    return operators.loss_sum(*_asked(
+    return dispatch.loss_sum(_asked(
         hidden, weight, teacher_hidden, teacher_weight, labels,
         divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
         bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
         logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
         ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
-    ))  # fmt: skip
+        process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
+    ))[0]  # fmt: skip
 
 
 @takes_arguments_of(fused_kl)
@@ -130,8 +140,10 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    asked = _asked(hidden, weight, teacher_hidden, teacher_weight, labels, **options)
-    return operators.token_losses(*asked).view(hidden.shape[:-1])
+    task = _asked(
+        hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none", **options
+    )
+    return dispatch.token_losses(task).view(local_of(hidden).shape[:-1])
 
 
 # Arguments that are not the student's, and the fields of `Divergence` that hold them.
@@ -147,14 +159,24 @@ def _asked(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     labels: Tensor | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+    reduction: str = "sum",
     **options: Any,
-) -> tuple[Problem, Divergence]:
+) -> Task:
     """Checked records of the arguments; without labels every position gets a valid one."""
     of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)
     if labels is None and isinstance(hidden, Tensor):
-        zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        student = student.but(labels=zeros, ignore_index=None)
-    return checked_divergence(
-        student, Divergence(teacher_hidden, teacher_weight, **of_teacher), labels
-    )
+        student = student.but(labels=no_labels(hidden), ignore_index=None)
+    divergence = Divergence(teacher_hidden, teacher_weight, **of_teacher)
+    if is_sharded(weight, process_group):
+        placed = process_group, tokens_sharded, vocab_size
+        return divergence_over_ranks(
+            student, placed, reduction,
+            lambda here: checked_divergence(here, divergence.local(), labels, shard=True)[1],
+        )  # fmt: skip
+    check_whole(tokens_sharded, vocab_size)
+    problem, divergence = checked_divergence(student, divergence, labels)
+    return Task(problem, divergence=divergence)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch, sharded
-from fusedce.backends.sharded.agreement import (
+from fusedce.autograd import dispatch
+from fusedce.backends.shards.agreement import (
     ARGMAX,
     MEAN_LOGIT,
     STATISTICS,
@@ -20,6 +20,7 @@ from fusedce.contract.checks import (
     check_number,
     check_softcap,
     check_temperature,
+    check_whole,
     checked,
     checked_temperature,
 )
@@ -28,12 +29,13 @@ from fusedce.contract.groups import local_of
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import (
     agree_on_problem,
     device_of,
     has_several_classes,
     is_sharded,
-    tokens_of,
+    no_labels,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
         memory_budget: int | None
         backend: str | None
         process_group: Any
+        tokens_sharded: bool
+        vocab_size: int | None
 
 
 @overload
@@ -88,6 +92,8 @@ def fused_logprobs(
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
     """Log-probability of each label, entropy, log-sum-exp and argmax in one pass, no logits.
 
@@ -121,8 +127,8 @@ def fused_logprobs(
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
         memory_budget: as in :func:`fused_ce`; backward goes by tiles of the vocabulary.
-        process_group: the ranks among which the rows of ``weight`` are split; for a ``DTensor``
-            they are known. See :func:`fusedce.sharded.sharded_logprobs`.
+        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
+            :mod:`fusedce.sharded`.
 
     Returns:
         :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``; with ``mean_logit`` a
@@ -144,7 +150,9 @@ def fused_logprobs(
         backend=backend,
     )  # fmt: skip
     if is_sharded(weight, process_group):
-        return _sharded_stats(problem, temperature, mean_logit, process_group)
+        placed = process_group, tokens_sharded, vocab_size
+        return _sharded_stats(problem, temperature, mean_logit, *placed)
+    check_whole(tokens_sharded, vocab_size)
     check_flag("mean_logit", mean_logit)
     problem = _tempered(problem, temperature)
     several = has_several_classes(problem)
@@ -157,10 +165,8 @@ def fused_logprobs(
         problem = problem.but(temperature=t)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     if several:
-        logprob, stats = dispatch.class_stats(problem, labels.reshape(-1, labels.shape[-1]), wanted)
-    else:
-        stats = dispatch.token_stats(problem, wanted)
-        logprob = -stats.nll
+        problem = problem.but(labels=labels.reshape(-1, labels.shape[-1]))
+    logprob, stats = dispatch.token_stats(Task(problem, wanted))
     return _shaped(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
 
 
@@ -175,13 +181,15 @@ def fused_argmax(
     logit_scale: float = 1.0,
     backend: str | None = None,
     process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """``F.linear(hidden, weight, bias).argmax(-1)`` of the finished logits, without the logits.
 
     Products are accumulated in float32 and compared as they are: classes that round to the same
     bfloat16 logit are told apart.
 
-    Args: as in :func:`fused_ce`, ``process_group`` too.
+    Args: as in :func:`fused_ce`.
 
     Returns:
         ``(...)`` int64: the likeliest class of every position (which of several equal ones is not
@@ -194,138 +202,27 @@ def fused_argmax(
         >>> fused_argmax(torch.eye(3), torch.eye(3))
         tensor([0, 1, 2])
     """
-    if is_sharded(weight, process_group):
-        return sharded_argmax(
-            hidden, weight, process_group=process_group, bias=bias, softcap=softcap,
-            logit_scale=logit_scale, backend=backend,
-        )  # fmt: skip
+    sharded = is_sharded(weight, process_group)
     if not isinstance(hidden, Tensor):
-        raise not_a_tensor("hidden", hidden)
-    labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    problem = Problem(
+        error = not_a_tensor("hidden", hidden)
+        if sharded:
+            with tell_peers_on_error(groups_of(weight, process_group), None):
+                raise error
+        raise error
+    labels = no_labels(hidden)
+    problem, shard = Problem(
         hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
-    )  # fmt: skip
-    argmax = dispatch.token_stats(checked(problem), Wanted(argmax=True)).argmax
+    ), None  # fmt: skip
+    if sharded:
+        placed = process_group, tokens_sharded, vocab_size
+        problem, shard = agree_on_problem(problem, *placed, ARGMAX)
+    else:
+        check_whole(tokens_sharded, vocab_size)
+        problem = checked(problem)
+    argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
-    return argmax.view(labels.shape)
-
-
-@explains_names
-def sharded_logprobs(
-    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
-    labels: Tensor,  # (...) or (..., K) int64 or int32
-    *,
-    process_group: Any = None,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,  # (V_local,), or a DTensor (V,) with Shard(0)
-    ignore_index: int | None = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,  # or (...) floats
-    mean_logit: bool = False,
-    chunk_tokens: int | None = None,
-    memory_budget: int | None = None,  # bytes
-    backend: str | None = None,
-) -> TokenStats | TokenStatsAndMean:
-    """:func:`fusedce.fused_logprobs` with the rows of ``weight`` spread over ranks.
-
-    The statistics are the same, in nats, with the classes of all ranks. The entropy follows the
-    chain rule, ``sum over shards of P * (H - log P)`` with a shard's probability ``P`` and entropy
-    ``H``; none of its terms is negative. As with :func:`fusedce.sharded.sharded_cross_entropy`,
-    every rank must run backward, and the forward pass by Triton waits for the device once.
-
-    Collectives on the vocabulary's ranks:
-
-    * forward: one all-gather of under 1 KiB, in which ranks compare what they ask for, and one of 5
-      float64 a token that counts (6 with ``mean_logit``);
-    * with ``labels (..., K)`` before them, one all-reduce of K float32 a token that counts (float64
-      for float64 inputs), the logits of the K classes;
-    * backward, and sharded tokens: as :func:`fusedce.sharded.sharded_cross_entropy`, with K more
-      numbers a token in the all-reduce of upstream gradients.
-
-    Args:
-        labels: ``(...)``, or several classes of each token, ``(..., K)``, as in
-            :func:`fusedce.fused_logprobs`.
-        hidden, weight, process_group, tokens_sharded, vocab_size, bias: as in :func:`sharded_ce`.
-        ignore_index, softcap, logit_scale, temperature, mean_logit, chunk_tokens, memory_budget,
-            backend: as in :func:`fusedce.fused_logprobs`.
-
-    Returns:
-        :class:`fusedce.TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``, argmax among all
-        classes; with ``mean_logit`` one with that as its fifth.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`sharded_ce`, on all ranks the same;
-            ``ValueError`` for a temperature that is not positive and finite.
-
-    Examples:
-        >>> # every rank; alone, it holds the whole vocabulary
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> weight = torch.randn(11, 4, requires_grad=True)  # this rank's rows
-        >>> hidden, labels = torch.randn(3, 4), torch.tensor([1, -100, 10])
-        >>> stats = sharded_logprobs(hidden, weight, labels, process_group=dist.group.WORLD)
-        >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
-    """
-    problem = Problem(
-        hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, chunk_tokens=chunk_tokens, memory_budget=memory_budget,
-        backend=backend,
-    )  # fmt: skip
-    return _sharded_stats(
-        problem, temperature, mean_logit, process_group, tokens_sharded, vocab_size
-    )
-
-
-@explains_names
-@torch.no_grad()
-def sharded_argmax(
-    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V_local, H) with process_group, or a DTensor (V, H) with Shard(0)
-    *,
-    process_group: Any = None,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,  # (V_local,), or a DTensor (V,) with Shard(0)
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    backend: str | None = None,
-) -> Tensor:
-    """:func:`fusedce.fused_argmax` with the rows of ``weight`` spread over ranks.
-
-    ``argmax(softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap))`` over the classes
-    of all ranks. Collectives: one all-gather of under 1 KiB, and one of 4 float64 a token; with
-    sharded tokens one each of hidden states and of the labels that stand in for none.
-
-    Args: as in :func:`sharded_ce`.
-
-    Returns:
-        ``(...)`` int64, equal on all ranks (of each rank's own tokens, where they are sharded);
-        which of several equal ones is not defined, and of logits with NaN neither.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`sharded_ce`.
-
-    Examples:
-        >>> # every rank; alone, it holds the whole vocabulary
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> sharded_argmax(torch.eye(3), torch.eye(3), process_group=dist.group.WORLD)
-        tensor([0, 1, 2])
-    """
-    with tell_peers_on_error(groups_of(weight, process_group), device_of(hidden)):
-        if not isinstance(hidden, Tensor):
-            raise not_a_tensor("hidden", hidden)
-    labels = torch.zeros_like(hidden.sum(-1), dtype=torch.int64)  # a DTensor like hidden
-    problem = Problem(
-        hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
-        backend=backend,
-    )  # fmt: skip
-    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, ARGMAX)
-    argmax = sharded.token_stats(problem, shard, Wanted(argmax=True)).argmax
-    assert argmax is not None
-    return argmax.view(tokens_of(labels))
+    return argmax.view(local_of(labels).shape)
 
 
 def _sharded_stats(
@@ -336,7 +233,7 @@ def _sharded_stats(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
 ) -> TokenStats | TokenStatsAndMean:
-    """:func:`sharded_logprobs` of a problem whose arguments are not checked yet."""
+    """:func:`fused_logprobs` of a sharded vocabulary, of arguments as they were given."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_flag("mean_logit", mean_logit)
         problem = _tempered(problem, temperature)
@@ -344,13 +241,9 @@ def _sharded_stats(
     function = MEAN_LOGIT if mean_logit else STATISTICS
     problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    if problem.labels.dim() == 2:
-        logprob, stats = sharded.class_stats(problem, shard, wanted)
-    else:
-        stats = sharded.token_stats(problem, shard, wanted)
-        logprob = -stats.nll
+    logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     tokens = local_of(hidden).shape[:-1]
-    return _shaped(logprob.view(tokens_of(labels)), stats, tokens, mean_logit)
+    return _shaped(logprob.view(local_of(labels).shape), stats, tokens, mean_logit)
 
 
 def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:

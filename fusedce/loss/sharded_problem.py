@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.sharded.agreement import (
+from fusedce.backends.shards.agreement import (
+    DIVERGENCE,
     MEAN_LOGIT,
     STATISTICS,
     SUM,
     agree,
-    check_vocab_size,
     groups_of,
     layout_of,
     tell_peers_on_error,
 )
-from fusedce.backends.sharded.collectives import Shard
 from fusedce.contract.checks import (
     autocast,
     check_flag,
     check_options,
     check_tensor_types,
     check_tensors,
+    check_vocab_size,
     checked_temperature,
     flattened,
+    memory_budget_of,
+    with_a_row,
 )
+from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
+from fusedce.contract.task import Shard, Task
 
 
 def is_sharded(weight: object, process_group: object) -> bool:
@@ -48,8 +53,8 @@ def agree_on_problem(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
     function: str = SUM,
-    reduction: str | None = None,
-    beside: str | None = None,
+    monitor: str | None = None,
+    **asked: Any,
 ) -> tuple[Problem, Shard]:
     """Check and flatten this rank's problem, and compare it with those of the other ranks.
 
@@ -57,9 +62,9 @@ def agree_on_problem(
 
     Args:
         problem, process_group, tokens_sharded, vocab_size: as given to the public function.
-        function: one of :data:`fusedce.backends.sharded.agreement.FUNCTIONS`.
-        reduction: that of the public function, if it has one.
-        beside: names of the statistics and outputs that are asked for beside the loss.
+        function: one of :data:`fusedce.backends.shards.agreement.FUNCTIONS`.
+        monitor: names of the statistics and outputs that are asked for beside the loss.
+        asked: further settings of the public function, which all ranks must share.
 
     Returns:
         The problem of this rank's tensors, and its shard.
@@ -67,7 +72,7 @@ def agree_on_problem(
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
-    Collectives: see :func:`fusedce.backends.sharded.agreement.agree`.
+    Collectives: see :func:`fusedce.backends.shards.agreement.agree`.
     """
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_tensor_types(problem)
@@ -78,19 +83,18 @@ def agree_on_problem(
             classes = problem.labels
             function = f"{function}, {classes.shape[-1]} classes each"
             problem = problem.but(labels=classes[..., 0])
-        if len(problem.weight):
-            check_tensors(problem)
-        else:  # a rank without rows
-            row = problem.weight.new_empty(1, problem.weight.shape[-1])
-            check_tensors(problem.but(weight=row, bias=None))
+        check_tensors(with_a_row(problem))
         problem = problem.but(backend=resolve_backend(problem.backend, problem.hidden))
         layout = layout._replace(problem=problem)
+        # An environment may differ between ranks as arguments may.
+        budget = memory_budget_of(problem.memory_budget, problem.chunk_tokens)
+        layout = layout._replace(problem=problem.but(memory_budget=budget))
         c = problem.class_weight
         # The class weights are those of all ranks' classes, whose number `agree` finds.
         check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
         if classes is not None:
             problem = problem.but(labels=classes)
-            layout = layout._replace(problem=problem)
+            layout = layout._replace(problem=layout.problem.but(labels=classes))
         flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
         if classes is not None:
             flat = flat.but(labels=flat.labels.view(-1, classes.shape[-1]))
@@ -100,8 +104,41 @@ def agree_on_problem(
             flat = flat.but(temperature=t)
         check_vocab_size(vocab_size)
         check_flag("tokens_sharded", tokens_sharded)
-    shard = agree(layout, vocab_size, function, reduction, beside)
+    shard = agree(layout, vocab_size, function=function, monitor=monitor or "", **asked)
     return flat, shard
+
+
+def divergence_over_ranks(
+    problem: Problem,
+    placed: tuple[Any, bool, int | None],  # process_group, tokens_sharded, vocab_size
+    reduction: str,
+    checked: Callable[[Problem], Divergence],
+) -> Task:
+    """The task of a divergence on a sharded vocabulary, which the torch backend computes.
+
+    ``checked`` makes the divergence's record beside the problem of this rank's tensors.
+    """
+    with tell_peers_on_error(groups_of(problem.weight, placed[0]), device_of(problem.labels)):
+        if problem.backend == "triton":
+            raise RuntimeError(
+                "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
+                "do not merge it over ranks"
+            )
+        check_tensor_types(problem)
+        divergence = checked(
+            problem.but(**{name: local_of(x) for name, x in problem._asdict().items()})
+        )
+        problem = problem.but(backend=problem.backend or "torch")
+        asked = {"reduction": reduction} | divergence.settings()
+    problem, shard = agree_on_problem(problem, *placed, DIVERGENCE, **asked)
+    return Task(problem, divergence=divergence, shard=shard)
+
+
+def no_labels(hidden: Any) -> Tensor:
+    """``(...)`` int64 zeros, placed as ``hidden (..., H)`` is."""
+    if is_dtensor(hidden):
+        return torch.zeros_like(hidden.detach().sum(-1), dtype=torch.int64)
+    return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
 
 
 def has_several_classes(problem: Problem) -> bool:
@@ -122,8 +159,3 @@ def device_of(x: object) -> torch.device | None:
     """The device of a tensor; ``None`` for an argument that is none, or that has no values."""
     device = getattr(x, "device", None)
     return None if device is None or device.type == "meta" else device
-
-
-def tokens_of(labels: Any) -> torch.Size:
-    """The shape of this rank's labels."""
-    return local_of(labels).shape

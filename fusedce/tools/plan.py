@@ -1,8 +1,8 @@
-"""`fusedce plan`: predicted memory and time of a model's loss, by eager, compiled and fused code.
+"""`fusedce plan`: memory of a model's loss, by eager, compiled and fused code.
 
 Memory is counted beyond the model, the hidden states and their gradients. Ours is that of the
-backend's own plan; that of the others follows from the logits they hold. Times, for GPUs in bf16
-and fp16, come from :mod:`fusedce.prediction`. Only the look-up of a class needs torch.
+backend's own plan; that of the others follows from the logits they hold. Only the look-up of a
+class needs torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,42 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import ONE_CHUNK, TILES, Way, least_bytes, way_of
-from fusedce.prediction import DEVICES, Device, GiB, bare_gemms, call, fused_ce, predict
+from fusedce.backends.plan import (
+    EXP_GEMM_H,
+    ONE_CHUNK,
+    TILES,
+    Call,
+    Way,
+    device_budget,
+    is_small_head,
+    least_bytes,
+    way_of,
+)
 from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
+GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master weight, two moments of Adam
 _MOST_TOKENS = 2**24  # that the largest batch may have
 _MOST = 2**31 - 1  # tokens, GPUs and GiB of a call
+
+
+class Device(NamedTuple):
+    """What a plan depends on."""
+
+    memory: int  # bytes
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
+
+
+DEVICES = {
+    "A100": Device(80 * GiB),
+    "H100": Device(80 * GiB, gemm_block=256),
+    "H200": Device(139 * GiB, gemm_block=256),
+    "B200": Device(180 * GiB, gemm_block=256),
+    "MI300X": Device(192 * GiB),
+    "RTX 4090": Device(24 * GiB),
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +56,6 @@ class Method:
 
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
-    milliseconds: float | None  # predicted; None where no figures of the device are known
-    range: tuple[float, float] | None  # of these, as the least certain assumption is good or bad
     most_tokens: int | None  # the largest batch that fits; None where the memory is not known
 
     @property
@@ -40,7 +65,7 @@ class Method:
 
 
 class Point(NamedTuple):
-    """Memory and predicted time that a memory budget gives."""
+    """What a memory budget gives."""
 
     budget: int  # bytes
     way: str  # "one chunk", "chunks" or "tiles"
@@ -48,12 +73,11 @@ class Point(NamedTuple):
     classes: int  # of a tile
     bytes: int  # held beside inputs and gradients
     products: int  # matrix products of N * V * H multiplications each
-    milliseconds: float | None  # predicted; None where no figures of the device are known
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The prediction of :func:`plan`."""
+    """What :func:`plan` finds."""
 
     model: Sizes
     tokens: int  # of a micro-batch on one device
@@ -64,9 +88,10 @@ class ModelPlan:
     chunk_tokens: int  # of a chunk of fused_ce
     states_bytes: int | None  # weights, gradients and Adam's moments on each device
     free_bytes: int | None  # left for the loss and the activations
-    floor_milliseconds: float | None  # the three bare products, predicted
+    least_budget: int  # bytes: the least memory_budget
+    recommended_budget: int  # bytes: the least with which no step is slower than without a budget
     methods: tuple[Method, ...]
-    frontier: tuple[Point, ...]  # memory against time of fused_ce
+    frontier: tuple[Point, ...]  # what each memory budget gives
 
     def data(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -89,7 +114,7 @@ def plan(
         tokens: of a micro-batch on one device.
         dtype: of hidden states and head: "fp32", "bf16" or "fp16".
         gpus: over which weights, gradients and optimizer states are sharded (FSDP, ZeRO-3).
-        device: a key of :data:`fusedce.prediction.DEVICES`, or "cpu".
+        device: a key of :data:`DEVICES`, or "cpu".
         free: GiB that loss and activations may have together; by default what the device has less
             the states of a dense model trained in bf16 with Adam (16 bytes a parameter).
 
@@ -117,22 +142,20 @@ def plan(
         Method(
             name,
             memory(name, tokens, of.H, of.V, b, known),
-            *_milliseconds(name, tokens, of, b, known),
             None if room is None else _most_tokens(name, of, b, known, room),
         )
         for name in METHODS
     )
-    floor = None
-    if known is not None and b == 2:
-        floor = 1e3 * bare_gemms(tokens, of.H, of.V, known).seconds
+    asked = call(tokens, of.H, of.V, b, 1, cpu=known is None, device=known)
     return ModelPlan(
         of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
-        states, room, floor, methods, frontier(tokens, of.H, of.V, b, known),
+        states, room, least_bytes(asked), way_of(asked).bytes, methods,
+        frontier(tokens, of.H, of.V, b, known),
     )  # fmt: skip
 
 
 def device_here() -> str | None:
-    """The key of :data:`fusedce.prediction.DEVICES` of this machine's GPU; ``None`` without one.
+    """The key of :data:`DEVICES` of this machine's GPU; ``None`` without one.
 
     nvidia-smi tells it, so that torch is not imported.
     """
@@ -143,6 +166,23 @@ def device_here() -> str | None:
         [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
     )
     return next((name for name in DEVICES if name in done.stdout), None)
+
+
+def call(
+    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
+    device: Any = None,
+) -> Call:  # fmt: skip
+    """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
+
+    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
+    """
+    wide = b == 2 and is_small_head(V * H, budget)
+    logit = 4 if cpu else b
+    return Call(
+        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        budget=device_budget(None if device is None else device.memory),
+        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
+    )  # fmt: skip
 
 
 def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
@@ -160,8 +200,6 @@ def ours(
 
 def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> dict[str, int]:
     """Bytes at the peak of one forward and backward, by purpose."""
-    if device is not None and b == 2:
-        return dict(predict(name, N, H, V, device).memory)
     if name == "eager":
         return {"log-softmax, its gradient, the slope": 12 * N * V}
     if name == "compiled eager":
@@ -170,7 +208,7 @@ def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> 
 
 
 def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Point, ...]:
-    """Memory and time for rising budgets: the least one, then each twice the one before.
+    """The ways of rising budgets: the least one, then each twice the one before.
 
     The last is the first in which all logits are one chunk.
     """
@@ -178,27 +216,12 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
     budget, found = least_bytes(asked), list[Point]()
     while not found or found[-1].way != ONE_CHUNK:
         way = ours(N, H, V, b, device, budget)
-        seconds = None
-        if device is not None and b == 2:
-            seconds = fused_ce(N, H, V, device, memory_budget=budget).seconds
-        point = Point(
-            budget, way.name, way.tokens, way.classes, way.bytes,
-            4 if way.name == TILES else 3, None if seconds is None else 1e3 * seconds,
-        )  # fmt: skip
+        products = 4 if way.name == TILES else 3
+        point = Point(budget, way.name, way.tokens, way.classes, way.bytes, products)
         if not found or point.bytes != found[-1].bytes:
             found.append(point)
         budget *= 2
     return tuple(found)
-
-
-def _milliseconds(
-    name: str, N: int, of: Sizes, b: int, device: Device | None
-) -> tuple[float | None, tuple[float, float] | None]:
-    """The prediction and its range, where figures of the device are known."""
-    if device is None or b != 2:
-        return None, None
-    found = predict(name, N, of.H, of.V, device)
-    return 1e3 * found.seconds, (1e3 * found.low, 1e3 * found.high) if found.high else None
 
 
 def _room(device: Device | None, states: int | None, free: float | None) -> int | None:

@@ -46,11 +46,13 @@ def check_text(found: Check, saved: dict[str, int], device: str) -> str:
 
 
 def plan_text(found: ModelPlan) -> str:
-    """The prediction of `plan`."""
+    """The findings of `plan`."""
     of = found.model
     pairs = [
         ("one copy of the logits", _size(found.logits_bytes)),
         ("tokens of a chunk of fused_ce", f"{found.chunk_tokens} of {found.tokens}"),
+        ("least memory_budget", _size(found.least_budget)),
+        ("recommended memory_budget", _size(found.recommended_budget)),
     ]
     if found.states_bytes is not None:
         pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
@@ -59,9 +61,6 @@ def plan_text(found: ModelPlan) -> str:
     rows = []
     for m in found.methods:
         row = {"": m.name, "predicted memory of the loss": _size(m.bytes)}
-        if m.milliseconds is not None:
-            ends = "" if m.range is None else " ({:.1f} to {:.1f})".format(*m.range)
-            row["predicted ms"] = f"{m.milliseconds:.1f}{ends}"
         if m.most_tokens is not None:
             row["most tokens that fit"] = str(m.most_tokens)
         rows.append(row)
@@ -78,10 +77,7 @@ def plan_text(found: ModelPlan) -> str:
         "Each memory_budget (beside inputs and gradients) and what it gives:",
         _frontier(found),
     ]
-    if found.floor_milliseconds is not None:
-        floor = found.floor_milliseconds
-        lines.append(f"The three bare products alone: {floor:.1f} ms, predicted.")
-    return "\n".join([*lines, "Predicted from bytes and FLOPs, not measured."])
+    return "\n".join([*lines, "Counted from sizes, not measured."])
 
 
 def _frontier(found: ModelPlan) -> str:
@@ -95,8 +91,6 @@ def _frontier(found: ModelPlan) -> str:
             "holds": _size(point.bytes),
             "products": str(point.products),
         }
-        if point.milliseconds is not None:
-            row["predicted ms"] = f"{point.milliseconds:.1f}"
         rows.append(row)
     return _table(rows)
 
@@ -172,43 +166,6 @@ def draw_bench(result: Result, path: Path) -> None:
     N, H, V = result.shape
     caption = f"Forward + backward, N={N}, H={H}, V={V}, {result.dtype}. {result.where}"
     _save(figure, path, caption)
-
-
-def draw_plan(found: ModelPlan, path: Path) -> None:
-    """Memory against predicted time of our ways, beside eager and compiled eager.
-
-    Raises:
-        UserError: no times are predicted for this device and dtype; matplotlib is missing; ``path``
-            cannot be written.
-    """
-    if found.floor_milliseconds is None:
-        raise UserError("--picture needs predicted times: a GPU and bf16 or fp16")
-    from fusedce.backends.plan import WAYS
-
-    figure = _figure(8, 4.5)
-    axes = figure.subplots()
-    for name, colour in zip(WAYS, ("#0072b2", "#56b4e9", "#009e73"), strict=True):
-        points = [p for p in found.frontier if p.way == name]
-        axes.plot(
-            [p.bytes / 2**30 for p in points], [p.milliseconds for p in points], "o-", color=colour,
-            label=f"fused_ce, {name}",
-        )  # fmt: skip
-    for method, marker in zip(found.methods, "sD", strict=False):
-        axes.plot(method.bytes / 2**30, method.milliseconds, marker, color="#9a9a9a")
-        axes.annotate(method.name, (method.bytes / 2**30, method.milliseconds), (6, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.axhline(found.floor_milliseconds, color="#cccccc", zorder=0)
-    axes.set_xscale("log")
-    axes.set_ylim(0)
-    axes.set_xlabel("memory beside inputs and gradients, GiB")
-    axes.set_title("ms, predicted; the line: three bare products", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    of = found.model
-    _save(
-        figure, path,
-        f"{of.name}: {found.tokens} tokens, H={of.H}, V={of.V}, {found.dtype}, {found.device}",
-    )  # fmt: skip
 
 
 def _figure(width: float, height: float) -> Any:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fusedce
-from fusedce.autograd import dispatch, summed
+from fusedce.autograd import dispatch, sums, tokens
 from fusedce.backends.choose import get_backend
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monk
         return get_backend(name)
 
     monkeypatch.setattr(dispatch, "resolve_backend", resolve)
-    for module in (summed, __import__("fusedce.autograd.token_ops", fromlist=["x"])):
+    for module in (sums, tokens):
         monkeypatch.setattr(module, "get_backend", backend_of)
     out = fusedce.fused_ce(*inputs, backend=None, **options)
     (out.loss_sum * 3).backward()
@@ -41,8 +42,8 @@ def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monk
 def test_no_log_sum_exp_where_nobody_reads_it(inputs):
     hidden, weight, labels = (x.detach() for x in inputs)
     problem = Problem(hidden, weight, labels)
-    assert dispatch.token_stats(problem, Wanted()).lse.numel() == 0
-    assert dispatch.token_stats(problem, Wanted(lse=True)).lse.numel() == 9
+    assert dispatch.token_stats(Task(problem))[1].lse.numel() == 0
+    assert dispatch.token_stats(Task(problem, Wanted(lse=True)))[1].lse.numel() == 9
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -77,6 +78,7 @@ def test_another_upstream_factor_than_expected_is_right_as_well(inputs, upstream
     hidden, weight, labels = inputs
     factor = None if expected is None else torch.tensor(expected)
     problem = Problem(hidden, weight, labels, expected_upstream=factor)
-    got = torch.autograd.grad(dispatch.loss_sum(problem)[0].loss_sum * upstream, (hidden, weight))
+    out, _ = dispatch.loss_sum(Task(problem))
+    got = torch.autograd.grad(out.loss_sum * upstream, (hidden, weight))
     exact = fusedce.reference_ce(hidden, weight, labels).loss_sum * upstream
     torch.testing.assert_close(got, torch.autograd.grad(exact, (hidden, weight)))

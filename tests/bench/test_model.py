@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from lib import gpu_model as prediction
+from lib.gpu_model import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
 from support import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedce import prediction
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.loss.sharded_problem import agree_on_problem
-from fusedce.prediction import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
 
 ROOT = Path(__file__).parents[2]
 H200 = DEVICES["H200"]
@@ -170,7 +170,10 @@ def test_an_unknown_method_is_refused():
 
 def test_the_module_needs_nothing_but_python():
     """It will be asked on machines without torch, too."""
-    code = "import sys; sys.modules['torch'] = None; import fusedce.prediction"
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.path[:0] = ['.', 'bench']; "
+        "import lib.gpu_model"
+    )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
     )

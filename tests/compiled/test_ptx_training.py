@@ -8,6 +8,7 @@ import fusedce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 from fusedce.testing import Case, check
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -141,10 +142,10 @@ def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
     argmax = torch.empty(40, dtype=torch.int64)
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens,
                       expected_upstream=torch.ones(()))  # fmt: skip
-    found = backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), argmax)
+    found = backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), argmax)
     x = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     exact = fusedce.reference_ce(*x, labels).loss_sum
-    torch.testing.assert_close(found.loss_sum.double(), exact, rtol=STATISTIC, atol=0)
+    torch.testing.assert_close(found.loss.double(), exact, rtol=STATISTIC, atol=0)
     for ours, theirs in zip((found.d_hidden, found.d_weight), torch.autograd.grad(exact, x),
                             strict=True):  # fmt: skip
         once = (theirs.to(ours.dtype).double() - theirs).norm()
@@ -168,7 +169,7 @@ def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
     bias[520:525] = above - 3
     labels %= 256
     problem = Problem(hidden, weight, labels, bias=bias, expected_upstream=torch.ones(()))
-    found = backend.loss_and_grads(problem, Wanted(hidden=True, weight=True, bias=True), None)
+    found = backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True, bias=True)), None)
     x = [t.double().requires_grad_() for t in (hidden, weight, bias)]
     exact = torch.autograd.grad(fusedce.reference_ce(*x[:2], labels, bias=x[2]).loss_sum, x)
     for ours, theirs in zip(found[3:], exact, strict=True):
@@ -184,7 +185,7 @@ def test_gradients_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(o
     problem = Problem(hidden, weight, labels, expected_upstream=torch.ones(()))
 
     def gradients():
-        return tuple(backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None))
+        return tuple(backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None))
 
     first = gradients()
     gpu.timing = "random"
@@ -196,8 +197,8 @@ def test_a_bad_label_poisons_its_row_alone(on):
     on("sm_90")
     hidden, weight, labels, _ = case(12, 64, 300).tensors()
     labels[5] = 300
-    found = backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(hidden=True), None)
-    assert found.loss_sum.isnan()
+    found = backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(hidden=True)), None)
+    assert found.loss.isnan()
     assert found.d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
 
 

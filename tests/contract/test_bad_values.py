@@ -48,7 +48,6 @@ TAKEN = {
     "argmax_out": {"None", "(N,) int64"},
     "monitor": {"dict"},  # an empty collection of names
     "shift": {"true", "zero", "three"},
-    "tokens_sharded": {"true"},
     "vocab_size": {"None"},
 }
 # what one function takes instead
@@ -57,6 +56,10 @@ TAKEN_BY = {
     ("shifted", "ignore_index"): {"zero", "three", "minus one"},
     ("sharded_logprobs", "labels"): {"(N,) int64", "(N, H) int64"},
     ("sharded_argmax", "vocab_size"): {"None", "three"},
+    **{
+        (f"sharded_{name}", "tokens_sharded"): {"true"}
+        for name in ("ce", "cross_entropy", "logprobs", "argmax")
+    },
     ("fused_kl", "labels"): {"(N,) int64", "None"},
     ("fused_kl_tokens", "labels"): {"(N,) int64", "None"},
 }
@@ -121,7 +124,8 @@ def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(function, ar
             result(function, **{argument: value})
         words = str(caught.value)
         # A smaller vocabulary that is possible leaves out the class of a label.
-        named = "labels" if (argument, kind) == ("vocab_size", "three") else argument
+        sharded_three = name.startswith("sharded") and (argument, kind) == ("vocab_size", "three")
+        named = "labels" if sharded_three else argument
         assert named in words, (kind, words)
         assert "fusedce::" not in words, (kind, words)  # the dispatcher's message
     for x, y in zip(before, result(function), strict=True):

@@ -44,7 +44,6 @@ def test_an_option_is_declared_in_the_record_and_the_signatures_alone():
         "loss/fused_ce.py",
         "loss/names_of_peers.py",
         "loss/reference.py",
-        "loss/sharded.py",
     }
 
 

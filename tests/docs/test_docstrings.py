@@ -16,7 +16,7 @@ OBJECTS = {
     "from_mesh": fusedce.LossAccumulator.from_mesh,
     "from_accelerator": fusedce.LossAccumulator.from_accelerator,
     "metrics": fusedce.LossAccumulator.metrics,
-    **{name: getattr(sharded, name) for name in sharded.__all__},
+    "sharded": sharded,
 }
 
 NAMES = {

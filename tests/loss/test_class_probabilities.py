@@ -296,7 +296,7 @@ BAD = {
     "reduction": ({"reduction": "avg"}, ValueError, "reduction"),
     "budget": ({"memory_budget": 99}, ValueError, "memory_budget must be at least"),
     "indices": ({"labels": torch.ones(9)}, TypeError, "class indices"),
-    "group": ({"process_group": object()}, ValueError, "with a sharded vocabulary"),
+    "group": ({"process_group": object()}, TypeError, "process_group must be a process group"),
 }  # fmt: skip
 
 
@@ -313,8 +313,19 @@ def test_other_functions_name_the_one_that_takes_them():
     (hidden, weight, labels), _ = Given().tensors()
     with pytest.raises(TypeError, match="labels of fused_cross_entropy"):
         fused_ce(hidden, weight, labels)
-    with pytest.raises(RuntimeError, match="cannot be transformed"):
-        torch.func.grad(lambda h: fused_cross_entropy(h, weight, labels))(hidden)
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_gradients_of_each_sample(argument):
+    rng = torch.Generator().manual_seed(0)
+    h, w, t = (torch.rand(*s, generator=rng).double() for s in ((3, 6, 5), (9, 5), (3, 6, 9)))
+
+    def of_samples(loss):
+        return torch.func.vmap(torch.func.grad(loss, argument), (0, None, 0))(h, w, t)
+
+    ours = of_samples(lambda h, w, t: fused_cross_entropy(h, w, t, label_smoothing=0.1))
+    exact = of_samples(lambda h, w, t: F.cross_entropy(h @ w.T, t, label_smoothing=0.1))
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_a_budget_makes_small_chunks():

@@ -432,10 +432,21 @@ def test_what_is_wrong_is_said(name):
         fused_kl(*args, **options)
 
 
-def test_transforms_are_refused():
-    (hidden, weight, there, head, _), _ = Pair().tensors()
-    with pytest.raises(RuntimeError, match="cannot be transformed"):
-        torch.func.grad(lambda h: fused_kl(h, weight, there, head).loss_sum)(hidden)
+@pytest.mark.parametrize("argument", [0, 1])
+def test_gradients_of_each_sample(argument):
+    rng = torch.Generator().manual_seed(0)
+    shapes = (3, 6, 5), (9, 5), (3, 6, 4), (9, 4)
+    *given, head = (torch.randn(*s, generator=rng).double() for s in shapes)
+
+    def exact(h, w, there):
+        q, p = (h @ w.T).log_softmax(-1), (there @ head.T).log_softmax(-1)
+        return (p.exp() * (p - q)).sum()
+
+    def of_samples(loss):
+        return torch.func.vmap(torch.func.grad(loss, argument), (0, None, 0))(*given)
+
+    ours = of_samples(lambda h, w, there: fused_kl(h, w, there, head).loss_sum)
+    torch.testing.assert_close(ours, of_samples(exact), rtol=1e-12, atol=1e-12)
 
 
 def test_memory_budget_makes_small_chunks():
@@ -486,7 +497,7 @@ def test_compiled_once_for_all_lengths(fn):
     assert counter.frame_count <= 3
 
 
-def test_sharded_heads_are_refused(tmp_path):
+def test_heads_sharded_as_dtensors(tmp_path):
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -494,8 +505,9 @@ def test_sharded_heads_are_refused(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        with pytest.raises(TypeError, match="weight must be a plain tensor, got a DTensor"):
-            fused_kl(hidden, distribute_tensor(weight, mesh, [Shard(0)]), there, head)
+        sharded = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, head))
+        of_shards = fused_kl(hidden, next(sharded), there, next(sharded)).loss_sum
+        torch.testing.assert_close(of_shards, fused_kl(hidden, weight, there, head).loss_sum)
         with pytest.raises(TypeError, match="teacher_weight must be a plain tensor"):
             fused_kl(hidden, weight, there, distribute_tensor(head, mesh, [Shard(0)]))
     finally:

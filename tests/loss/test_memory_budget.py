@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -444,3 +445,31 @@ def test_every_public_function_takes_a_budget():
             continue
         if name in parameters:
             assert parameters[other].default is None, function
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("given", ["teacher", "probabilities"])
+def test_the_least_budget_of_token_losses_has_room_for_backward(given, backend, monkeypatch):
+    """The least that an error names is enough for both passes, where tokens are left out too."""
+    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
+    rng = torch.Generator().manual_seed(0)
+    n, H, V = 40, 12, 300
+    hidden = torch.randn(n, H, generator=rng).bfloat16().requires_grad_()
+    weight = torch.randn(V, H, generator=rng).bfloat16().requires_grad_()
+
+    def losses(budget):
+        if given == "teacher":
+            of_teacher = hidden.detach() + 1, weight.detach()
+            return fusedce.fused_kl_tokens(
+                hidden, weight, *of_teacher, memory_budget=budget, backend=backend
+            )
+        return fusedce.fused_cross_entropy(
+            hidden, weight, torch.ones(n, V).bfloat16() / V, reduction="none",
+            memory_budget=budget, backend=backend,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="at least") as caught:
+        losses(1)
+    least = int(re.search(r"at least (\d+) bytes", str(caught.value))[1])
+    for kept in (n, n - 1):
+        losses(least)[:kept].sum().backward()

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import rounding
 from support.bounds import STATISTIC
 from support.rounding import Draw
 
-from fusedce import fused_ce, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
 from fusedce.backends import gradients, mean_logit
 from fusedce.backends.torch import logit_tiles, products
 
@@ -200,3 +201,26 @@ def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, maske
     for x, e in zip(got[1:], exact[1:], strict=True):
         error = (x.double() - e).norm() / e.norm()
         assert error <= (1e-6 * max(height / 30, 1) if dtype == torch.float32 else 2.5e-3)
+
+
+@pytest.mark.parametrize("labels", ["indices", "probabilities"])
+def test_a_sum_needs_no_guess_of_its_factor(monkeypatch, labels):
+    """Nobody divides it: a large head's gradient is made with the factor 1, not that of a mean."""
+    monkeypatch.setattr(gradients, "SMALL_HEAD", 0)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 16, generator=rng).bfloat16()
+    weight = torch.randn(50, 16, generator=rng).bfloat16().requires_grad_()
+    y = torch.tensor([4, 9, 30])
+    given = F.one_hot(y, 50).bfloat16() if labels == "probabilities" else y
+    (found,) = torch.autograd.grad(
+        fused_cross_entropy(hidden, weight, given, reduction="sum"), weight
+    )
+    wide = weight.detach().double().requires_grad_()
+    exact = F.cross_entropy(hidden.double() @ wide.T, y, reduction="sum")
+    (exact,) = torch.autograd.grad(exact, wide)
+    most = 1.05 * (exact.bfloat16().double() - exact).norm()
+    if labels == "probabilities":  # whose labels' entries are rounded with the others: as eager's
+        narrow = weight.detach().requires_grad_()
+        eager = F.cross_entropy(F.linear(hidden, narrow).float(), y, reduction="sum")
+        most = (torch.autograd.grad(eager, narrow)[0].double() - exact).norm()
+    assert (found.double() - exact).norm() <= most

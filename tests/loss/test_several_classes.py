@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 from fusedce import fused_logprobs
-from fusedce.autograd import class_logits
+from fusedce.backends import chosen as class_logits
 from fusedce.contract.problem import Problem
 
 BACKENDS = ["torch", "triton"]

@@ -28,10 +28,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
-from fusedce.autograd import sharded
+from fusedce.autograd import dispatch
 from fusedce.backends import plan
-from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.loss.sharded import sharded_ce, sharded_cross_entropy
+from fusedce.backends.shards.agreement import LENGTH
+from fusedce.sharded import sharded_ce, sharded_cross_entropy
 
 # ---- cases, each run by every rank ------------------------------------------------------------
 
@@ -234,7 +234,7 @@ def errors(rank):
 def tiles(options, tokens_sharded, rank):
     """Under a budget that asks for tiles of the vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
+        patch.setattr(dispatch, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
         sizes = UNEQUAL[dist.get_world_size()]
         x = inputs(sum(sizes), **options)
         local, rows = own_rows(x, sizes, rank)
@@ -273,7 +273,7 @@ def budgets(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SCRATCH_CPU", 0)
-        patch.setattr(sharded, "way_of", watched)
+        patch.setattr(dispatch, "way_of", watched)
         losses, grads = [], []
         for budget in (2**24, 2**20 + 2**19, 2**19):
             loss = sharded_ce(**x, memory_budget=budget).loss_sum
@@ -281,6 +281,9 @@ def budgets(rank):
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
         small = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**16))
         other = ranks.error_of(functools.partial(sharded_ce, **x, memory_budget=2**20 + rank))
+        patch.setenv("FUSEDCE_MEMORY_BUDGET", str(2**20 + rank))
+        of_environment = ranks.error_of(functools.partial(sharded_ce, **x))
+        patch.delenv("FUSEDCE_MEMORY_BUDGET")
         capped = functools.partial(sharded_cross_entropy, **x, reduction="none", softcap=5.0)
         least = re.search(r"at least (\d+) bytes", ranks.error_of(capped, memory_budget=1))
         assert least is not None
@@ -297,7 +300,7 @@ def budgets(rank):
     for found in grads:  # of each way, within two roundings
         for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
             assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
-    return taken, small, other
+    return taken, small, other, of_environment
 
 
 CASES = {
@@ -345,10 +348,11 @@ def test_only_a_chunk_of_logits_is_held(world):
 
 @WORLDS
 def test_a_budget_decides_the_way_on_all_ranks(world):
-    for taken, small, other in ranks.of(results(world), "budgets"):
+    for taken, small, other, of_environment in ranks.of(results(world), "budgets"):
         assert taken == ["one chunk", "chunks", "tiles"]
         assert "ValueError: memory_budget must be at least" in small
         assert "memory_budget must be the same on all ranks" in other
+        assert "memory_budget must be the same on all ranks" in of_environment
 
 
 @WORLDS
@@ -359,12 +363,12 @@ def test_the_collectives_are_those_of_the_docstring(world):
         assert len(chunks) > 1
         assert calls == [
             (ALL_GATHER, world * LENGTH, True),
-            (ALL_GATHER, world * 3 * chunks[0], False),
+            (ALL_GATHER, world * 2 * chunks[0], False),
             *[
                 call  # the sum of one chunk's rows runs while the next chunk is computed
                 for C, following in itertools.pairwise(chunks)
                 for call in (
-                    (ALL_GATHER, world * 3 * following, False),
+                    (ALL_GATHER, world * 2 * following, False),
                     ("all_reduce", C * H, True),
                 )
             ],

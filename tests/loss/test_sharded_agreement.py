@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.backends.sharded import agreement
-from fusedce.backends.sharded.agreement import _checksum, _signs
+from fusedce.backends.shards import agreement
+from fusedce.backends.shards.agreement import _checksum, _signs
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6

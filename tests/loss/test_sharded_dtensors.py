@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fusedce import LossAccumulator, fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.loss.sharded import sharded_ce
+from fusedce.sharded import sharded_ce
 
 # ---- cases, each run by every rank ------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from support.vocabulary import (
 
 from fusedce import fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends.sharded.agreement import LENGTH
+from fusedce.backends.shards.agreement import LENGTH
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 LOSSES = {

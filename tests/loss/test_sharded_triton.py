@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends import plan
-from fusedce.backends.sharded.agreement import LENGTH
-from fusedce.backends.sharded.collectives import REDUCE_SCATTER
-from fusedce.loss.sharded import sharded_ce
+from fusedce.backends.shards.agreement import LENGTH
+from fusedce.backends.shards.collectives import REDUCE_SCATTER
+from fusedce.sharded import sharded_ce
 
 ROUNDINGS = ((torch.float32, 4), (torch.bfloat16, 0.5), (torch.float16, 0.5))
 FLOOR = {dtype: n * torch.finfo(dtype).eps for dtype, n in ROUNDINGS}  # where both are lucky

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedce.autograd import sharded
-from fusedce.backends.sharded import collectives, merged_stats
-from fusedce.backends.sharded.collectives import Shard
+from fusedce.backends.shards import collectives, merge
+from fusedce.backends.shards import tokens as tokens_of_shards
 from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, exponentials, training
@@ -21,6 +20,7 @@ from fusedce.backends.triton.archs import BY_NAME
 from fusedce.backends.triton.launch import CachedLaunch
 from fusedce.contract.labels import bad_label_code
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Shard, Task
 
 N, H, V = 12, 8, 10
 
@@ -32,7 +32,8 @@ class Done:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for module in (torch_sharded, collectives, merged_stats, exponentials, triton_sharded):
+    monkeypatch.setattr(Shard, "group", None)
+    for module in (collectives, merge, exponentials, triton_sharded):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(collectives.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, **_: Done())
@@ -85,7 +86,7 @@ def test_nothing_waits_after_the_ranks_have_met(alone, launches, module, dtype, 
         z_loss=0.1,
         chunk_tokens=4,
     )
-    shard = Shard(None, 0, V, V // 2, tokens, counted=9, valid=9)
+    shard = Shard("", 0, V, V // 2, tokens, counted=9, valid=9)
     wanted = Wanted(hidden=True, weight=True, bias=True)
     if module is triton_sharded:  # which sends smoothed logits with a cap another way
         problem = problem.but(softcap=None, backend="triton")
@@ -138,7 +139,7 @@ def test_the_launches_over_tiles_are_those_of_a_whole_vocabulary(alone, launches
         training.loss_and_grads(problem, wanted, None)
     whole, seen[:] = list(seen), []
     with Products(seen):
-        shard = Shard(None, 0, 2 * V, V, None, counted=N, valid=N)
+        shard = Shard("", 0, 2 * V, V, None, counted=N, valid=N)
         triton_sharded.loss_and_grads(problem, shard, wanted)
     small = ("label_logit_kernel", "shard_sums_kernel", "merge_shards_kernel", "all_reduce")
     chunks = 3
@@ -156,20 +157,19 @@ def test_the_launches_over_tiles_are_those_of_a_whole_vocabulary(alone, launches
             assert seen[i + 1][1] == (V, H)
 
 
-def test_nothing_waits_for_the_losses_of_tokens(alone, launches, monkeypatch):
-    monkeypatch.setattr(sharded, "resolve_backend", lambda backend, hidden: backend)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+def test_nothing_waits_for_the_losses_of_tokens(alone, launches):
     problem = Problem(
-        torch.empty(N, H, device="meta", requires_grad=True),
-        torch.empty(V // 2, H, device="meta", requires_grad=True),
+        torch.empty(N, H, device="meta"),
+        torch.empty(V // 2, H, device="meta"),
         torch.empty(N, dtype=torch.int64, device="meta"),
         class_weight=torch.empty(V, device="meta"),
         label_smoothing=0.1,
         backend="triton",
     )
-    shard = Shard(None, 0, V, V // 2, None, counted=9, valid=9)
-    losses, _ = sharded.losses(problem, shard)
-    assert losses.shape == (N,)
+    shard = Shard("", 0, V, V // 2, None, counted=9, valid=9)
+    task = Task(problem, Wanted(lse=True, zmean=True), shard=shard)
+    nll, lse, _, zmean, *_ = tokens_of_shards.stats(task, shard)
+    assert nll.shape == lse.shape == zmean.shape == (N,)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -63,8 +63,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes: slope of the cap left out",
-        "g = g * slope",
-        "g = g * 1",
+        "at_classes if slope is None else at_classes * slope",
+        "at_classes",
         "test_several_classes.py -k gradcheck",
     ),
     Mutant(
@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "func: samples flattened over the head's own",
-        "return batched <= set(_BY_TOKENS)",
+        "return not batched & _OF_HEADS",
         "return True",
         "test_functional.py -k vmap_over",
     ),
@@ -122,9 +122,9 @@ MUTANTS = [
         "autograd/test_derivatives.py -k one_dtype",
     ),
     Mutant(
-        "classes: the parts of a gradient are rounded before they are added",
-        "    wide = Dtypes(acc, acc, acc)\n",
-        "    wide = of_inputs(problem)\n",
+        "classes: their entries are rounded",
+        "entries = torch.cat([entries, block.at_classes[which, column]])",
+        "entries = torch.cat([entries, block.at_classes[which, column].bfloat16().float()])",
         "test_one_rounding.py -k one_by_one_on_torch",
     ),
 ]

@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: cross-entropy at the temperature of the divergence",
-        "_CrossEntropy(ce.losses(), ce.lse(), y, weight, temperature)",
-        "_CrossEntropy(ce.losses(), ce.lse(), y, weight, 1)",
+        "_CrossEntropy(nll, ce_lse, y, weight, temperature)",
+        "_CrossEntropy(nll, ce_lse, y, weight, 1)",
         f"{KL} -k all_options_at_once",
     ),
     Mutant(
@@ -93,19 +93,19 @@ MUTANTS = [
     ),
     Mutant(
         "probabilities: no other class in the loss",
-        "self.loss += behind.mul_(t).sum(0)",
+        "self.apart += behind.mul_(t).sum(0)",
         "behind.mul_(t).sum(0)",
         f"{GIVEN} -k torchs",
     ),
     Mutant(
         "probabilities: mean over the class weights",
-        "    positions = max(len(problem.labels), 1)\n",
-        "    positions = max(float(labels.sum() * 2), 1)\n",
+        "return dispatch.loss_sum(task)[0].loss_sum / positions",
+        "return dispatch.loss_sum(task)[0].loss_sum / (2 * positions)",
         f"{GIVEN} -k torchs",
     ),
     Mutant(
         "probabilities: smoothing is left out",
-        "t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))",
+        "t.mul_(1 - smoothing).add_(smoothing / V)",
         "t.mul_(1 - smoothing)",
         f"{GIVEN} -k torchs",
     ),

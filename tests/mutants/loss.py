@@ -21,4 +21,10 @@ MUTANTS = [
         "(1 - label_smoothing) * given",
         "test_reference.py",
     ),
+    Mutant(
+        "sum: the factor of a mean is expected",
+        "dispatch.loss_sum(Task(_as_it_is(problem)))",
+        "dispatch.loss_sum(Task(problem))",
+        "test_one_rounding.py -k a_sum_needs",
+    ),
 ]

@@ -21,8 +21,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards: weights travel in the dtype of each rank",
-        "_gather_tokens(token_weight.double(), most",
-        "_gather_tokens(token_weight, most",
+        "gather_tokens(token_weight.double(), most",
+        "gather_tokens(token_weight, most",
         f"{AGREE} -k labels_and_weights",
     ),
     Mutant(
@@ -67,7 +67,6 @@ MUTANTS = [
         "    if True:\n        mine",
         f"{AGREE} -k before_they_meet",
     ),
-    Mutant("shards: merged without their maxima", "(sums * (ks - top).exp())", "sums", SHARDS),
     Mutant(
         "shards: d_hidden of this rank only",
         "self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))",
@@ -107,8 +106,8 @@ MUTANTS = [
     Mutant("shards: each its own chunks", "max(shard.largest, 1)", "max(len(weight), 1)", SHARDS),
     Mutant(
         "shards: one chunk",
-        "by_chunk = chunks_of(rows, way.tokens)",
-        "by_chunk = chunks_of(rows, max(len(rows), 1))",
+        "by_chunk = chunks_of(here.rows, way.tokens)",
+        "by_chunk = chunks_of(here.rows, max(len(here.rows), 1))",
         SHARDS,
     ),
     Mutant(
@@ -153,8 +152,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: -inf at the label of a shard",
-        "torch.logaddexp(gap, torch.zeros_like(gap)), torch.logaddexp(z_label, others)",
-        "torch.logaddexp(gap, torch.zeros_like(gap)), z_label + torch.logaddexp(gap, 0 * gap)",
+        "return nll, torch.logaddexp(z_label, others)",
+        "return nll, z_label + torch.logaddexp(gap, 0 * gap)",
         "test_sharded_agreement.py -k masked_label",
     ),
     Mutant(
@@ -206,15 +205,63 @@ MUTANTS = [
         "test_sharded_agreement.py -k other_things",
     ),
     Mutant(
-        "shards: a sum meets a mean",
-        '"function": function, "reduction": reduction,',
-        '"function": function, "reduction": None,',
-        "test_sharded_agreement.py -k other_things",
-    ),
-    Mutant(
         "shards: vocab_size may not be all rows",
         "0 < vocab_size <= sum(rows)",
         "0 < vocab_size < sum(rows)",
         "test_sharded.py -k padd",
+    ),
+    Mutant(
+        "shards: the label's logit of the first rank",
+        "z_labels.amax(0).masked_fill(~known, math.nan)",
+        "z_labels[0].masked_fill(~known, math.nan)",
+        "test_sharded.py -k equals",
+    ),
+    Mutant(
+        "divergences over shards: of one rank's classes",
+        "of_all = sums([self.kl, self.mean, self.total], self.shard)",
+        "of_all = [self.kl, self.mean, self.total]",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "divergences over shards: forward of one rank's classes",
+        "(kl,) = sums([kl], self.shard)",
+        "pass",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "divergences over shards: log-sum-exps of one rank",
+        "merged = [x.logsumexp(0) for x in of_all[: len(lses)]]",
+        "merged = list(lses)",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "probabilities over shards: the largest of one rank",
+        "of_label, y, total = largest(of_label, y, total, self.shard)",
+        "pass",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "probabilities over shards: padding's and others' class weights",
+        "classes = slice(shard.first, shard.first + len(problem.weight))",
+        "classes = slice(0, len(problem.weight))",
+        "test_sharded_divergences.py",
+    ),
+    Mutant(
+        "agreement: the teacher's settings are a rank's own",
+        '{"reduction": reduction} | divergence.settings()',
+        '{"reduction": reduction}',
+        "test_sharded_divergences.py -k settings_of_the_teacher",
+    ),
+    Mutant(
+        "agreement: only what the first rank names",
+        "dict.fromkeys(name for one in told for name in one.settings)",
+        "told[0].settings",
+        "test_sharded_divergences.py -k settings_of_the_teacher",
+    ),
+    Mutant(
+        "agreement: budgets of environments are a rank's own",
+        "layout._replace(problem=problem.but(memory_budget=budget))",
+        "layout",
+        "test_sharded.py -k a_budget_decides",
     ),
 ]

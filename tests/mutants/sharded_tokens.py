@@ -8,14 +8,14 @@ AGREEMENT = "test_sharded_tokens_agreement.py"
 MUTANTS = [
     Mutant(
         "ranks: an addend of zeros in hidden's order of memory",
-        "problem.hidden.new_zeros(problem.hidden.shape, dtype=acc)",
-        "torch.zeros_like(problem.hidden, dtype=acc)",
+        "problem.hidden.new_zeros(local.problem.hidden.shape, dtype=acc)",
+        "torch.zeros_like(local.problem.hidden, dtype=acc)",
         "test_sharded_tokens.py -k four_ranks",
     ),
     Mutant(
         "tokens: no gradient where nothing counts on any rank",
-        "        elif all(u is None for u in upstream):",
-        "        if all(u is None for u in upstream):",
+        "if (alone and all(u is None for u in upstream)) or not any(wanted):",
+        "if all(u is None for u in upstream) or not any(wanted):",
         "test_sharded_tokens.py -k four_ranks",
     ),
     Mutant(
@@ -32,14 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "classes of shards: their gradient left out",
-        "    class_logits.add_gradients(problem, grads, classes, z, of_z)\n    return grads",
-        "    return grads",
-        f"{TOKENS} -k several",
-    ),
-    Mutant(
-        "classes of shards: upstream gradients of own tokens alone",
-        "rows += (torch.zeros_like(z) if of_z is None else of_z).unbind(1)",
-        "rows += torch.zeros_like(z).unbind(1)",
+        "chosen=here.masked_fill(~local.problem.but(labels=here).valid(), -1),",
+        "chosen=torch.full_like(here, -1),",
         f"{TOKENS} -k several",
     ),
     Mutant(
@@ -122,26 +116,20 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: probability of the label at its stand-in",
-        "torch.where(local.here, nll, lse - z_here)",
-        "nll",
+        "torch.where(local.here, values.nll, values.lse - z_here)",
+        "values.nll",
         TOKENS,
     ),
     Mutant(
         "tokens of shards: probabilities of a shard",
-        "    made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes)",
-        "    made = backend.token_grads(problem, wanted, 0.9 * values.lse, upstream, dtypes)",
+        "            local.problem, wanted, values.lse, upstream, Dtypes(acc, dtype, dtype)",
+        "            local.problem, wanted, 0.9 * values.lse, upstream, Dtypes(acc, dtype, dtype)",
         TOKENS,
     ),
     Mutant(
         "tokens of shards: weights of the first classes",
         "class_weight=None if c is None else c[classes],",
         "class_weight=None if c is None else c[:real],",
-        TOKENS,
-    ),
-    Mutant(
-        "tokens of shards: others' upstream unheard",
-        "all_reduce(table, shard.group)",
-        "pass",
         TOKENS,
     ),
     Mutant(
@@ -169,9 +157,9 @@ MUTANTS = [
         "test_sharded_tokens_agreement.py -k all_ranks",
     ),
     Mutant(
-        "tokens of shards: other functions",
-        '"function": function, "reduction": reduction,',
-        '"function": "", "reduction": reduction,',
-        "test_sharded_tokens_agreement.py -k all_ranks",
+        "tokens of shards: others' upstream unheard",
+        "of[i] = u if bool(u.ne(0).any()) else None",
+        "of[i] = None",
+        TOKENS,
     ),
 ]

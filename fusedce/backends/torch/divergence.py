@@ -21,6 +21,7 @@ difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the large
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,23 +29,41 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import compared_classes, way_of_divergence
-from fusedce.backends.protocol import Diverged
+from fusedce.backends.protocol import Summed
+from fusedce.backends.shards.collectives import gather_tokens, of_classes
+from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.backends.torch.sharded_sum import Here
 from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection
+from fusedce.contract.task import Shard, Task
 
 
-def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
-    """Each token's loss, and the wanted gradients of their sum; holds each head's logits."""
-    hidden = problem.hidden
-    (V, H), (N, device) = problem.weight.shape, (len(hidden), hidden.device)
-    rows, n_valid = valid_rows(problem)
+def divergence_and_grads(task: Task) -> Summed:
+    """Each token's loss, and the wanted gradients of their sum; holds each head's logits.
+
+    With a sharded vocabulary they are this rank's tokens, and each rank walks over its classes.
+    """
+    asked, wanted, divergence, shard = task
+    assert divergence is not None
+    problem, here = asked, None
+    if shard is None:
+        rows, n_valid = valid_rows(problem)
+        call = call_of(problem, wanted, len(rows), waiting(problem))
+    else:
+        here = Here.of(problem, shard)
+        problem, divergence = here.problem, _of_here(here, divergence)
+        rows, n_valid, call = here.rows, here.n_valid, here.call
+        if problem.class_weight is not None:
+            classes = slice(shard.first, shard.first + len(problem.weight))
+            problem = problem.but(class_weight=problem.class_weight[classes])
+    hidden, device = problem.hidden, problem.hidden.device
+    V, H = problem.weight.shape
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    call = call_of(problem, wanted, len(rows), waiting(problem))
     way = way_of_divergence(
         call,
         divergence.teacher_size(),
@@ -53,21 +72,31 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     )
     step, train = way.classes, any(wanted.gradients())
     parts = chunks_of(rows, way.tokens)
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
-    factor = expected_upstream(problem, n_valid)
-    losses = torch.zeros(N, dtype=acc, device=device)
+    d_rows = None if here is None else here.d_rows(wanted)
+    running = None if here is None else here.running(d_rows)
+    own = wanted if here is None else wanted.but(hidden=False)
+    grads = Gradients(asked, own, dtypes=waiting(asked), chunks=len(parts))
+    of_head = of_classes(grads, V)
+    factor = expected_upstream(asked, n_valid)
+    losses = torch.zeros(len(hidden), dtype=acc, device=device)
     compare = _ToTargets if divergence.kind == TARGETS else _ToTeacher
-    compared = compare(problem, divergence, min(way.tokens, len(rows)), compared_classes(call, way))
+    most = min(way.tokens, len(rows))
+    compared = compare(problem, divergence, most, compared_classes(call, way), shard)
+    done = 0
 
     for at, chunk in enumerate(parts):
         h, C = hidden[chunk].to(acc), len(chunk)
         compared.start(h, chunk, step)
+        if running is not None:
+            running.start(done)  # after small messages, which must not wait for it
         outer = problem.logit_scale / divergence.temperature * factor.double()
         of_rows = torch.ones(C, dtype=torch.float64, device=device) * outer
         w = None if problem.token_weight is None else problem.token_weight[chunk].double()
         of_rows = (of_rows if w is None else of_rows * w).to(acc)[:, None]  # (C, 1)
         scaled = (h * of_rows).to(gemm)
-        dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
+        dh = None if d_rows is None else d_rows[done : done + C]
+        if grads.hidden is not None:
+            dh = torch.empty(C, H, dtype=acc, device=device)
         for begin, end in tiles(V, step):
             for first in range(begin, end, compared.step):
                 compared.gradient(first, min(first + compared.step, end))
@@ -76,15 +105,35 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             g = compared.s[begin:end].to(gemm)  # (v, C)
             if dh is not None:
                 products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
-            if grads.weight is not None:
-                products(g, scaled, grads.weight[begin:end], add=at > 0)
-            if grads.bias is not None:
-                grads.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
+            if of_head.weight is not None:
+                products(g, scaled, of_head.weight[begin:end], add=at > 0)
+            if of_head.bias is not None:
+                of_head.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
         loss = compared.losses()
         losses[chunk] = (loss if w is None else loss * w).to(acc)
-        if grads.hidden is not None and dh is not None:
-            grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
-    return Diverged(losses, n_valid, factor, *grads.written())
+        done += C
+        if dh is not None:
+            dh.mul_(of_rows)
+        if dh is not None and grads.hidden is not None:
+            grads.hidden[chunk] = dh.to(grads.hidden.dtype)
+    d_hidden, d_weight, d_bias = grads.written()
+    if here is not None and running is not None:
+        losses = here.shard.own(losses, here.n)
+        d_hidden = here.d_hidden(d_rows, running)
+    return Summed(losses, n_valid, factor, d_hidden, d_weight, d_bias)
+
+
+def _of_here(here: Here, divergence: Divergence) -> Divergence:
+    """The other distribution of all ranks' tokens and the classes here."""
+    hidden, weight, bias = divergence.hidden, divergence.weight, divergence.bias
+    if hidden is None or weight is None:
+        return divergence
+    if here.shard.tokens is not None:
+        hidden = gather_tokens(hidden, max(here.shard.tokens), 0, here.shard.group)
+    real = len(here.problem.weight)
+    return divergence.but(
+        hidden=hidden, weight=weight[:real], bias=None if bias is None else bias[:real]
+    )
 
 
 class _Exponentials:
@@ -95,7 +144,8 @@ class _Exponentials:
     first, are searched for their maximum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, C: int) -> None:
+        self.C = C
         self.k: Tensor | None = None  # (C,)
         self.references: list[Tensor] = []
         self.sums: list[Tensor] = []
@@ -118,8 +168,10 @@ class _Exponentials:
     def _maxima(self, z: Tensor) -> Tensor:
         return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
-    def lse(self) -> Tensor:
-        """``(C,)`` float64."""
+    def lse(self, device: torch.device) -> Tensor:
+        """``(C,)`` float64; -inf where no class lies here."""
+        if not self.sums:
+            return torch.full((self.C,), -math.inf, dtype=torch.float64, device=device)
         k = torch.stack(self.references).double()  # (tiles, C)
         top = k.amax(0)
         return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
@@ -146,8 +198,10 @@ class _CrossEntropy(NamedTuple):
 class _ToTeacher:
     """The student's logits of one chunk after another beside the teacher's."""
 
-    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
-        self.problem, self.divergence, self.step = problem, divergence, step
+    def __init__(
+        self, problem: Problem, divergence: Divergence, most: int, step: int, shard: Shard | None
+    ) -> None:
+        self.problem, self.divergence, self.step, self.shard = problem, divergence, step, shard
         self.student, self.teacher = divergence.student(problem), divergence.teacher()
         self.logits = Logits(self.student, Products.of(problem.hidden))
         self.teacher_logits = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
@@ -159,8 +213,8 @@ class _ToTeacher:
         problem, divergence = self.problem, self.divergence
         V, C = len(problem.weight), len(h)
         self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
-        of_student, of_teacher = _Exponentials(), _Exponentials()
-        y, temperature = problem.labels[chunk].long(), divergence.temperature
+        of_student, of_teacher = _Exponentials(C), _Exponentials(C)
+        y, temperature = _rows_of(problem.labels[chunk], self.shard), divergence.temperature
         ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
         here = self.logits.operand(h)
         there = self.teacher_logits.operand(self.teacher.hidden[chunk])
@@ -175,17 +229,24 @@ class _ToTeacher:
                 if ce is not None:
                     ce.add(torch.mul(s_part, temperature, out=scratch), first)
                 of_teacher.add(t_part, scratch)
-        lse, lse_t = of_student.lse(), of_teacher.lse()
+        lse, lse_t = of_student.lse(h.device), of_teacher.lse(h.device)
+        of_label: tuple[Tensor, ...] = () if ce is None else (ce.losses(), ce.lse())
+        if self.shard is not None:
+            (lse, lse_t), of_label = _over_ranks([lse, lse_t], ce, V, self.shard)
         self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
         self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
         self.kl, self.mean, self.total = (torch.zeros_like(lse) for _ in range(3))
         self.ce = None
         if ce is not None:
             weight = divergence.ce_weight * temperature
-            self.ce = _CrossEntropy(ce.losses(), ce.lse(), y, weight, temperature)
+            nll, ce_lse, *_ = of_label
+            self.ce = _CrossEntropy(nll, ce_lse, y, weight, temperature)
         if divergence.kind != FORWARD:  # the gradient needs the divergence itself
             for begin, end in tiles(V, self.step):
                 self._walk(begin, end)
+            if self.shard is not None:
+                of_all = sums([self.kl, self.mean, self.total], self.shard)
+                self.kl, self.mean, self.total = of_all
         # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
         # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
         if divergence.kind == REVERSE:
@@ -195,7 +256,10 @@ class _ToTeacher:
 
     def losses(self) -> Tensor:
         """``(C,)`` float64, once all tiles were walked over."""
-        loss = self.kl.masked_fill(self.kl >= INFINITE, torch.inf)
+        kl = self.kl
+        if self.shard is not None and self.divergence.kind == FORWARD:
+            (kl,) = sums([kl], self.shard)
+        loss = kl.masked_fill(kl >= INFINITE, torch.inf)
         return loss if self.ce is None else loss + self.divergence.ce_weight * self.ce.nll
 
     def gradient(self, begin: int, end: int) -> None:
@@ -292,8 +356,10 @@ class _ToTargets:
     ``t`` and ``y`` its largest class: where the student is sure of ``y``, nothing cancels.
     """
 
-    def __init__(self, problem: Problem, divergence: Divergence, most: int, step: int) -> None:
-        self.problem, self.divergence, self.step = problem, divergence, step
+    def __init__(
+        self, problem: Problem, divergence: Divergence, most: int, step: int, shard: Shard | None
+    ) -> None:
+        self.problem, self.divergence, self.step, self.shard = problem, divergence, step, shard
         self.student = divergence.student(problem)
         self.logits = Logits(self.student, Products.of(problem.hidden))
         self.of_student = _buffer(problem, most)
@@ -303,35 +369,42 @@ class _ToTargets:
         """Make the logits of ``h (C, H)``, positions ``chunk``, by products of ``classes``."""
         V, C = len(self.problem.weight), len(h)
         self.chunk, self.s = chunk, self.of_student[: V * C].view(V, C)
-        largest, at, others = [], [], []
+        total = torch.zeros(C, dtype=torch.float64, device=h.device)  # of all classes but y
+        of_label, y = total - math.inf, torch.zeros_like(chunk)
         for begin, end in tiles(V, self.step):
             t = self._weighed(begin, end)
             value, place = t.max(1)
-            largest.append(value.double())
-            at.append(place + begin)
-            others.append(t.scatter_(1, place[:, None], 0).sum(1).double())
-        top = torch.stack(largest).max(0).indices[None]
-        self.y = torch.stack(at).gather(0, top)[0]
-        of_label = torch.stack(largest).gather(0, top)[0]
-        # of all classes but y
-        total = torch.stack(others).sum(0) + torch.stack(largest).scatter(0, top, 0).sum(0)
+            total = total + t.scatter_(1, place[:, None], 0).sum(1)
+            less = torch.minimum(value, of_label)
+            total += less.masked_fill_(less == -math.inf, 0)
+            y = torch.where(value > of_label, place + begin, y)
+            of_label = torch.maximum(value, of_label)
+        if self.shard is not None:
+            of_label, y, total = largest(of_label, y, total, self.shard)
+        self.y = y
         stats, here = TileStats(self.y, h.dtype), self.logits.operand(h)
         for begin, end in tiles(V, classes):
             s = self.logits.tile(here, begin, end, out=self.s[begin:end])
             for first, part in zip(range(begin, end, self.step), s.split(self.step), strict=True):
                 stats.add(self.scratch[0][: part.numel()].view_as(part).copy_(part), first)
-        nll, lse = stats.losses(), stats.lse()
+        nll, lse, self.z_label = stats.losses(), stats.lse(), stats.z_label
+        if self.shard is not None:
+            _, (nll, lse, z_label) = _over_ranks([], stats, V, self.shard)
+            self.z_label = z_label.to(h.dtype)
         z_loss = self.problem.z_loss
         of_all = total + of_label
         of_lse = 2 * z_loss * lse
-        self.z_label, self.lse = stats.z_label, lse.to(h.dtype)
+        self.lse = lse.to(h.dtype)
         self.alpha = (of_all + of_lse).to(h.dtype)
         self.at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(h.dtype)
         self.loss = of_all * nll + z_loss * lse.square()
+        self.apart = torch.zeros_like(self.loss)  # what the walk over the tiles adds
 
     def losses(self) -> Tensor:
         """``(C,)`` float64, once all tiles were walked over."""
-        return self.loss.masked_fill(self.loss >= INFINITE, torch.inf)
+        apart = self.apart if self.shard is None else sums([self.apart], self.shard)[0]
+        loss = self.loss + apart
+        return loss.masked_fill(loss >= INFINITE, torch.inf)
 
     def gradient(self, begin: int, end: int) -> None:
         """Write the gradient of a tile in the logits' place."""
@@ -340,7 +413,7 @@ class _ToTargets:
         t = self._weighed(begin, end).t()
         t = self.scratch[1][: t.numel()].view_as(s).copy_(t)
         behind = torch.sub(self.z_label, s, out=self.scratch[0][: s.numel()].view_as(s))
-        self.loss += behind.mul_(t).sum(0)
+        self.apart += behind.mul_(t).sum(0)
         g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
         at, inside = label_entry(self.y, begin, len(g))
         g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
@@ -351,10 +424,40 @@ class _ToTargets:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""
         t = self.divergence.given()[:, begin:end].index_select(0, self.chunk).to(self.s.dtype)
         if smoothing := self.problem.label_smoothing:
-            t.mul_(1 - smoothing).add_(smoothing / len(self.problem.weight))
+            V = len(self.problem.weight) if self.shard is None else self.shard.V
+            t.mul_(1 - smoothing).add_(smoothing / V)
         if self.problem.class_weight is not None:
             t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
         return t
+
+
+def _rows_of(labels: Tensor, shard: Shard | None) -> Tensor:
+    """``(C,)`` int64 labels as rows of the weight; out of range where they lie elsewhere."""
+    return labels.long() if shard is None else labels.long() - shard.first
+
+
+def _over_ranks(
+    lses: list[Tensor],  # (C,) of classes here
+    stats: TileStats | None,  # of the classes here
+    V: int,  # classes here
+    shard: Shard,
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Log-sum-exps over all ranks; the label's loss, log-sum-exp and logit if there are ``stats``.
+
+    Collectives: one all-gather of a float64 a token for each log-sum-exp, and two for the stats.
+    """
+    rows = list(lses)
+    if stats is not None:
+        inside = (stats.y >= 0) & (stats.y < V)
+        rows += [stats.others(), stats.z_label.masked_fill(~inside, -math.inf)]
+    of_all = of_ranks(rows, shard)
+    merged = [x.logsumexp(0) for x in of_all[: len(lses)]]
+    if stats is None:
+        return merged, ()
+    others, z_labels = of_all[len(lses) :]
+    y = stats.y + shard.first
+    nll, lse = nll_and_lse(others.logsumexp(0), z_labels, (y >= 0) & (y < shard.V))
+    return merged, (nll, lse, z_labels.amax(0))
 
 
 def _buffer(problem: Problem, tokens: int, classes: int | None = None) -> Tensor:

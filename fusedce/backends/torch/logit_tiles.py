@@ -33,11 +33,12 @@ def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
 def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
     """Where labels ``y (C,)`` stand in a tile ``(rows, C)``, as an index ``(1, C)``; and whether.
 
-    The index is in range for all of them.
+    The index is in range for all of them. ``y (K, C)``: both are ``(K, C)``.
     """
     local = y - begin
     inside = (local >= 0) & (local < rows)
-    return local.clamp(0, rows - 1)[None], inside
+    local = local.clamp(0, rows - 1)
+    return local if y.dim() == 2 else local[None], inside
 
 
 def clear_labels(tile: Tensor, at: Tensor, inside: Tensor, value: float = 0) -> None:
@@ -205,12 +206,12 @@ class TileStats:
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
         z_label = self.z_label.double()
-        gap = self._others() - z_label
+        gap = self.others() - z_label
         return torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z_label)
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
-        return torch.logaddexp(self._others(), self.z_label.double())
+        return torch.logaddexp(self.others(), self.z_label.double())
 
     def argmax(self) -> Tensor:
         """``(C,)`` int64: the likeliest class."""
@@ -223,7 +224,7 @@ class TileStats:
         """``exp(k - lse) (C,)`` float64 for each reference, and the first class that has it."""
         return [(begin, (k.double() - lse).exp_()) for begin, k in self.spans]
 
-    def _others(self) -> Tensor:
+    def others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
         return self.k.double() + self._total.log()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedce.backends.plan import ROW_MULTIPLE
 from fusedce.contract.labels import bad_label_code, bad_label_codes, bad_label_message
 from fusedce.contract.problem import Problem
+from fusedce.contract.task import Shard
 
 Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 
@@ -44,6 +45,12 @@ def valid_rows(
     if n is None:
         return valid.nonzero()[:, 0], n_valid
     return valid.int().argsort(descending=True, stable=True)[:n], n_valid
+
+
+def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
+    on_cpu = problem.labels.device.type == "cpu"
+    return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
 
 
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
+from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.logit_tiles import (
     OUTLIER_P,
@@ -115,6 +115,8 @@ def token_grads(
             hidden = problem.hidden[block.rows]  # (R, H)
             h = logits.operand(hidden)
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
+            if mean_row is None:
+                _add_classes(block, g, begin)
             tile = g.to(gemm)
             large = None if mean_row is None else _take_large(block, g, tile, begin)
             if grads.hidden is not None:
@@ -123,6 +125,8 @@ def token_grads(
             if d_weight is not None:
                 products(tile, hidden.to(gemm), d_weight, add=number > 0)
             if grads.bias is not None:
+                if mean_row is not None:
+                    _add_classes(block, g, begin)
                 grads.bias[begin:end] += g.sum(1)
             if mean_row is not None and large is not None:
                 _add_what_rounding_took(
@@ -149,6 +153,8 @@ class _Block(NamedTuple):
     at_label: Tensor
     temperature: Tensor | None
     large: Tensor  # size of entries that are made good
+    classes: Tensor | None  # (K, R) further classes, -1 for none
+    at_classes: Tensor | None  # (K, R) more of their gradient, by their products
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
@@ -162,12 +168,13 @@ class _Block(NamedTuple):
         def factor(x: Tensor | None) -> Tensor | None:
             if x is None:
                 return None
-            x = x[rows].to(head.acc)
+            x = x[rows].t().to(head.acc)
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
         large = OUTLIER_P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
         large *= abs(problem.logit_scale)
+        classes = upstream.classes
         return cls(
             rows,
             problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
@@ -178,6 +185,8 @@ class _Block(NamedTuple):
             factor(upstream.at_label),  # type: ignore[arg-type]
             None if temperature is None else temperature[rows],
             large[rows].to(head.acc).masked_fill_(large[rows] == 0, math.inf),
+            None if classes is None else classes[rows].t(),
+            factor(upstream.at_classes),
         )
 
 
@@ -208,6 +217,19 @@ def _gradient(
     return g if head.scale == 1.0 else g.mul_(head.scale)
 
 
+def _add_classes(block: _Block, g: Tensor, begin: int) -> None:
+    """Add the entries of further classes to a tile."""
+    if block.classes is None or block.at_classes is None:
+        return
+    at, inside = label_entry(block.classes, begin, len(g))
+    entries = block.at_classes.masked_fill(~inside, 0)
+    # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would add
+    # the two in any order.
+    step = len(at) if g.device.type == "cpu" else 1
+    for some, x in zip(at.split(step), entries.split(step), strict=True):
+        g.scatter_add_(0, some, x)
+
+
 def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
     """``total[rows] += tile.T @ w``."""
     if isinstance(rows, Tensor):
@@ -229,7 +251,8 @@ class _Large(NamedTuple):
 def _take_large(block: _Block, g: Tensor, tile: Tensor, begin: int) -> _Large:
     """Set the labels' entries and large ones of ``tile``, ``g (v, R)`` rounded, to 0.
 
-    Alone in their size, they would round the sums of products that hold them.
+    Alone in their size, they would round the sums of products that hold them. Those of further
+    classes, which are not in ``g``, go apart as well.
     """
     at, inside = label_entry(block.y, begin, len(g))
     # (A norm of the columns costs 13 ns an element on a CPU, these two 0.1 each.)
@@ -245,6 +268,12 @@ def _take_large(block: _Block, g: Tensor, tile: Tensor, begin: int) -> _Large:
     entries = g[classes, columns]
     tile[classes, columns] = 0
     left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype)).index_add_(0, columns, entries, alpha=-1)
+    if block.classes is not None and block.at_classes is not None:
+        at, inside = label_entry(block.classes, begin, len(g))
+        which, column = inside.nonzero().unbind(1)
+        classes = torch.cat([classes, at[which, column]])
+        columns = torch.cat([columns, column])
+        entries = torch.cat([entries, block.at_classes[which, column]])
     return _Large(classes, columns, entries, left)
 
 
@@ -260,15 +289,16 @@ def _add_what_rounding_took(
 ) -> None:
     """Add the entries that went apart, and the others' rounding as if of the head's mean row."""
     where, acc = block.rows, large.entries.dtype
-    for first in range(0, len(large.entries), _ENTRIES):
-        part = slice(first, first + _ENTRIES)
+    step = _ENTRIES if problem.memory_budget is not None or block.classes is None else 16 * _ENTRIES
+    for first in range(0, len(large.entries), step):
+        part = slice(first, first + step)
         classes, columns, entries = large.classes[part], large.columns[part], large.entries[part]
         if d_weight is not None:
-            d_weight.index_add_(0, classes, hidden[columns] * entries[:, None])
+            add_rows(d_weight, classes, hidden[columns] * entries[:, None])
         if d_hidden is not None:
             rows = where[columns] if isinstance(where, Tensor) else where.start + columns
             of_classes = problem.weight[begin + classes].to(acc)
-            d_hidden.index_add_(0, rows, of_classes.mul_(entries[:, None]))
+            add_rows(d_hidden, rows, of_classes.mul_(entries[:, None]))
     if d_hidden is not None:
         if isinstance(where, Tensor):
             d_hidden.index_add_(0, where, large.left[:, None] * mean_row)

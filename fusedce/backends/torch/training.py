@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.gradients import Gradients, add_rows, call_of, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
 from fusedce.backends.protocol import Summed
@@ -136,7 +136,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             dh.mul_(factors[-1][1][:, None])
         tokens, classes, outliers, as_stored = made.without_largest(h, lse, of_p, factors)
         missing = outliers - as_stored  # in d_hidden, to which the stored ones were added above
-        made.lost.index_add_(0, tokens, missing, alpha=-1)
+        add_rows(made.lost, tokens, -missing)
         if mean is None:
             made.add_to_head(grads, h, factors, first=number == 0)
         else:
@@ -156,7 +156,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             if mean_row is not None:
                 dh.addr_(made.lost, mean_row)
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
-            dh.index_add_(0, tokens, problem.weight[classes].to(acc) * missing[:, None])
+            add_rows(dh, tokens, problem.weight[classes].to(acc) * missing[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         product = functools.partial(made.add_rows_to, h=h, factors=factors)
         if len(tokens):  # one sum with the labels', so that it is rounded once

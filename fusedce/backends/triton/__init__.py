@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.divergence import divergence_and_grads
+from fusedce.backends.protocol import Summed
+from fusedce.backends.triton import archs, divergence, sharded_sum, training
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run
-from fusedce.backends.triton.training import loss_and_grads
 from fusedce.backends.triton.vocab_tiles import token_grads
+from fusedce.contract.task import Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
@@ -20,6 +21,24 @@ __all__ = [
     "token_grads",
     "token_stats",
 ]
+
+
+def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
+    """The sum and its wanted gradients, of a whole vocabulary or of a shard of it."""
+    problem, wanted, _, shard = task
+    if shard is None:
+        return training.loss_and_grads(problem, wanted, argmax)
+    if any(wanted.gradients()):
+        return sharded_sum.loss_and_grads(problem, shard, wanted, argmax)
+    total, n_valid = sharded_sum.loss(problem, shard)
+    return Summed(total, n_valid, torch.ones_like(total), *(total.new_empty(0) for _ in range(3)))
+
+
+def divergence_and_grads(task: Task) -> Summed:
+    """Each token's divergence, and the wanted gradients of their sum."""
+    assert task.divergence is not None
+    assert task.shard is None, "sharded divergences are the torch backend's"
+    return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.plan import multiple_of_16, way_of_divergence
-from fusedce.backends.protocol import Diverged
+from fusedce.backends.protocol import Summed
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
@@ -36,7 +36,7 @@ from fusedce.kernels.divergence import EDGE, divergence_rows_kernel, target_rows
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
 
-def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Diverged:
+def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds a chunk of both logits."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
     problem = problem.but(labels=labels)
@@ -59,7 +59,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         grads = Gradients(problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0)
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
-            return Diverged(losses, packed.n_valid, factor, *grads.written())
+            return Summed(losses, packed.n_valid, factor, *grads.written())
         weights = _weights(problem, graph)
         rows = torch.arange(N, device=device) if graph else packed.rows[:n].long()
         chunk = _Chunk(problem, divergence, C, any(wanted.gradients()))
@@ -87,7 +87,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                     largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
                     h = (h.float() * (factors / largest)[:, None]).to(dtype)
                 add_product(grads.weight, g, h, alpha, largest, first=begin == 0)
-        return Diverged(losses, packed.n_valid, factor, *grads.written())
+        return Summed(losses, packed.n_valid, factor, *grads.written())
 
 
 def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:

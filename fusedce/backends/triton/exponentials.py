@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.sharded.collectives import Shard, all_gather
+from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,
@@ -27,6 +27,7 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.problem import Problem
+from fusedce.contract.task import Shard
 from fusedce.kernels.exp_gemm import exp_gemm_kernel
 from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel

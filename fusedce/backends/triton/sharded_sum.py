@@ -19,9 +19,8 @@ from torch import Tensor
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.protocol import Summed
-from fusedce.backends.sharded.collectives import (
+from fusedce.backends.shards.collectives import (
     RunningSums,
-    Shard,
     all_gather,
     all_reduce,
     all_tokens,
@@ -36,6 +35,7 @@ from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_o
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Shard
 
 _NOWHERE = -1  # the row of a label that lies on another rank
 

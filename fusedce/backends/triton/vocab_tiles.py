@@ -11,8 +11,6 @@ changes their sum; the difference is added to d_hidden times the mean row of the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,9 @@ def token_grads(
     dtypes: Dtypes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
-    N, device = len(problem.labels), problem.hidden.device
+    N, device, asked = len(problem.labels), problem.hidden.device, dtypes
+    if upstream.at_classes is not None and problem.memory_budget is None:
+        dtypes = Dtypes(*[torch.float32] * 3)  # so that their entries are rounded with the rest
     problem = problem.but(labels=problem.labels.contiguous())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
@@ -62,6 +62,7 @@ def token_grads(
         grads = Gradients(
             problem, wanted, dtypes=dtypes, chunks=min(n, 1), every_row=every_row, by_tiles=True
         )
+        grads.dtypes = asked
         if n == 0:
             return grads.written()
         walk = _Walk(problem, rows, n, lse, upstream, every_row=every_row)
@@ -77,6 +78,7 @@ def token_grads(
             if problem.weight.dtype == torch.bfloat16:
                 walk.lost = dh.new_zeros(n)
         walk.add_tiles(grads, dh, way.tokens, way.classes)
+        walk.add_classes(upstream)
         if grads.hidden is not None and dh is not None:
             if walk.lost is not None:
                 dh.addr_(walk.lost, sampled_mean_row(problem.weight))
@@ -109,7 +111,7 @@ class _Walk:
             self.pointwise["bias"] = padded(problem.bias)
         self.amplify = amplification(weight.dtype, problem.logit_scale)
         self.class_weight = None if c is None else padded(c.float())
-        chosen: Any = slice(None) if every_row else rows[:n].long()
+        self.chosen = chosen = slice(None) if every_row else rows[:n].long()
         self.h = problem.hidden[chosen]
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
@@ -157,6 +159,14 @@ class _Walk:
                 of_tile.copy_(d_weight)  # rounded once
         if self.factors is not None:
             self.entries.view(2, n).mul_(self.factors)
+
+    def add_classes(self, upstream: Upstream) -> None:
+        """Entries of further classes, beside the labels'."""
+        if upstream.classes is None or upstream.at_classes is None:
+            return
+        classes, entries = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
+        self.columns = torch.cat([self.columns, classes.reshape(-1).to(self.columns.dtype)])
+        self.entries = torch.cat([self.entries, entries.reshape(-1).float()])
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
@@ -223,7 +233,7 @@ class _Walk:
             stride_row=n,
             factor=1.0,
             AMPLIFY=self.amplify,
-            ENTRIES=2,
+            ENTRIES=len(self.columns) // n,
             BLOCK_H=block,
             num_warps=self.arch.exp_warps,
         )

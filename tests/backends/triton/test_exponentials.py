@@ -9,6 +9,7 @@ from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 from fusedce.testing import Case
 
 
@@ -20,7 +21,7 @@ def gradients(monkeypatch, problem, argmax, *, by_gemm):
     )
     monkeypatch.setattr(archs, "architecture", lambda device: row)
     wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
-    return backend.loss_and_grads(problem, wanted, argmax)
+    return backend.loss_and_grads(Task(problem, wanted), argmax)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):
     one = gradients(monkeypatch, problem, best, by_gemm=True)
     two = gradients(monkeypatch, problem, other, by_gemm=False)
     assert torch.equal(best, other)
-    torch.testing.assert_close(one.loss_sum, two.loss_sum, rtol=2 * STATISTIC, atol=0)  # of both
+    torch.testing.assert_close(one.loss, two.loss, rtol=2 * STATISTIC, atol=0)  # of both
     rounding = 2 * torch.finfo(dtype).eps
     if dtype == torch.float32:
         rounding = 2 * logit_rounding(hidden.nan_to_num(), weight, bias)
@@ -80,11 +81,11 @@ def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
     monkeypatch.setattr(training, "way_of", way)
     for value in ("1", "0"):
         monkeypatch.setenv("FUSEDCE_EXP_GEMM", value)
-        backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(weight=True), None)
+        backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(weight=True)), None)
     assert asked == [archs.BY_NAME["interpreter"].two_bytes.gemm.BLOCK_V, 0]
     monkeypatch.setenv("FUSEDCE_EXP_GEMM", "yes")
     with pytest.raises(ValueError, match="FUSEDCE_EXP_GEMM must be 0, 1 or unset, got 'yes'"):
-        backend.loss_and_grads(Problem(hidden, weight, labels), Wanted(weight=True), None)
+        backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(weight=True)), None)
 
 
 def test_a_bad_label_poisons_its_row_alone(monkeypatch):
@@ -92,6 +93,6 @@ def test_a_bad_label_poisons_its_row_alone(monkeypatch):
     labels[5] = 333
     monkeypatch.setattr("fusedce.backends.triton.training.raise_on_cpu", lambda *args: None)
     found = gradients(monkeypatch, Problem(hidden, weight, labels), None, by_gemm=True)
-    assert found.loss_sum.isnan()
+    assert found.loss.isnan()
     assert found.d_hidden[5].isnan().all()
     assert not found.d_hidden[4].isnan().any()

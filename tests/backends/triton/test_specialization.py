@@ -11,6 +11,7 @@ from fusedce.backends.gradients import of_inputs
 from fusedce.backends.triton import archs, head_gradients, training, vocab_tiles
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 from fusedce.testing import Case
 
 
@@ -78,7 +79,7 @@ def test_training_compiles_nothing_inside_a_graph(
     head_gradients.compile_for_sums.cache_clear()
 
     def step():
-        backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), argmax)
+        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), argmax)
         keys = set(launches)
         launches.clear()
         return keys
@@ -125,7 +126,7 @@ def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
     problem = Problem(hidden, weight, labels)
 
     def step():
-        backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
         keys = set(launches)
         launches.clear()
         return keys
@@ -145,7 +146,7 @@ def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chu
     hidden, weight, labels, _ = Case((196,), 32, V, torch.bfloat16).tensors()
     labels[:31] = -100
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens, z_loss=0.1)
-    backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+    backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
     for kernel in ("exp_tile_kernel", "hidden_grad_kernel"):
         keys = [key for name, key in launches if name == kernel]
         assert len(keys) > 1
@@ -186,13 +187,13 @@ def test_few_kernels_are_launched(launches):
     backend.loss(problem)
     assert [name for name, _ in launches] == ["compact_kernel", "forward_kernel"]
     launches.clear()
-    backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+    backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
     assert [name for name, _ in launches] == [
         "compact_kernel", "label_logit_kernel", "exp_tile_kernel", "softmax_rows_kernel",
         "hidden_grad_kernel", "label_grad_kernel",
     ]  # fmt: skip
     launches.clear()
-    backend.loss_and_grads(problem, Wanted(hidden=True), None)
+    backend.loss_and_grads(Task(problem, Wanted(hidden=True)), None)
     assert "label_grad_kernel" not in {name for name, _ in launches}
 
 
@@ -214,5 +215,5 @@ def test_nothing_is_cut_out_of_what_is_whole(launches, chunk_tokens):
     hidden, weight, labels, _ = Case((96,), 32, 320).tensors()
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens)
     with Called() as called:
-        backend.loss_and_grads(problem, Wanted(hidden=True, weight=True), None)
+        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
     assert bool(called.names & {"slice", "select", "index"}) == (chunk_tokens is not None)

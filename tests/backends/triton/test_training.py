@@ -12,6 +12,7 @@ from fusedce.backends.triton import training
 from fusedce.backends.triton.launch import Rows
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 from fusedce.testing import Case
 
 H = 64
@@ -34,7 +35,7 @@ DTYPES = [slow(torch.float32), torch.bfloat16, slow(torch.float16)]
 def gradients(problem):
     """Gradients of the sum times its expected factor, and exact gradients."""
     wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
-    found = backend.loss_and_grads(problem, wanted, None)
+    found = backend.loss_and_grads(Task(problem, wanted), None)
     x = [problem.hidden, problem.weight] + ([] if problem.bias is None else [problem.bias])
     x = [t.double().requires_grad_() for t in x]
     names = ("softcap", "logit_scale", "z_loss", "label_smoothing", "class_weight")
@@ -137,9 +138,9 @@ def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     bias = torch.zeros(V, dtype=dtype)
     bias[labels[3]] = -torch.inf
     found = backend.loss_and_grads(
-        Problem(hidden, weight, labels, bias=bias), Wanted(hidden=True, weight=True), None
+        Task(Problem(hidden, weight, labels, bias=bias), Wanted(hidden=True, weight=True)), None
     )
-    assert found.loss_sum == torch.inf
+    assert found.loss == torch.inf
     x = hidden.double().requires_grad_()
     logits = x @ weight.double().T + bias.double()
     (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), x)
@@ -177,7 +178,9 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
 
     monkeypatch.setattr(training, "add_head_gradients", add_and_look)
     problem = Problem(*inputs(torch.bfloat16, 1, 0.0, n=5), chunk_tokens=chunk_tokens)
-    found = backend.loss_and_grads(problem, Wanted(hidden=False, weight=True, bias=False), None)
+    found = backend.loss_and_grads(
+        Task(problem, Wanted(hidden=False, weight=True, bias=False)), None
+    )
     assert set(seen) == {dtype}
     assert found.d_weight.dtype == torch.bfloat16
 
@@ -203,7 +206,7 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
             chunk_tokens=chunk_tokens,
         )
         wanted = Wanted(hidden=True, weight=True, bias=True)
-        return tuple(backend.loss_and_grads(problem, wanted, None))
+        return tuple(backend.loss_and_grads(Task(problem, wanted), None))
 
     outside = run()
     monkeypatch.setattr(training, "capturing", lambda device: True)

@@ -29,17 +29,19 @@ from fusedce.agreement import (
 )
 from fusedce.backends.gradients import memory_of
 from fusedce.backends.plan import device_budget
-from fusedce.backends.sharded.collectives import Shard, waiting_for_ranks
-from fusedce.contract.groups import Ranks, is_dtensor
+from fusedce.backends.shards.collectives import waiting_for_ranks
+from fusedce.contract.groups import Ranks, is_dtensor, name_of
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
+from fusedce.contract.task import Shard
 
-FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX = (
+FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX, DIVERGENCE = (
     "a sum of losses",
     "losses of tokens",
     "statistics of tokens",
     "statistics of tokens with mean_logit",
     "likeliest classes",
+    "a divergence",
 )
 # A rank sends the number of its rows of the vocabulary, of its tokens, of those that are computed
 # and of those that are valid; its bytes for a chunk's logits; checksums of labels, weights and
@@ -50,11 +52,11 @@ _FIRST, _STEP = 0x2127599BF4325C37, 0x1_2DE6_BB58  # weights of a checksum: odd,
 _NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
 
 
-def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> dict[str, Any]:
+def _settings(layout: Layout, vocab_size: int | None, **asked: Any) -> dict[str, Any]:
     """Settings that ranks must share: options of the loss, and what decides the collectives."""
     problem, c = layout.problem, layout.problem.class_weight
     grad = torch.is_grad_enabled()
-    return {
+    settings = {
         **{
             name: getattr(problem, name)
             for name in ("ignore_index", "chunk_tokens", "memory_budget", *NUMBERS)
@@ -77,12 +79,13 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: str | None) -> di
             asked["function"] != SUM
             or problem.memory_budget is not None
             or problem.backend == "triton"
-            or asked["monitor"] is not None
+            or asked["monitor"] != ""
         ),
         "tokens_sharded": layout.tokens_sharded,
         "H": problem.hidden.shape[-1],
         "vocab_size": vocab_size,
     }
+    return {name: x for name, x in settings.items() if x is not None}
 
 
 def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -192,20 +195,15 @@ def _signs(i: Tensor) -> Tensor:
     return 1 - 2 * ((i >> 16) & 1)
 
 
-def check_vocab_size(vocab_size: object) -> None:
-    """Raise a ``TypeError`` unless ``vocab_size`` is an int or ``None``."""
-    if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
-        raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
-
-
 def agree(
     layout: Layout,
     vocab_size: int | None,
-    function: str = SUM,
-    reduction: str | None = None,
-    monitor: str | None = None,
+    **asked: Any,
 ) -> Shard:
     """Compare the ranks' settings and tokens, and find each rank's rows of the vocabulary.
+
+    ``asked``: further settings that must be equal; a ``function`` of `FUNCTIONS`, and the names of
+    what is asked for beside the loss as ``monitor``, decide on the others.
 
     Collectives: one all-gather of under 1 KiB on each of ``layout.groups``.
 
@@ -223,7 +221,8 @@ def agree(
     )
     # Tokens of weight 0 are left out; a class weight counts as its tokens' weight.
     c = problem.class_weight
-    c = c if c is not None and c.dim() == 1 and len(c) else None  # others are an error below
+    if c is not None and (asked["function"] == DIVERGENCE or c.dim() != 1 or not len(c)):
+        c = None  # a factor of probabilities, or an error below
     flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
     w = folded(flat).token_weight
     counted = valid if w is None else valid & (w != 0)
@@ -239,14 +238,13 @@ def agree(
             _checksum(x, out=mine[at])
     if len(layout.groups) > 1 or (GUARDS and not layout.tokens_sharded):
         mine[_SKETCH:] = _sketch(problem).view(torch.int64)
-    asked = {"function": function, "reduction": reduction, "monitor": monitor}
     settings = _settings(layout, vocab_size, **asked)
     with tell_peers_on_error(layout.groups, labels.device):
         mine = row(settings, mine)
     told = _meet(mine, layout.groups)
     if (differ := differing(told)) is not None:
         name, said = differ
-        if name in ("softcap", "logit_scale") and function.startswith(STATISTICS):
+        if name in ("softcap", "logit_scale") and asked["function"].startswith(STATISTICS):
             name = f"{name} / temperature"
         raise ValueError(
             f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
@@ -284,7 +282,7 @@ def agree(
             f"{tuple(problem.class_weight.shape)}"
         )
     return Shard(
-        group=group,
+        name=name_of(group),
         first=sum(rows[: dist.get_rank(group)]),
         V=classes,
         largest=max(rows),

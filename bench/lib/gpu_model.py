@@ -13,23 +13,20 @@ from typing import Any, NamedTuple
 
 from fusedce.backends.plan import (
     EXP_BLOCK_V,
-    EXP_GEMM_H,
     FORWARD_NARROW_H,
     MAX_SPLITS,
     TILES,
     WEIGHT_ROWS,
-    Call,
     Way,
-    device_budget,
     exp_block,
-    is_small_head,
     rows_of_hidden,
     tile_shape,
     way_of,
     way_of_divergence,
 )
+from fusedce.tools.plan import GiB, call
 
-MiB, GiB = 2**20, 2**30
+MiB = 2**20
 
 
 class Device(NamedTuple):
@@ -202,23 +199,6 @@ def compiled_eager(N: int, H: int, V: int, device: Device, *, training: bool = T
 
 
 # ---- ours -------------------------------------------------------------------------------------
-
-
-def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
-    device: Device | None = None,
-) -> Call:  # fmt: skip
-    """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
-
-    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
-    """
-    wide = b == 2 and is_small_head(V * H, budget)
-    logit = 4 if cpu else b
-    return Call(
-        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
-        budget=device_budget(None if device is None else device.memory),
-        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
-    )  # fmt: skip
 
 
 def fused_ce(

@@ -8,7 +8,7 @@ in before the gradients are rounded; backward multiplies by the real factor over
 Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
 ``V * H`` (``fusedce.backends.gradients.waiting`` decides the dtype). Backward would allocate them
 anyway; here they exist from the end of the forward pass on. That saves the logits, ``N * V``, or
-computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.token_ops`
+computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.tokens`
 pays, and keeps ``(N,)`` numbers instead.
 
 There are two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other
@@ -32,21 +32,23 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting
-from fusedce.contract.problem import Problem, Wanted, records, schema_of
+from fusedce.backends.shards.collectives import all_reduce
+from fusedce.contract.problem import Problem, Wanted, arguments_of
 from fusedce.contract.results import LossSum
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task, schema_of
 
 
-def loss_sum(problem: Problem, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
     """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
 
     the likeliest classes ``(N,)`` int64, or ``(0,)`` where ``wanted`` does not name them.
     """
+    problem = task.problem
     with torch.no_grad():
-        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.summed(
-            *detached(problem), *wanted
-        )
-    if any(wanted.gradients()):
+        task = task.but(problem=detached(problem))
+        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
+    if any(task.wanted.gradients()):
         total = with_gradients(total, factor, problem, grads)
     return total, n_valid, argmax
 
@@ -78,7 +80,7 @@ class SumWithGrads(NamedTuple):
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.summed(*detached(problem), *wanted)
+        total, n_valid, _, *saved = torch.ops.fusedce.sum(*detached(problem), *wanted)
     dtype = problem.hidden.dtype
     ours = not keeps_saved_tensors()
     return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
@@ -98,28 +100,31 @@ def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[
         d_bias=d_bias,
         backend=str(problem.backend),
     )
-    result: Tensor = torch.ops.fusedce.with_gradients(*attached)
+    result: Tensor = torch.ops.fusedce.attach(*attached)
     return result
 
 
 @torch.library.custom_op(
-    "fusedce::summed",
+    "fusedce::sum",
     mutates_args=(),
-    schema=schema_of(
-        Problem, Wanted, returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
+    schema=schema_of(returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
     """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
-    problem, wanted, _ = records(flat)
+    task = Task.of(flat)[0]
+    problem, wanted = task.problem, task.wanted
     labels, backend = problem.labels, get_backend(problem.backend)
     argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
     # Autocast would reach the products inside, which are in the dtype they must be in already.
     with torch.autocast(problem.hidden.device.type, enabled=False):
-        if any(wanted.gradients()):
-            total, n_valid, *grads = backend.loss_and_grads(
-                problem, wanted, argmax if wanted.argmax else None
-            )
+        if task.divergence is not None:
+            losses, n_valid, *grads = backend.divergence_and_grads(task)
+            total = losses.sum(dtype=torch.float64)
+            if task.shard is not None and task.shard.tokens is not None:
+                all_reduce(total, task.shard.group)  # losses are this rank's, n_valid is of all
+            return total.to(losses.dtype), n_valid, argmax, *grads
+        if any(wanted.gradients()) or task.shard is not None:
+            total, n_valid, *grads = backend.loss_and_grads(task, argmax if wanted.argmax else None)
             return total, n_valid, argmax, *grads
         total, n_valid = backend.loss(problem)
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
@@ -127,12 +132,12 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
 
 @_summed.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _ = records(flat)
+    problem, wanted, divergence, shard = Task.of(flat)[0]
     labels = problem.labels
     total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
     n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
-    if not any(wanted.gradients()):
+    if divergence is None and shard is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
     return total, n_valid, argmax, torch.empty_like(total), *fake_grads(problem, wanted)
 
@@ -161,7 +166,7 @@ class Attached(NamedTuple):
 
 
 @torch.library.custom_op(
-    "fusedce::with_gradients", mutates_args=(), schema=schema_of(Attached, returns="Tensor")
+    "fusedce::attach", mutates_args=(), schema=f"({', '.join(arguments_of(Attached))}) -> Tensor"
 )
 def _with_gradients(*flat: Any) -> Tensor:
     return Attached(*flat).loss_sum.clone()

@@ -5,46 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
-from fusedce.backends.plan import DEVICE_BUDGET, Call, Way, way_of
-from fusedce.backends.torch.rows import valid_rows
+from fusedce.backends.plan import Call, Way, way_of
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Shard
 
 # The name of the collective from torch 2.13 on, and before.
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-
-
-class Shard(NamedTuple):
-    """The rows of the vocabulary on this rank, and the ranks that hold the others."""
-
-    group: dist.ProcessGroup
-    first: int  # the class of the first row here
-    V: int  # rows that are classes, over all ranks; rows beyond are padding
-    largest: int  # rows of the largest shard: chunks must be the same on all ranks
-    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
-    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
-    valid: int  # tokens with a label to predict
-    budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
-
-    def real(self, problem: Problem) -> int:
-        """The number of rows of ``problem.weight`` that are classes, the first ones."""
-        return min(max(self.V - self.first, 0), len(problem.weight))
-
-    def own(self, x: Tensor, n: int) -> Tensor:
-        """This rank's ``n`` tokens of ``x (N, ...)``, which holds those of all ranks."""
-        if self.tokens is None:
-            return x
-        first = dist.get_rank(self.group) * max(self.tokens)
-        return x[first : first + n]
 
 
 def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
@@ -86,12 +61,6 @@ def sharded_way(problem: Problem, shard: Shard) -> Way:
     )
 
 
-def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
-    on_cpu = problem.labels.device.type == "cpu"
-    return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
-
-
 def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
     """The problem of every rank's tokens, those of each rank padded to ``most`` by ignored ones.
 
@@ -101,18 +70,18 @@ def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem
     token_weight, temperature = problem.token_weight, problem.temperature
     assert problem.ignore_index is not None
     return problem.but(
-        hidden=_gather_tokens(problem.hidden, most, 0, group),
-        labels=_gather_tokens(problem.labels, most, problem.ignore_index, group),
+        hidden=gather_tokens(problem.hidden, most, 0, group),
+        labels=gather_tokens(problem.labels, most, problem.ignore_index, group),
         token_weight=(
-            None if token_weight is None else _gather_tokens(token_weight.double(), most, 0, group)
+            None if token_weight is None else gather_tokens(token_weight.double(), most, 0, group)
         ),
         temperature=(
-            None if temperature is None else _gather_tokens(temperature.double(), most, 1, group)
+            None if temperature is None else gather_tokens(temperature.double(), most, 1, group)
         ),
     )
 
 
-def _gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
     """``x (n, ...)`` of every rank, each padded to ``most`` tokens, one after the other."""
     padded = x.new_full((most, *x.shape[1:]), value)
     padded[: len(x)] = x

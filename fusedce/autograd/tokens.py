@@ -1,0 +1,308 @@
+"""Numbers of every token, differentiable each with a gradient of its own.
+
+In :mod:`fusedce.autograd.sums` the forward pass computes the gradients, since a sum has one
+upstream factor. Here each token has its own factors, which are known only in backward: it computes
+the logits a second time and stores none. There are two operators, :func:`_stats` with its
+derivative :func:`_grads`, for every loss: of labels, of several classes, beside a teacher; whole or
+sharded. Both are functions of autograd as well, for transforms of ``torch.func``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.autograd.derivatives import (
+    needed_gradients,
+    no_second_derivative,
+    refuse_second_derivatives,
+    transformed,
+    wanted_gradients,
+)
+from fusedce.backends import chosen
+from fusedce.backends.choose import get_backend
+from fusedce.backends.gradients import check_divergence_budget, of_inputs
+from fusedce.backends.upstream import Upstreams, Values, upstream_of
+from fusedce.contract.objective import Stats, token_losses
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.task import Task, fields, schema_of
+
+
+def losses(task: Task) -> tuple[Tensor, Stats]:
+    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and the tokens' statistics."""
+    problem, wanted = task.problem, task.wanted
+    if task.divergence is not None:
+        stats, _ = token_stats(task)
+        return stats.nll, stats
+    smoothing = problem.label_smoothing > 0
+    lse = wanted.lse or not problem.of_nll_alone()
+    stats, _ = token_stats(task.but(wanted=wanted.but(lse=lse, zmean=smoothing)))
+    V = problem.weight.shape[0] if task.shard is None else task.shard.V
+    y = problem.labels.long().clamp(0, V - 1)
+    lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
+    # Weights of ignored positions, and of the class their label was clamped to, may be anything.
+    return lost.masked_fill(~problem.valid(), 0), stats
+
+
+def token_stats(task: Task) -> tuple[Stats, Tensor]:
+    """Statistics, and logits ``(N, K)`` of labels ``(N, K)``; all but argmax are differentiable."""
+    wanted, gradients = task.wanted, wanted_gradients(task.problem)
+    train = any(gradients)
+    if transformed():  # inside vmap a tensor does not know that a transform around wants it
+        train = torch.is_grad_enabled()
+    hidden, weight, bias = gradients.gradients()  # the budget must suffice for them, too
+    lse = wanted.lse or (train and task.divergence is None)
+    task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
+    stats = TokenStats.apply if transformed() else torch.ops.fusedce.stats
+    nll, lse, entropy, zmean, z, n_valid, argmax = stats(*task.flat())
+    return Stats(nll, lse, entropy, zmean, n_valid, argmax), z
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "fusedce::stats",
+    mutates_args=(),
+    schema=schema_of(returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+)
+def _stats(*flat: Any) -> tuple[Tensor, ...]:
+    task = Task.of(flat)[0]
+    problem, wanted, divergence, shard = task
+    labels, backend = problem.labels, get_backend(problem.backend)
+    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+        if divergence is not None:
+            check_divergence_budget(task)
+            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
+            nothing = (loss.new_empty(0) for _ in range(4))
+            return loss, *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
+        if shard is not None:
+            from fusedce.backends.shards import tokens
+
+            return tokens.stats(task, shard)
+        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
+        if labels.dim() == 2:
+            problem = chosen.with_what_is_left(problem, wanted)
+            z = chosen.chosen_logits(problem, labels)
+            problem = chosen.one_class(problem, z)
+        argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
+        found = backend.token_stats(problem, wanted, argmax if wanted.argmax else None)
+        return *found[:4], z, found.n_valid, argmax
+
+
+@_stats.register_fake
+def _(*flat: Any) -> tuple[Tensor, ...]:
+    problem, wanted, divergence, _ = Task.of(flat)[0]
+    N, dtype = problem.labels.shape[0], acc_dtype(problem.hidden.dtype)
+    own = divergence is None
+    nll, lse, entropy, zmean = (
+        problem.hidden.new_empty((N if want else 0,), dtype=dtype)
+        for want in (
+            True, own and wanted.lse, own and wanted.entropy, own and wanted.zmean
+        )
+    )  # fmt: skip
+    z = nll.new_empty(problem.labels.shape if problem.labels.dim() == 2 else (0,))
+    n_valid = problem.labels.new_empty((), dtype=torch.int64)
+    argmax = problem.labels.new_empty((N if own and wanted.argmax else 0,), dtype=torch.int64)
+    return nll, lse, entropy, zmean, z, n_valid, argmax
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the task and the statistics for :func:`input_grads`."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[5:])
+    ctx.wanted = needed_gradients(ctx, Problem)
+    ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:5])
+
+
+def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
+    """Gradients for the arguments of ``stats``, computed by ``grads_op``."""
+    nothing: list[Any] = [None] * len(ctx.options)
+    flat, saved = list(ctx.options), ctx.saved_tensors
+    for i, x in zip(ctx.at, saved, strict=False):
+        flat[i] = x
+    (task,) = Task.of(flat)
+    upstream, wanted = upstream[:5], ctx.wanted
+    alone = task.shard is None or task.shard.tokens is None
+    if (alone and all(u is None for u in upstream)) or not any(wanted):
+        return tuple(nothing)
+    hidden, weight, bias = wanted.gradients()
+    task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
+    made = grads_op(*task.flat(*saved[len(ctx.at) :], *Upstreams(*upstream)))
+    for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
+        if getattr(wanted, name):
+            nothing[Problem._fields.index(name)] = grad
+    return tuple(nothing)
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    if any(u is not None for u in upstream):
+        refuse_second_derivatives()
+    return input_grads(ctx, upstream, torch.ops.fusedce.grads)
+
+
+_stats.register_autograd(_backward, setup_context=setup_context)
+
+
+@torch.library.custom_op(
+    "fusedce::grads",
+    mutates_args=(),
+    schema=schema_of(Values, Upstreams, returns="(Tensor, Tensor, Tensor)"),
+)
+def _grads(*flat: Any) -> tuple[Tensor, ...]:
+    task, values, upstreams = Task.of(flat, Values, Upstreams)
+    problem, wanted, divergence, shard = task
+    backend, dtype = get_backend(problem.backend), problem.hidden.dtype
+    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+        if divergence is not None:
+            made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
+            return tuple(x.to(dtype) for x in made[3:])
+        if shard is not None:
+            from fusedce.backends.shards import tokens
+
+            return tokens.grads(task, shard, values, upstreams)
+        classes = None
+        if problem.labels.dim() == 2:
+            problem = chosen.with_what_is_left(problem, wanted)
+            valid, classes = chosen.in_range(problem, problem.labels)
+            classes = classes.masked_fill(~valid, -1)
+            problem = chosen.one_class(problem, values.z)
+        upstream = upstream_of(problem, values, upstreams, chosen=classes)
+        return backend.token_grads(problem, wanted, values.lse, upstream, of_inputs(problem))
+
+
+def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
+    """The problem whose sum has the gradient that ``upstream (N,)`` asks for."""
+    if upstream is None:
+        upstream = problem.hidden.new_zeros(len(problem.labels))
+    # The upstream gradient of an ignored position may be anything, NaN too.
+    upstream = upstream.masked_fill(~problem.valid(), 0)
+    weight = upstream if problem.token_weight is None else upstream * problem.token_weight
+    one = torch.ones((), dtype=acc_dtype(problem.hidden.dtype), device=upstream.device)
+    return problem.but(token_weight=weight, expected_upstream=one)
+
+
+@_grads.register_fake
+def fake_grads(*flat: Any) -> tuple[Tensor, ...]:
+    """Gradients without values, in the inputs' dtype: ``(0,)`` where none is wanted."""
+    problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    return tuple(
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
+        for x, want in zip(inputs, wanted.gradients(), strict=True)
+    )
+
+
+# ---- inside transforms of torch.func ------------------------------------------------------------
+#
+# Operators of torch.library have no derivatives there, functions of autograd do. Transforms record
+# every backward pass; so the gradients are a function too, whose own derivative is refused.
+#
+# Under vmap, samples that share the head are tokens of one problem: everything that goes by tokens
+# is flattened, and one call does the work of all samples. Where the head has samples of its own, or
+# a gradient of the head is wanted of each sample, they are computed one after the other.
+
+
+_OF_HEADS = {
+    "weight", "bias", "class_weight", "expected_upstream", "divergence_weight", "divergence_bias",
+}  # fmt: skip
+_BEFORE = len(Problem._fields)
+
+
+class TokenStats(torch.autograd.Function):
+    """``stats`` with a graph."""
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        """The operator."""
+        made: tuple[Tensor, ...] = torch.ops.fusedce.stats(*flat)
+        return made
+
+    setup_context = staticmethod(setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of the inputs, by a function that refuses to be differentiated again."""
+        return input_grads(ctx, upstream, TokenGrads.apply)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        """All samples in one call where they share the head, else one after the other."""
+        B = info.batch_size
+        names = fields()
+        if not _share_the_head(names, in_dims):
+            return _one_by_one(TokenStats.apply, B, in_dims, flat)
+        flat = _flattened(names, B, in_dims, flat)
+        *found, n_valid, argmax = TokenStats.apply(*flat)
+        valid = Task.of(flat)[0].problem.valid()
+        own = (valid if valid.dim() == 1 else valid.any(1)).view(B, -1).sum(1)
+        # A bad label (a negative count, on a GPU) is reported for all samples; losses are right.
+        n_valid = torch.where(n_valid < 0, n_valid, own)
+        by_samples = (x.view(B, len(x) // B, *x.shape[1:]) for x in (*found, argmax))
+        *found, argmax = by_samples
+        return (*found, n_valid, argmax), (0,) * 7
+
+
+class TokenGrads(torch.autograd.Function):
+    """``grads``, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        """Gradients of hidden, weight and bias."""
+        made: tuple[Tensor, ...] = torch.ops.fusedce.grads(*flat)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save nothing: there is no backward."""
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> None:
+        """Raise ``RuntimeError``."""
+        raise no_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+        """All samples in one call where they share the head and no gradient of it is wanted."""
+        B = info.batch_size
+        wanted = Wanted(*flat[_BEFORE : _BEFORE + len(Wanted._fields)])
+        names = fields(Values, Upstreams)
+        if not _share_the_head(names, in_dims) or wanted.weight or wanted.bias:
+            return _one_by_one(TokenGrads.apply, B, in_dims, flat)
+        d_hidden, d_weight, d_bias = TokenGrads.apply(*_flattened(names, B, in_dims, flat))
+        if wanted.hidden:
+            d_hidden = d_hidden.view(B, -1, d_hidden.shape[-1])
+        return (d_hidden, d_weight, d_bias), (0 if wanted.hidden else None, None, None)
+
+
+def _share_the_head(names: list[str], in_dims: tuple[Any, ...]) -> bool:
+    batched = {name for name, d in zip(names, in_dims, strict=False) if d is not None}
+    return not batched & _OF_HEADS
+
+
+def _flattened(
+    names: list[str], B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The arguments with the samples' tokens one after the other, and the head as it is."""
+    made = list(flat)
+    for i, (x, d) in enumerate(zip(flat, in_dims, strict=True)):
+        if isinstance(x, Tensor) and names[i] not in _OF_HEADS:
+            each = x.expand(B, *x.shape) if d is None else x.movedim(d, 0)
+            made[i] = each.reshape(-1, *each.shape[2:])
+    return tuple(made)
+
+
+def _one_by_one(
+    operation: Any, B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    results = [
+        operation(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
+        for i in range(B)
+    ]
+    stacked = tuple(torch.stack(x) for x in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)

@@ -1,0 +1,128 @@
+"""Logits of a few chosen classes of every token, differentiable, and their gradients.
+
+Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
+nothing of the size ``(N, K, H)`` is held. The code is plain torch for every backend: beside the
+product with the whole head this is ``K / V`` of the work.
+
+A tile of the gradient holds the addends of the tokens' statistics and theirs before it is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.gradients import call_of, check_budget
+from fusedce.contract.labels import bad_label_code, bad_label_message
+from fusedce.contract.problem import Problem, Projection, Wanted
+
+_BUDGET = 64 * 2**20  # bytes that are held at a time, at most
+_LEAST = 2**18  # bytes that are held at a time under the smallest budget
+
+
+def likeliest(z: Tensor, valid: Tensor) -> Tensor:
+    """``(N, 1)`` index of the largest valid logit in each row of ``z (N, K)``."""
+    finite = z.clamp(min=torch.finfo(z.dtype).min)
+    return finite.masked_fill(~valid, -math.inf).argmax(1, keepdim=True)
+
+
+def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
+    """``(N, K)`` log-probabilities of the classes with logits ``z``, 0 where not valid.
+
+    ``nll (N,)``, that of the class at ``best (N, 1)``, is exact near a probability of 1; those of
+    the others, none beyond 1/2, follow from the differences of their logits to it.
+    """
+    z_best = z.gather(1, best)
+    gap = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    gap = gap.scatter(1, best, 0)  # its gradient by z_best would cancel, and leave rounding
+    return (gap - nll[:, None]).masked_fill(~valid, 0)
+
+
+def one_class(problem: Problem, z: Tensor) -> Problem:
+    """The problem with the likeliest of each token's classes as its label; ``z`` their logits."""
+    classes = problem.labels
+    best = likeliest(z, problem.valid())
+    return problem.but(labels=classes.gather(1, best)[:, 0])
+
+
+def with_what_is_left(problem: Problem, wanted: Wanted) -> Problem:
+    """The problem with the budget that its ``labels (N, K)`` leave to the statistics.
+
+    Raises:
+        ValueError: it is too small; the message names the whole.
+    """
+    if problem.memory_budget is None:
+        return problem
+    beside = bytes_beside(problem, problem.labels.shape[1])
+    call = call_of(problem, wanted, len(problem.labels), triton=problem.backend == "triton")
+    check_budget(problem, call._replace(fixed=beside))
+    return problem.but(memory_budget=problem.memory_budget - beside)
+
+
+def bytes_beside(problem: Problem, K: int) -> int:
+    """Bytes that ``K`` classes a token hold beside the other statistics."""
+    in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits and their gradient
+    return len(problem.hidden) * K * (in_range + upstream) + _LEAST
+
+
+def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
+    """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
+    head = Projection.of(problem)
+    valid, y = in_range(problem, classes)
+    z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
+    for rows in _chunks(problem, classes):
+        h = _rows(problem, rows, valid[rows])
+        # (A matrix product might round its operands, where the user allows that for float32.)
+        z[rows] = problem.weight[y[rows]].to(head.acc).mul_(h[:, None]).sum(2)
+    if problem.bias is not None:
+        z += problem.bias[y].to(head.acc)
+    z *= problem.logit_scale
+    if problem.softcap is not None:
+        z = problem.softcap * torch.tanh(z / problem.softcap)
+    if problem.temperature is not None:
+        z = (z / problem.temperature[:, None]).to(head.acc)
+    z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
+    return z.masked_fill_(~valid, 0)
+
+
+def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(N, K)`` bool: entries of ``classes`` that count; and the classes, clamped to ``[0, V)``.
+
+    ``V``: the number of classes, where it is not that of the rows of ``weight``.
+
+    Raises:
+        ValueError: a class is out of range (on a CPU; elsewhere it is clamped, and its logit NaN).
+    """
+    V = problem.weight.shape[0] if V is None else V
+    valid = problem.but(labels=classes).valid()
+    if classes.device.type == "cpu":
+        bad = (valid & ((classes < 0) | (classes >= V))).reshape(-1)
+        if bad.any():
+            at, own = int(bad.nonzero()[0, 0]), classes.reshape(-1)
+            code = bad_label_code(at, int(own[at]))
+            raise ValueError(bad_label_message(code, V, problem.ignore_index, own))
+    return valid, classes.long().clamp(0, V - 1)
+
+
+def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
+    """``(C, H)`` in fp32 or fp64; 0 where no entry counts, whatever the row holds."""
+    h = problem.hidden[rows].to(Projection.of(problem).acc)
+    return h.masked_fill(~valid.any(1, keepdim=True), 0)
+
+
+def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
+    """Slices of tokens whose rows of the head fit the budget, as they are and in float32."""
+    N, K = classes.shape
+    each = K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())
+    step = max(_held(problem) // each, 1)
+    for begin in range(0, N, step):
+        yield slice(begin, min(begin + step, N))
+
+
+def _held(problem: Problem) -> int:
+    """Bytes to hold at a time: a quarter of the budget, which others use as well."""
+    budget = problem.memory_budget
+    return _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)

@@ -1,0 +1,104 @@
+"""From upstream gradients of the tokens' statistics to factors of their logits' gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.contract.objective import Upstream
+from fusedce.contract.problem import Problem, Projection
+
+
+class Values(NamedTuple):
+    """Statistics of the tokens, as arguments and results of operators."""
+
+    nll: Tensor  # (N,)
+    lse: Tensor  # (N,)
+    entropy: Tensor  # (N,), or (0,)
+    zmean: Tensor  # (N,), or (0,)
+    z: Tensor  # (N, K) logits of chosen classes, or (0,)
+
+
+class Upstreams(NamedTuple):
+    """Upstream gradients of :class:`Values`, where there are any."""
+
+    nll: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+    zmean: Tensor | None
+    z: Tensor | None
+
+
+def upstream_of(
+    problem: Problem,
+    values: Values,
+    upstreams: Upstreams,
+    *,
+    classes: int | None = None,
+    here: Tensor | None = None,  # (N,) bool: whether the label is a row of weight; None: all are
+    chosen: Tensor | None = None,  # (N, K) the classes of values.z, rows of weight; -1 for none
+) -> Upstream:
+    """Factors of the gradient of a row of logits, by
+
+    ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
+
+    With a sharded vocabulary ``weight`` holds some of the ``classes`` alone. The backends need a
+    label among its rows for every token, so a token whose label lies on another rank (``here`` is
+    False) gets row 0 of this rank as its label. ``values.nll`` is ``-log p`` of that row, whose
+    gradient is that of any class but the label's: ``p`` in place of ``p - 1``.
+    """
+    V = problem.weight.shape[0]
+    # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
+    upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
+    nll = values.nll.double()
+    p_label = torch.exp(-nll)
+    alpha = torch.zeros_like(p_label)
+    at_label = torch.zeros_like(p_label)
+    used = torch.zeros_like(problem.labels, dtype=torch.bool)
+    beta = gamma = None
+    if upstreams.nll is not None:
+        alpha += upstreams.nll
+        less_one = torch.expm1(-nll)  # p - 1 without cancellation
+        at_label += upstreams.nll * (
+            less_one if here is None else torch.where(here, less_one, p_label)
+        )
+        used |= upstreams.nll != 0
+    if upstreams.lse is not None:
+        alpha += upstreams.lse
+        at_label += upstreams.lse * p_label
+        used |= upstreams.lse != 0
+    if upstreams.entropy is not None:
+        entropy = values.entropy.double()
+        beta = upstreams.entropy
+        alpha -= beta * entropy
+        # (0 at p = 0, where log p is -inf)
+        surprise = p_label * (nll - entropy).masked_fill(p_label == 0, 0)
+        at_label += beta * surprise
+        used |= beta != 0
+    if upstreams.zmean is not None:
+        gamma = upstreams.zmean / (V if classes is None else classes)
+        c: Tensor | float = 1.0
+        if problem.class_weight is not None:
+            c = problem.class_weight[problem.labels.long().clamp(0, V - 1)]
+        at_label += gamma.double() * c
+        used |= gamma != 0
+    if problem.temperature is not None:
+        # The factors become those of the undivided logits; unused rows may have any temperature.
+        sharp = 1 / problem.temperature.double().masked_fill(~used, 1)
+        alpha, at_label = alpha * sharp, at_label * sharp
+        beta = None if beta is None else beta * sharp
+        gamma = None if gamma is None else gamma * sharp
+    at_classes = None
+    if upstreams.z is not None and chosen is not None:
+        head, none = Projection.of(problem), chosen < 0
+        t = torch.ones_like(values.z, dtype=torch.float64)
+        if problem.temperature is not None:
+            t = problem.temperature.double()[:, None].masked_fill(none, 1)
+        at_classes = upstreams.z.double().masked_fill(none, 0) * head.scale / t
+        slope = head.slope(values.z.masked_fill(none, 0) * t)
+        at_classes = at_classes if slope is None else at_classes * slope
+        used = used | (at_classes != 0).any(1)
+    others = -torch.expm1(-nll)
+    return Upstream(alpha, beta, gamma, at_label, used, others, chosen, at_classes)

@@ -1,0 +1,116 @@
+"""What an operator is asked: a problem, what is wanted of it, and the optional records beside it.
+
+The arguments of every operator are those of a `Task`, flattened: a problem and what is wanted
+first, an operator's own arguments next, and at the end the fields of the optional records, each
+with a default of None, so that a call that has no use for them passes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedce.contract.divergence import Divergence
+from fusedce.contract.groups import group_named
+from fusedce.contract.problem import SCHEMA, Problem, Wanted, arguments_of
+
+_DEVICE_BUDGET = 2**30
+
+
+class Shard(NamedTuple):
+    """The rows of the vocabulary on this rank, and the ranks that hold the others."""
+
+    name: str  # of the group
+    first: int  # the class of the first row here
+    V: int  # rows that are classes, over all ranks; rows beyond are padding
+    largest: int  # rows of the largest shard: chunks must be the same on all ranks
+    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
+    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
+    valid: int  # tokens with a label to predict
+    budget: int = _DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return group_named(self.name)
+
+    def real(self, problem: Problem) -> int:
+        """The number of rows of ``problem.weight`` that are classes, the first ones."""
+        return min(max(self.V - self.first, 0), len(problem.weight))
+
+    def own(self, x: Tensor, n: int) -> Tensor:
+        """This rank's ``n`` tokens of ``x (N, ...)``, which holds those of all ranks."""
+        if self.tokens is None:
+            return x
+        first = dist.get_rank(self.group) * max(self.tokens)
+        return x[first : first + n]
+
+
+class Task(NamedTuple):
+    """The records of one call of an operator."""
+
+    problem: Problem
+    wanted: Wanted = Wanted()
+    divergence: Divergence | None = None
+    shard: Shard | None = None
+
+    def but(self, **changes: Any) -> Task:
+        """The task with other records."""
+        return Task(**{**dict(zip(Task._fields, self, strict=True)), **changes})
+
+    def flat(self, *own: Any) -> tuple[Any, ...]:
+        """Arguments of an operator, ``own`` among them."""
+        flat = (*self.problem, *self.wanted, *own)
+        if self.shard is not None:
+            return (*flat, *(self.divergence or [None] * _OF_DIVERGENCE), *self.shard)
+        return flat if self.divergence is None else (*flat, *self.divergence)
+
+    @classmethod
+    def of(cls, flat: Sequence[Any], *records: Any) -> tuple[Any, ...]:
+        """The task of an operator's arguments, and its own as ``records`` of their fields."""
+        problem, flat = Problem(*flat[:_OF_PROBLEM]), flat[_OF_PROBLEM:]
+        wanted, flat = Wanted(*flat[:_OF_WANTED]), flat[_OF_WANTED:]
+        own = []
+        for record in records:
+            own.append(record(*flat[: len(record._fields)]))
+            flat = flat[len(record._fields) :]
+        of_divergence, of_shard = flat[:_OF_DIVERGENCE], flat[_OF_DIVERGENCE:]
+        named = dict(zip(Divergence._fields, of_divergence, strict=False))
+        divergence = None if named.get("kind") is None else Divergence(*of_divergence)
+        shard = None
+        if of_shard and of_shard[0] is not None:
+            shard = Shard(*of_shard)
+            shard = shard._replace(tokens=None if shard.tokens is None else tuple(shard.tokens))
+        return cls(problem, wanted, divergence, shard), *own
+
+
+_OF_PROBLEM, _OF_WANTED = len(Problem._fields), len(Wanted._fields)
+_OF_DIVERGENCE = len(Divergence._fields)
+
+
+def fields(*own: Any) -> list[str]:
+    """Names of an operator's arguments."""
+    return [
+        name if record is Problem else f"{record.__name__.lower()}_{name}"
+        for record in (Problem, Wanted, *own, Divergence, Shard)
+        for name in record._fields
+    ]
+
+
+def _of_default(kind: str) -> str:
+    """The kind of an argument that has a default, for which symbolic sizes cannot be given."""
+    return kind.replace("SymInt", "int").rstrip("?")
+
+
+def schema_of(*own: type[Any], returns: str) -> str:
+    """Schema of an operator: a task's arguments, with the fields of ``own`` in their place."""
+    plain = arguments_of(Problem, Wanted, *own)
+    optional = [
+        f"{_of_default(SCHEMA[hint])}? {record.__name__.lower()}_{name}=None"
+        for record in (Divergence, Shard)
+        for name, hint in get_type_hints(record).items()
+    ]
+    return f"({', '.join([*plain, *optional])}) -> {returns}"
