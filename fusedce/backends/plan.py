@@ -23,6 +23,9 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
+# Adding a chunk of C tokens moves the weight gradient twice, about 24 / C of its product's time on a
+# CPU. So a chunk may hold H / 4 tokens: in float32 logits a quarter of that gradient's bytes.
+_TOKENS_BY_H_CPU = 1 / 4
 DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU, and on one of LARGE_DEVICE bytes or more
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
@@ -183,7 +186,9 @@ def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
 def _most_tokens(call: Call) -> int:
     budget = CPU_BUDGET if call.on_cpu else call.budget
     most = max(budget // (call.V * call.logit), _multiple(call))
-    return most if call.on_cpu else min(most, _DEVICE_TOKENS)
+    if not call.on_cpu:
+        return min(most, _DEVICE_TOKENS)
+    return max(most, int(call.H * _TOKENS_BY_H_CPU)) if call.weight else most
 
 
 def _multiple(call: Call) -> int:

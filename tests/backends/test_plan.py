@@ -21,6 +21,17 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     assert plan.chunk_size(LLAMA, 7) == 7
 
 
+def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
+    """A quarter of the float32 gradient may be held; a frozen head has none, a small one is small."""
+    large = Call(384, 512, 128256, 2048, element=4, logit=4, on_cpu=True, triton=False)
+    assert plan.chunk_size(large) == 384
+    many = plan.chunk_size(large._replace(n=8192, N=8192))
+    assert many * 4 * 128256 <= 4 * 2048 * 128256 / 4
+    assert many == 512
+    for call in (large._replace(weight=False), SMOLLM):
+        assert plan.chunk_size(call) * call.V * call.logit <= plan.CPU_BUDGET
+
+
 def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():
     """The Triton backend reads whole rows of them."""
     call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)
