@@ -31,27 +31,15 @@ from fusedce.accumulate.arguments import (
     unpack,
 )
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import (
-    CLOSE,
-    FINISH,
-    KINDS,
-    METRICS,
-    UNNAMED,
-    WINDOW,
-    Exchange,
-    is_known,
-)
+from fusedce.accumulate.exchange import CLOSE, FINISH, UNNAMED, WINDOW, Exchange, is_known
 from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
 from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.sums import Sums, added, loaded, numbers_of, per_token, sums_of
+from fusedce.accumulate.sums import Loss, Metrics
 from fusedce.accumulate.window import Window, WindowBlock
-from fusedce.contract.checks import check_flag
 from fusedce.contract.groups import Ranks
 
-Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 
-
-class LossAccumulator:
+class LossAccumulator(Metrics):
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
     Counts known in advance, or streaming, where they become known only at the end::
@@ -129,11 +117,7 @@ class LossAccumulator:
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self._should_step = True
-        self._weights: dict[str, float] = {UNNAMED: 1.0}  # losses of the last window, factors
-        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
-        self._bad: Tensor | None = None  # the first bad label among those, as a fault
-        self._trains = False  # whether a window has ever ended
-        self._reset()
+        super().__init__()
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -197,7 +181,7 @@ class LossAccumulator:
             sums, _ = self._end(CLOSE, window)
         finally:
             self._close()
-        self._count_window(window, sums)
+        self._count_window(window.weights, sums)
 
     def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
@@ -303,7 +287,7 @@ class LossAccumulator:
         else:
             for p in trained:
                 p.grad = None
-        self._count_window(window, sums)
+        self._count_window(window.weights, sums)
         return self._should_step
 
     @property
@@ -340,27 +324,7 @@ class LossAccumulator:
         """
         self._guard.add(optimizer, module)
 
-    # ---- evaluation, metrics, state ---------------------------------------------------------
-
-    def add(self, out: Loss) -> None:
-        """Count a batch in the metrics without training on it (evaluation). No collective.
-
-        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
-        mixed: reset the metrics in between.
-        """
-        one = unpack(out, [UNNAMED])[UNNAMED]
-        if not one.loss_sum.requires_grad:
-            self._engine.check_evaluated()
-        if n_windows := self._n_windows:
-            raise RuntimeError(
-                f"add: the metrics hold {n_windows} training windows since the last reset, and "
-                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
-                f"with a LossAccumulator of its own"
-            )
-        self._evaluates = True
-        n = one.n_valid.reshape(1)
-        self._bad = _faults.first_of([self._bad, _faults.first(_faults.BAD_LABEL, n < 0, n)])
-        self._waiting = added(self._waiting, {UNNAMED: sums_of([one])})
+    # ---- evaluation (see Metrics) -----------------------------------------------------------
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the labels of repeated samples set to ``ignore_index``.
@@ -372,101 +336,6 @@ class LossAccumulator:
         if not isinstance(batch, Mapping):
             raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
         return self._engine.without_repeats(batch)
-
-    def metrics(self, *, reset: bool = False) -> dict[str, float]:
-        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
-
-        After training windows, whose sums are exchanged at their ends, without any collective: one
-        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
-        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
-
-        Returns (``reset`` starts a new interval):
-            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
-            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
-            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
-            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
-            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
-            nats per token.
-
-        Examples:
-            >>> acc = fusedce.LossAccumulator()
-            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
-            >>> acc.metrics()["loss"]
-            1.5
-        """
-        check_flag("reset", reset)
-        if self._waiting or not self._trains:
-            self._sum_over_ranks()
-        self._refuse_open_window("read metrics")
-        self._exchange.raise_unread()
-        numbers, found = numbers_of(self._sums), dict[str, float]()
-        if UNNAMED in self._weights:
-            found = per_token(numbers, UNNAMED)
-        else:
-            means = {loss: per_token(numbers, loss) for loss in self._weights}
-            found["loss"] = sum(w * means[x][f"{x}/loss"] for x, w in self._weights.items())
-            found |= {name: number for mean in means.values() for name, number in mean.items()}
-        found["n_windows"] = self._n_windows
-        if reset:
-            self._reset()
-        return found
-
-    def _sum_over_ranks(self) -> None:
-        """Add the batches that each rank has evaluated to the totals: one all-gather."""
-        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
-        with self._exchange.tell_peers_on_error(METRICS):
-            self._refuse_open_window("read metrics")
-        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
-        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
-        self._count([UNNAMED], sent.wait())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Totals of all ranks, as plain numbers. No collective.
-
-        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
-        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
-        """
-        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
-        if self._waiting:
-            if self._exchange.ranks.size() > 1:
-                raise RuntimeError(
-                    "cannot save the state: batches were added on this rank that are not summed "
-                    "over ranks yet. Call metrics() on all ranks first"
-                )
-            self._sum_over_ranks()
-        self._exchange.raise_unread()
-        numbers = numbers_of(self._sums)
-        return {
-            "loss_sum": numbers.pop("loss_sum", 0.0),
-            "n_valid": int(numbers.pop("n_valid", 0)),
-            "n_windows": self._n_windows,
-            # Pairs in lists: a checkpoint may only load the keys that a new object has.
-            "named": [[name, x] for name, x in numbers.items() if x],
-            "weights": [[name, x] for name, x in self._weights.items()],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
-
-        All ranks load the same state, whichever rank saved it, of however many.
-        """
-        self._refuse_open_window("load a state")
-        sums, weights, n_windows = loaded(state)
-        self._reset()
-        self._waiting, self._bad = {}, None
-        self._weights, self._n_windows = weights, n_windows
-        self._sums |= sums
-        self._trains = n_windows > 0
-
-    def _reset(self) -> None:
-        """Start a new interval of the metrics."""
-        self._sums: Sums = {}  # over all ranks, equal on all of them
-        self._n_windows, self._evaluates = 0, False
-
-    def _count(self, losses: Iterable[str], values: Tensor) -> None:
-        """Add ``values``, whose beginning is the sums ``(KINDS,)`` of these losses in turn."""
-        self._sums = added(self._sums, dict(zip(losses, values.split(len(KINDS)), strict=False)))
 
     # ---- every window -----------------------------------------------------------------------
 
@@ -502,13 +371,6 @@ class LossAccumulator:
         sums, fault = window.sums(), window.fault()
         sums = self._exchange.send(purpose, sums, self._equal(), said, fault).wait()
         return sums, trained or []
-
-    def _count_window(self, window: Window, sums: Tensor) -> None:
-        """Add a window that has ended, and its sums over all ranks, to the totals."""
-        self._weights = window.weights
-        self._count(self._weights, sums)
-        self._n_windows += 1
-        self._trains = True
 
     def _equal(self) -> dict[str, object]:
         """Settings that must be equal on all ranks at every exchange."""

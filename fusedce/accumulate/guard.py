@@ -28,11 +28,7 @@ from torch.utils.weak import WeakIdRef
 from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.accumulate.gradients import (
-    fsdp2_parameters,
-    held_by_fsdp2,
-    norms_of,
-)
+from fusedce.accumulate.gradients import fsdp2_parameters, held_by_fsdp2, norms_of
 from fusedce.contract.groups import Ranks, is_dtensor
 
 _Grad = tuple[WeakIdRef, int]  # the gradient that a parameter has, and its version
@@ -114,15 +110,7 @@ class Guard:
     def _grads(self) -> dict[int, _Grad]:
         """The gradients of the known parameters that have one."""
         found = ((id(p), p.grad) for p in self._alive())
-        return {
-            # FSDP1 makes new views of a flat gradient; DTensors have the version of their shard.
-            i: (
-                WeakIdRef(x if x._base is None else x._base),
-                getattr(x, "_local_tensor", x)._version,
-            )
-            for i, x in found
-            if x is not None
-        }
+        return {i: _grad_of(x) for i, x in found if x is not None}
 
     # ---- a window opens and ends ----------------------------------------------------------------
 
@@ -350,7 +338,7 @@ class Guard:
 
 
 def _grad_of(x: Tensor) -> _Grad:
-    """FSDP1 makes new views of a flat gradient; a DTensor has the version of its shard."""
+    # FSDP1 makes new views of a flat gradient; a DTensor has the version of its shard.
     return WeakIdRef(x if x._base is None else x._base), getattr(x, "_local_tensor", x)._version
 
 

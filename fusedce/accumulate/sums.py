@@ -6,18 +6,22 @@ The sums are equal on all ranks after each window, and stay on their device unti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.exchange import KINDS
-from fusedce.accumulate.faults import moved, together
+from fusedce.accumulate import faults as _faults
+from fusedce.accumulate.arguments import unpack
+from fusedce.accumulate.engines import Engine
+from fusedce.accumulate.exchange import KINDS, METRICS, UNNAMED, Exchange
+from fusedce.contract.checks import check_flag
 from fusedce.contract.monitors import MONITORS, MonitoredLossSum
 from fusedce.contract.results import LossSum
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
+Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
 Sums = dict[str, Tensor]
 """Sums over tokens by loss, ``(KINDS,)`` float64: of losses, of valid tokens, and for each monitor
 its sum and the number of monitored tokens (``correct of``)."""
@@ -42,7 +46,7 @@ def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
     def total(values: list[Tensor], least: float = -math.inf) -> Tensor:
         if not values:
             return torch.zeros((), dtype=torch.float64, device=at)
-        return moved(together(values).detach(), at).double().clamp(min=least).sum()
+        return _faults.moved(_faults.together(values).detach(), at).double().clamp(min=least).sum()
 
     found = [total([x.loss_sum for x in outs]), total([x.n_valid for x in outs], 0)]
     for name in MONITORS:
@@ -53,13 +57,13 @@ def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
 
 def added(a: Sums, b: Mapping[str, Tensor]) -> Sums:
     """``a + b``, on the devices of ``b``."""
-    return {**a, **{k: moved(a[k], x.device) + x if k in a else x for k, x in b.items()}}
+    return {**a, **{k: _faults.moved(a[k], x.device) + x if k in a else x for k, x in b.items()}}
 
 
 def numbers_of(sums: Sums) -> dict[str, float]:
     """The sums by :func:`key`, read from their device: one wait."""
     names = [key(loss, kind) for loss in sums for kind in KINDS]
-    values = together(sums.values()).flatten().tolist() if names else []
+    values = _faults.together(sums.values()).flatten().tolist() if names else []
     return dict(zip(names, values, strict=True))
 
 
@@ -78,30 +82,157 @@ def per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
     return {key(loss, name): x for name, x in found.items()}
 
 
-def loaded(state: Any) -> tuple[Sums, dict[str, float], int]:
-    """The sums, the weights of losses and the number of windows that a state holds.
+class Metrics:
+    """What an accumulator keeps after its windows. It has the exchange with other ranks."""
 
-    Raises:
-        TypeError, ValueError: it is none that ``state_dict`` has returned.
-    """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
-    if missing := {"loss_sum", "n_valid", "n_windows", "named", "weights"} - set(state):
-        raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
-    for name, kinds in (("n_valid", int), ("n_windows", int), ("loss_sum", (int, float))):
-        x = state[name]
-        if not isinstance(x, kinds) or isinstance(x, bool) or (kinds is int and x < 0):
-            raise ValueError(f"state[{name!r}] must be a (whole) number >= 0, got {x!r}")
-    try:
-        numbers, weights = (
-            {str(loss): float(x) for loss, x in state[name]} for name in ("named", "weights")
-        )
-    except (TypeError, ValueError):
-        raise ValueError("state['named'] and ['weights'] must hold [name, number]") from None
-    if state["n_valid"] or state["loss_sum"] or not numbers:
-        numbers |= {name: state[name] for name in ("loss_sum", "n_valid")}
-    sums: Sums = {}
-    for loss in {name.rpartition("/")[0]: None for name in numbers}:
-        row = [float(numbers.get(key(loss, kind), 0.0)) for kind in KINDS]
-        sums[loss] = torch.tensor(row, dtype=torch.float64, device="cpu")
-    return sums, weights, state["n_windows"]
+    _exchange: Exchange
+    _engine: Engine
+    _equal: Callable[[], dict[str, object]]
+    _refuse_open_window: Callable[[str], None]
+
+    def __init__(self) -> None:
+        self._weights: dict[str, float] = {UNNAMED: 1.0}  # losses of the last window, factors
+        self._waiting: Sums = {}  # evaluated here, and not summed over ranks yet
+        self._bad: Tensor | None = None  # the first bad label among those, as a fault
+        self._trains = False  # whether a window has ever ended
+        self._reset()
+
+    def _reset(self) -> None:
+        """Start a new interval of the metrics."""
+        self._sums: Sums = {}  # over all ranks, equal on all of them
+        self._n_windows, self._evaluates = 0, False
+
+    def _count(self, losses: Iterable[str], values: Tensor) -> None:
+        """Add ``values``, whose beginning is the sums ``(KINDS,)`` of these losses in turn."""
+        self._sums = added(self._sums, dict(zip(losses, values.split(len(KINDS)), strict=False)))
+
+    def _count_window(self, weights: dict[str, float], sums: Tensor) -> None:
+        """Add a window of these losses that has ended, and its sums over all ranks."""
+        self._weights = weights
+        self._count(weights, sums)
+        self._n_windows += 1
+        self._trains = True
+
+    def add(self, out: Loss) -> None:
+        """Count a batch in the metrics without training on it (evaluation). No collective.
+
+        ``out`` is one loss, as for :meth:`scale`. Training windows and evaluated batches are not
+        mixed: reset the metrics in between.
+        """
+        one = unpack(out, [UNNAMED])[UNNAMED]
+        if not one.loss_sum.requires_grad:
+            self._engine.check_evaluated()
+        if n_windows := self._n_windows:
+            raise RuntimeError(
+                f"add: the metrics hold {n_windows} training windows since the last reset, and "
+                f"would mix training with evaluation. Call metrics(reset=True) first, or evaluate "
+                f"with a LossAccumulator of its own"
+            )
+        self._evaluates = True
+        n = one.n_valid.reshape(1)
+        self._bad = _faults.first_of([self._bad, _faults.first(_faults.BAD_LABEL, n < 0, n)])
+        self._waiting = added(self._waiting, {UNNAMED: sums_of([one])})
+
+    def metrics(self, *, reset: bool = False) -> dict[str, float]:
+        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
+
+        After training windows, whose sums are exchanged at their ends, without any collective: one
+        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
+        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
+
+        Returns (``reset`` starts a new interval):
+            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
+            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            (optimizer steps, and those that ``on_empty="skip"`` left out). With several losses,
+            ``loss`` is their weighted sum, and each has ``name/loss`` and so on. Of losses made
+            with ``fused_ce(..., monitor=...)``, over the tokens of those that were:
+            ``correct_tokens`` and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``,
+            nats per token.
+
+        Examples:
+            >>> acc = fusedce.LossAccumulator()
+            >>> acc.add((torch.tensor(6.0), torch.tensor(4)))
+            >>> acc.metrics()["loss"]
+            1.5
+        """
+        check_flag("reset", reset)
+        if self._waiting or not self._trains:
+            self._sum_over_ranks()
+        self._refuse_open_window("read metrics")
+        self._exchange.raise_unread()
+        numbers, found = numbers_of(self._sums), dict[str, float]()
+        if UNNAMED in self._weights:
+            found = per_token(numbers, UNNAMED)
+        else:
+            means = {loss: per_token(numbers, loss) for loss in self._weights}
+            found["loss"] = sum(w * means[x][f"{x}/loss"] for x, w in self._weights.items())
+            found |= {name: number for mean in means.values() for name, number in mean.items()}
+        found["n_windows"] = self._n_windows
+        if reset:
+            self._reset()
+        return found
+
+    def _sum_over_ranks(self) -> None:
+        """Add the batches that each rank has evaluated to the totals: one all-gather."""
+        bad, waiting, self._bad, self._waiting = self._bad, self._waiting, None, {}
+        with self._exchange.tell_peers_on_error(METRICS):
+            self._refuse_open_window("read metrics")
+        sums = waiting.get(UNNAMED, torch.zeros(len(KINDS), dtype=torch.float64, device="cpu"))
+        sent = self._exchange.send(METRICS, sums, self._equal(), fault=bad)
+        self._count([UNNAMED], sent.wait())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals of all ranks, as plain numbers. No collective.
+
+        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
+        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
+        """
+        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
+        if self._waiting:
+            if self._exchange.ranks.size() > 1:
+                raise RuntimeError(
+                    "cannot save the state: batches were added on this rank that are not summed "
+                    "over ranks yet. Call metrics() on all ranks first"
+                )
+            self._sum_over_ranks()
+        self._exchange.raise_unread()
+        numbers = numbers_of(self._sums)
+        return {
+            "loss_sum": numbers.pop("loss_sum", 0.0),
+            "n_valid": int(numbers.pop("n_valid", 0)),
+            "n_windows": self._n_windows,
+            # Pairs in lists: a checkpoint may only load the keys that a new object has.
+            "named": [[name, x] for name, x in numbers.items() if x],
+            "weights": [[name, x] for name, x in self._weights.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
+
+        All ranks load the same state, whichever rank saved it, of however many.
+        """
+        self._refuse_open_window("load a state")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
+        if missing := {"loss_sum", "n_valid", "n_windows", "named", "weights"} - set(state):
+            raise ValueError(f"state must come from state_dict(), it lacks {sorted(missing)}")
+        for name, kinds in (("n_valid", int), ("n_windows", int), ("loss_sum", (int, float))):
+            x = state[name]
+            if not isinstance(x, kinds) or isinstance(x, bool) or (kinds is int and x < 0):
+                raise ValueError(f"state[{name!r}] must be a (whole) number >= 0, got {x!r}")
+        try:
+            numbers, weights = (
+                {str(loss): float(x) for loss, x in state[name]} for name in ("named", "weights")
+            )
+        except (TypeError, ValueError):
+            raise ValueError("state['named'] and ['weights'] must hold [name, number]") from None
+        if state["n_valid"] or state["loss_sum"] or not numbers:
+            numbers |= {name: state[name] for name in ("loss_sum", "n_valid")}
+        sums: Sums = {}
+        for loss in {name.rpartition("/")[0]: None for name in numbers}:
+            row = [float(numbers.get(key(loss, kind), 0.0)) for kind in KINDS]
+            sums[loss] = torch.tensor(row, dtype=torch.float64, device="cpu")
+        self._reset()
+        self._waiting, self._bad = {}, None
+        self._weights, self._n_windows, self._sums = weights, state["n_windows"], sums
+        self._trains = self._n_windows > 0

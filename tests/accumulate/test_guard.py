@@ -48,12 +48,8 @@ def step(acc, model, streaming, between=lambda: None, parameters=None, last=lamb
             acc.backward(loss_of(model, one))
             (last if i else between)()
 
-    if streaming:
-        loop()
-        acc.finish(model.parameters() if parameters is None else parameters)
-    else:
-        with acc.window(SIZES):
-            loop()
+    trained = model.parameters() if parameters is None else parameters
+    windowed(acc, streaming, trained, SIZES, loop)
 
 
 def assert_exact(model, extra=lambda model: 0):
@@ -194,12 +190,7 @@ def test_gradients_may_be_changed_by_hand_after_the_last_micro_batch(streaming):
             model.bias.grad.zero_()
 
         optimizer.zero_grad()
-        if streaming:
-            loop()
-            acc.finish(model.parameters())
-        else:
-            with acc.window(sizes):
-                loop()
+        windowed(acc, streaming, model.parameters(), sizes, loop)
     assert acc.metrics()["n_windows"] == 2
 
 

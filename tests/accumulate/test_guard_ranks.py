@@ -1,6 +1,5 @@
 """Mistakes that only ranks can make: with pipelines, replicas, sharded heads, DDP and FSDP."""
 
-import contextlib
 import functools
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 from support import parallel, ranks
 from support.bounds import SAME_MODEL, SAME_SUMS
-from support.loops import H, V, batches, distance, new_weight
+from support.loops import H, V, batches, distance, new_weight, windowed
 from support.versions import FSDP2_MEAN
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,12 +57,9 @@ def pipeline(kind, per_rank, streaming, options, rank):
 
     def step():
         arguments = {"target": labels} if rank else {}
-        if streaming:
-            schedule.step(*(() if rank else (x,)), **arguments)
-            acc.finish([p for layer in mine for p in layer.parameters()])
-        else:
-            with acc.window([2, 1, 0, 2] if rank else ()):
-                schedule.step(*(() if rank else (x,)), **arguments)
+        run = functools.partial(schedule.step, *(() if rank else (x,)), **arguments)
+        trained = [p for layer in mine for p in layer.parameters()]
+        windowed(acc, streaming, trained, [2, 1, 0, 2] if rank else (), run)
 
     error = ranks.error_of(step)
     whole = torch.nn.Sequential(*(exact for _, exact in pairs))
@@ -246,11 +242,12 @@ def micro_of(rank):
 def either_way(acc, model, rank, streaming, call=None):
     """A window of the model's micro-batches, each by ``call``."""
     micro, counts = micro_of(rank)
-    with contextlib.nullcontext() if streaming else acc.window(counts):
+
+    def loop():
         for one in micro:
             acc.backward((call or model)(*one))
-    if streaming:
-        acc.finish(model.parameters())
+
+    windowed(acc, streaming, model.parameters(), counts, loop)
 
 
 def outside_of_forward(guarded, rank):

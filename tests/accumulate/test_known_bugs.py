@@ -87,13 +87,6 @@ def test_losses(run):
         assert m["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
-def test_a_window_that_an_epoch_leaves_open():
-    acc, weight = LossAccumulator(), new_weight()
-    acc.backward(out_of(weight, batches([4])[0]))
-    with pytest.raises(RuntimeError, match=r"1 micro-batches since the last finish\(\)"):
-        acc.metrics()  # as every epoch's end does
-
-
 @RUNS
 def test_all_ignored_is_nan(run):
     """nanochat#618: 0 / 0."""
@@ -123,7 +116,7 @@ def test_counted_before_the_shift():
     ).item()
     assert out.loss_sum.item() / naive < 0.97 * exact
     acc = LossAccumulator()
-    with pytest.raises(RuntimeError, match="declared with 201 valid tokens, its loss counts 193"):
+    with pytest.raises(RuntimeError, match=r"declared with 201 .* counts 193\. .*shift_labels"):
         with acc.window([naive]):  # the same mistake is an error here
             acc.backward(out)
     with acc.window([count_valid(labels)]):

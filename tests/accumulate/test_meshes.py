@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support import parallel, ranks
 from support.bounds import SAME_SUMS
 from support.engines import train
-from support.loops import H, V, a_loss, distance
+from support.loops import H, V, a_loss, distance, windowed
 from support.versions import FSDP2_MEAN
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -274,22 +274,15 @@ def data_by_pipeline(rank):
     found = []
     for streaming in (False, True):
         model.zero_grad()
-        if pp == 0:
-            if streaming:
-                # The last stage sends a gradient averaged over "dp" and divided by its estimate.
-                module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
-                acc.finish(model.parameters())
-            else:
-                with acc.window():
-                    pass
-        else:
-            out = (model(torch.full((1, 1), float(n))).sum(), torch.tensor(n))
-            if streaming:
-                acc.backward(out)
-                acc.finish(model.parameters())
-            else:
-                with acc.window([n]):
-                    acc.backward(out)
+        if streaming and not pp:
+            # The last stage sends a gradient averaged over "dp" and divided by its estimate.
+            module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
+
+        def loop():
+            if pp:
+                acc.backward((model(torch.full((1, 1), float(n))).sum(), torch.tensor(n)))
+
+        windowed(acc, streaming, model.parameters(), [n] if pp else (), loop)
         found.append(float(module.weight.grad) if module.weight.grad is not None else None)
     return pp, found, acc.metrics()
 

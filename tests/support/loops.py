@@ -82,11 +82,11 @@ def out_of(weight, one, fails=False):
     return fused_ce(Raising.apply(hidden * weight.mean()) if fails else hidden, weight, labels)
 
 
-def windowed(acc, streaming, weight, sizes, loop):
-    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` runs."""
+def windowed(acc, streaming, trained, sizes, loop):
+    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` trains these tensors."""
     if streaming:
         loop()
-        acc.finish([weight])
+        acc.finish([trained] if isinstance(trained, torch.Tensor) else trained)
     else:
         with acc.window(sizes):
             loop()
