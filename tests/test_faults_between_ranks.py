@@ -239,7 +239,6 @@ def test_a_rank_that_is_gone_is_named_within_the_timeout(fault, kind):
             assert seconds < LATE
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_between_forward_and_backward():
     """Ranks exchange gradients in backward."""
     case_of = functools.partial(case, CLASSES["sharded tokens"], "dies in backward")

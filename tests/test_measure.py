@@ -1,6 +1,7 @@
 """Time and peak memory, against known allocations and those of the loss."""
 
 import pytest
+from support.params import slow
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes, seconds_by_round
 
@@ -14,13 +15,11 @@ def mib(target, **kwargs):
     return peak_extra_bytes(target, kwargs) / 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kept", "freed"), [(8, 0), (0, 24), (5, 40), (40, 5)])
+@pytest.mark.parametrize(("kept", "freed"), [slow(8, 0), (0, 24), slow(5, 40), slow(40, 5)])
 def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
     assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)  # MiB
 
 
-@pytest.mark.slow
 def test_pages_of_files_do_not_count(tmp_path):
     file = tmp_path / "library"
     file.write_bytes(bytes(48 << 20))

@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     Mutant(
         "edge: chunks of any number of tokens",
-        "return most if call.on_cpu else min(most, _DEVICE_TOKENS)",
-        "return most",
+        "        return min(most, _DEVICE_TOKENS)",
+        "        return most",
         "test_plan.py",
     ),
     Mutant(
