@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-# Adding a chunk of C tokens moves the weight gradient twice, about 24 / C of its product's time on a
-# CPU. So a chunk may hold H / 4 tokens: in float32 logits a quarter of that gradient's bytes.
+# Adding a chunk of C tokens moves the weight gradient twice, about 24 / C of its product's time. So
+# a chunk may hold H / 4 tokens on a CPU: in float32 logits a quarter of that gradient's bytes.
 _TOKENS_BY_H_CPU = 1 / 4
 DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU, and on one of LARGE_DEVICE bytes or more
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9

@@ -22,7 +22,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
 
 
 def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
-    """A quarter of the float32 gradient may be held; a frozen head has none, a small one is small."""
+    """They may hold a quarter of the float32 gradient; a frozen head has none."""
     large = Call(384, 512, 128256, 2048, element=4, logit=4, on_cpu=True, triton=False)
     assert plan.chunk_size(large) == 384
     many = plan.chunk_size(large._replace(n=8192, N=8192))
