@@ -219,10 +219,16 @@ def sharded_tokens(reduction, rank, several=False):
 
 
 def edges(rank):
-    """Nothing valid; frozen inputs; evaluation; a second backward; a shard of masked classes."""
+    """No token; nothing valid; frozen inputs; a second backward; a shard of masked classes."""
     sizes = UNEQUAL[dist.get_world_size()]
     group = dist.group.WORLD
     x = inputs(sum(sizes))
+    for labels in (torch.zeros(0, dtype=torch.int64), torch.zeros(0, K, dtype=torch.int64)):
+        local, _ = own_rows(x | {"hidden": x["hidden"][:0], "labels": labels}, sizes, rank)
+        stats = sharded_logprobs(**local, process_group=group)
+        assert stats.logprob.shape == labels.shape
+        (stats.logprob.sum() + stats.entropy.sum()).backward()
+        assert local["weight"].grad.eq(0).all()
     local, _ = own_rows(x | {"labels": torch.full((N,), -100)}, sizes, rank)
     stats = sharded_logprobs(**local, process_group=group)
     (stats.logprob + stats.entropy).sum().backward()

@@ -219,7 +219,7 @@ def _counted(problem: Problem, shard: Shard) -> _Counted:
     n_here = len(problem.labels)
     if shard.tokens is not None:
         problem = all_tokens(problem, max(shard.tokens), shard.group)
-    classes = problem.labels.view(len(problem.labels), -1)[:, :0]
+    classes = problem.labels.new_empty(len(problem.labels), 0)
     if problem.labels.dim() == 2:
         classes = problem.labels
         counts, _ = chosen.in_range(problem, classes, shard.V)  # raises on all ranks
