@@ -59,7 +59,8 @@ class LossAccumulator(Metrics):
 
     What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
     loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
-    same on all ranks. Nothing waits for a GPU: there it is raised by ``metrics`` or ``state_dict``.
+    same on all ranks. On a GPU it is raised by ``metrics`` or ``state_dict``, and without these
+    once in 32 windows: no window waits for the GPU otherwise.
 
     Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
