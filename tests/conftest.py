@@ -95,7 +95,8 @@ def pytest_runtest_setup(item):
 def pytest_terminal_summary(terminalreporter, config):
     """Name the tests that failed, for `make test`'s last line, and the order that repeats them."""
     failed = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
-    if path := os.environ.get("FAILED_TESTS"):
+    path = os.environ.get("FAILED_TESTS")
+    if path and not hasattr(config, "workerinput"):  # xdist's workers come here, too
         with open(path, "a") as f:
             f.writelines(f"{report.nodeid}\n" for report in failed)
     seed = config.getoption("--jitter")

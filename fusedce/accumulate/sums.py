@@ -220,12 +220,7 @@ class Metrics:
             x = state[name]
             if not isinstance(x, kinds) or isinstance(x, bool) or (kinds is int and x < 0):
                 raise ValueError(f"state[{name!r}] must be a (whole) number >= 0, got {x!r}")
-        try:
-            numbers, weights = (
-                {str(loss): float(x) for loss, x in state[name]} for name in ("named", "weights")
-            )
-        except (TypeError, ValueError):
-            raise ValueError("state['named'] and ['weights'] must hold [name, number]") from None
+        numbers, weights = (_pairs(state, name) for name in ("named", "weights"))
         if state["n_valid"] or state["loss_sum"] or not numbers:
             numbers |= {name: state[name] for name in ("loss_sum", "n_valid")}
         sums: Sums = {}
@@ -234,5 +229,20 @@ class Metrics:
             sums[loss] = torch.tensor(row, dtype=torch.float64, device="cpu")
         self._reset()
         self._waiting, self._bad = {}, None
-        self._weights, self._n_windows, self._sums = weights, state["n_windows"], sums
+        self._weights = {name: float(x) for name, x in weights.items()}
+        self._n_windows, self._sums = state["n_windows"], sums
         self._trains = self._n_windows > 0
+
+
+def _pairs(state: Mapping[str, Any], name: str) -> dict[str, float]:
+    """``state[name]``, a list of names and numbers, as a dict; ``ValueError`` for anything else."""
+    pairs = state[name]
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(x, (list, tuple))
+        and len(x) == 2
+        and isinstance(x[0], str)
+        and isinstance(x[1], (int, float))
+        for x in pairs
+    ):
+        raise ValueError(f"state[{name!r}] must be a list of [name, number], got {pairs!r}")
+    return dict(pairs)
