@@ -123,8 +123,8 @@ FAULTS = {
     "raises": {
         "declared": "in backward",
         "streaming": "this window can only be dropped: a backward has raised",
-        "sharded sum": "softcap must be positive",
-        "sharded tokens": "softcap must be positive",
+        "sharded sum": "softcap must be None",
+        "sharded tokens": "softcap must be None",
     },
     "other dtype": {
         "declared": "out: loss_sum must be float32 or float64, got torch.bfloat16",
