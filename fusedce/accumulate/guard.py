@@ -290,7 +290,8 @@ class Guard:
         self._look()
         now = self._grads()
         for i, norm in self._stale.items():
-            if i in self._given if self._given is not None else self._before[i] != now.get(i):
+            changed = i in now and self._before[i] != now[i]  # (a parameter may be gone by now)
+            if i in self._given if self._given is not None else changed:
                 self._found.append((_faults.LEFT, norm != 0))
         some, rows = n_tokens > 0, []
         if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:

@@ -176,6 +176,21 @@ def test_zero_grad_between_windows_is_right(streaming, by, to_none):
 
 
 @WAYS
+def test_a_parameter_that_dies_inside_a_window_left_no_gradients(streaming):
+    """An error's frames may keep the last model until then."""
+    acc, last = LossAccumulator(), [new_model()]
+    step(acc, last[0], streaming)
+    model = new_model()
+
+    def last_dies():
+        last.clear()
+        gc.collect()
+
+    step(acc, model, streaming, between=last_dies)
+    assert_exact(model)
+
+
+@WAYS
 def test_gradients_may_be_changed_by_hand_after_the_last_micro_batch(streaming):
     """A factor, a frozen parameter, and a rank's gradients where nothing was valid."""
     model = torch.nn.Linear(8, 31)
