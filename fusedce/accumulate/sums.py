@@ -83,7 +83,7 @@ def per_token(numbers: Mapping[str, float], loss: str) -> dict[str, float]:
 
 
 class Metrics:
-    """What an accumulator keeps after its windows. It has the exchange with other ranks."""
+    """Totals, metrics and state: the part of an accumulator that outlives its windows."""
 
     _exchange: Exchange
     _engine: Engine

@@ -80,7 +80,7 @@ class Divergence(NamedTuple):
         return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
 
     def settings(self) -> dict[str, Any]:
-        """What ranks that share a vocabulary must share."""
+        """Return the options that must be equal on all ranks of a sharded vocabulary."""
         found: dict[str, Any] = {
             _SAID.get(name, f"teacher_{name}"): x
             for name, x in self._asdict().items()

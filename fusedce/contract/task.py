@@ -1,4 +1,4 @@
-"""What an operator is asked: a problem, what is wanted of it, and the optional records beside it.
+"""The records that an operator takes: a problem, what is wanted of it, and two optional ones.
 
 The arguments of every operator are those of a `Task`, flattened: a problem and what is wanted
 first, an operator's own arguments next, and at the end the fields of the optional records, each

@@ -1,4 +1,4 @@
-"""What others learn of a replaced head: its report, and its losses as they are computed.
+"""The report of a replaced head, and observers of its losses as they are computed.
 
 Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
 trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens

@@ -212,7 +212,7 @@ class Expr:
 
 
 class Memory:
-    """What lazy logits and all their views share: the values of the root, once ``made``."""
+    """The memory that lazy logits share with all their views: the root's values, once ``made``."""
 
     def __init__(self, root: Expr) -> None:
         self.root, self.written = root, False

@@ -34,7 +34,7 @@ _MOST = 2**31 - 1  # tokens, GPUs and GiB of a call
 
 
 class Device(NamedTuple):
-    """What a plan depends on."""
+    """The sizes, dtype and device that a plan is made for."""
 
     memory: int  # bytes
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never

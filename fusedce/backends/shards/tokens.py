@@ -71,7 +71,7 @@ class _Counted(NamedTuple):
 
 
 def stats(task: Task, shard: Shard) -> tuple[Tensor, ...]:
-    """What the operator returns, of this rank's tokens."""
+    """Compute statistics of this rank's tokens: the outputs of the operator ``stats``."""
     wanted, counted = task.wanted, _counted(task.problem, shard)
     local = _local_problem(counted.problem, counted.rows, shard)
     z = _class_logits(local, counted)
@@ -262,7 +262,7 @@ def _classes_here(local: _Local, classes: Tensor) -> Tensor:
 def _of_all_ranks(
     task: Task, values: Values, upstreams: Upstreams, shard: Shard
 ) -> tuple[Values, Upstreams]:
-    """Those of all ranks' tokens; each rank brings its own.
+    """Gather statistics of all ranks' tokens, and their upstream gradients.
 
     A ``None`` in ``upstreams`` is a gradient that autograd did not compute on this rank, and counts
     as 0. A ``None`` in the result is one that is 0 for every token of every rank, so that all ranks
