@@ -34,7 +34,7 @@ _MOST = 2**31 - 1  # tokens, GPUs and GiB of a call
 
 
 class Device(NamedTuple):
-    """The sizes, dtype and device that a plan is made for."""
+    """Memory of a GPU, and whether one GEMM makes its exponentials."""
 
     memory: int  # bytes
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
