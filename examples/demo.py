@@ -255,7 +255,8 @@ def train_all(model: nn.Module, batches: list[Batch]) -> Runs:
         for step in train(model, batches, rows, train_step):
             history.append(step)
             line = f"{name:18} step {len(history)} of {len(batches)}, loss {step.logged:.4f}"
-            print(f"{line}, {time.perf_counter() - begin:.0f} s", end="\r", flush=True)
+            if sys.stdout.isatty() or len(history) == len(batches):  # a file gets the last one
+                print(f"{line}, {time.perf_counter() - begin:.0f} s", end="\r", flush=True)
         print(flush=True)
         runs[name] = history
     return runs
