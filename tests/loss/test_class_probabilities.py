@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bounds import EXACT, STATISTIC, logit_rounding
+from support.bounds import EXACT, IN_FLOAT64, STATISTIC, logit_rounding
 from support.coverage import counted
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -325,7 +325,7 @@ def test_gradients_of_each_sample(argument):
 
     ours = of_samples(lambda h, w, t: fused_cross_entropy(h, w, t, label_smoothing=0.1))
     exact = of_samples(lambda h, w, t: F.cross_entropy(h @ w.T, t, label_smoothing=0.1))
-    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, exact, **IN_FLOAT64)
 
 
 def test_a_budget_makes_small_chunks():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import memory
-from support.bounds import STATISTIC, errs_like, logit_rounding
+from support.bounds import IN_FLOAT64, STATISTIC, errs_like, logit_rounding
 from support.coverage import counted
 from support.params import slow
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -446,7 +446,7 @@ def test_gradients_of_each_sample(argument):
         return torch.func.vmap(torch.func.grad(loss, argument), (0, None, 0))(*given)
 
     ours = of_samples(lambda h, w, there: fused_kl(h, w, there, head).loss_sum)
-    torch.testing.assert_close(ours, of_samples(exact), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, of_samples(exact), **IN_FLOAT64)
 
 
 def test_memory_budget_makes_small_chunks():

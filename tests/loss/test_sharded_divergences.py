@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
+from support.bounds import IN_FLOAT64
 from support.vocabulary import UNEQUAL
 
 import fusedce
@@ -48,15 +49,15 @@ def compare(x, rows, own, ours, exact):
     a, b = x["h"].clone().requires_grad_(), x["w"].clone().requires_grad_()
     out, e = ours(h, w), exact(a, b)
     if out.dim():
-        torch.testing.assert_close(out, e[own], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(out, e[own], **IN_FLOAT64)
         out, e = (out * x["u"][own]).sum(), (e * x["u"]).sum()
     else:
         e = e.sum()
-        torch.testing.assert_close(out, e, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(out, e, **IN_FLOAT64)
     out.backward()
     e.backward()
-    torch.testing.assert_close(h.grad, a.grad[own], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(w.grad, b.grad[rows], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(h.grad, a.grad[own], **IN_FLOAT64)
+    torch.testing.assert_close(w.grad, b.grad[rows], **IN_FLOAT64)
 
 
 def divergence(kind, tokens_sharded, chunk, padding, rank):
@@ -115,7 +116,7 @@ def sure(rank):
         w[at, 0], t[0, at] = 40.0, 1.0
         got = fusedce.fused_cross_entropy(h, w[rows], t[:, rows], process_group=dist.group.WORLD)
         expected = torch.log1p((V - 1) * torch.tensor(-40.0).double().exp())
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, expected, rtol=IN_FLOAT64["rtol"], atol=0)
 
 
 def refused(rank):

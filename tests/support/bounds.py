@@ -12,6 +12,9 @@ STATISTIC = 1e-6
 SAME_SUMS = 16 * torch.finfo(torch.float32).eps
 """Relative difference of two float32 results of the same terms, added or grouped differently."""
 
+IN_FLOAT64 = dict.fromkeys(("rtol", "atol"), 512 * torch.finfo(torch.float64).eps)
+"""Difference of two float64 computations of numbers near 1: 512 roundings of their terms."""
+
 SAME_MODEL = 128 * torch.finfo(torch.float32).eps
 """Relative difference of losses and gradients of one float32 model, trained for a few steps.
 
