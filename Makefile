@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+EXTRAS := .[cli,testing,transformers]
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all quick compiled fuzz test-oldest test-newest lint docs clean
@@ -82,7 +83,8 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== set-up: the pinned dependencies into .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '$(EXTRAS)' --group dev
 	@touch $@
 
 .venv-docs/.installed: constraints-docs.txt
@@ -94,6 +96,6 @@ $(STAMP): pyproject.toml constraints.txt
 .venv-%/.installed: pyproject.toml constraints-%.txt
 	@echo "== set-up: the $* versions into .venv-$* (several minutes, once)"
 	@$(PYTHON_$*) -m venv .venv-$*
-	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints-$*.txt -e '.[dev]'
+	@.venv-$*/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@.venv-$*/bin/python -m pip install --quiet -c constraints-$*.txt -e '$(EXTRAS)' --group dev
 	@touch $@

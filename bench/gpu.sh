@@ -55,7 +55,7 @@ STEPS=(
     "forward       400 forward alone"
     "details       470 ignored labels, errors against fp64, no weight gradient"
     "growth        470 time against the memory of a chunk, and as N and V grow"
-    "options       470 what each option costs"
+    "options       470 what options and divergences cost"
     "head          300 a whole step of a model with the head replaced"
     "accumulation  470 SmolLM-135M's configuration in splits, a regime or two each time it is run"
     "memcheck      470 compute-sanitizer, bad accesses"
@@ -130,12 +130,7 @@ step_time() { loss time; }
 step_forward() { loss forward; }
 step_details() { loss masked accuracy frozen; }
 step_growth() { loss budget scaling; }
-step_options() {
-    local some=(--N 8192 --H 4096 --V 128256 --dtype bfloat16)
-    [[ $dry ]] && some=(--N 16 --H 16 --V 64 --dtype bfloat16 --rounds 1 --calls 1 --no-memory)
-    limit "$seconds" "$PYTHON" bench/options.py --device "$device" --resume \
-        --seconds $((seconds / 2)) --out "$OUT/options-$tag.json" "${some[@]}"
-}
+step_options() { loss options divergences; }
 step_head() {
     # Its only sizes are those of the README, which a dry run has no time for.
     local some=(--device "$device" --dtype bfloat16)
@@ -152,8 +147,8 @@ step_memcheck() { sanitizer memcheck; }
 step_racecheck() { sanitizer racecheck; }
 step_report() {  # needs no GPU: the results alone
     local json=$OUT/loss-$tag.json gaps=$OUT/accumulation-$tag.json
-    local some=(--plots docs --full "docs/$tag.md" --readme docs/benchmarks.md)
-    [[ $dry ]] && some=(--plots "$OUT" --full "$OUT/$tag.md")
+    local some=(--plots docs --readme docs/benchmarks.md)
+    [[ $dry ]] && some=(--plots "$OUT")
     [[ -f $gaps ]] || gaps=bench/results/accumulation-cpu.json
     "$PYTHON" bench/report.py "$json" --overview "$gaps" "${some[@]}" &&
         "$PYTHON" bench/report.py "$json" &&

@@ -1,19 +1,26 @@
 """Time, memory and accuracy of the loss, against its peers and the bare GEMMs.
 
-    python bench/loss.py --device cpu                  # minutes; bench/results/loss-cpu.json
-    python bench/loss.py --device cuda                 # on a GPU: loss-cuda.json
+    python bench/loss.py                               # a CPU: bench/results/loss-cpu.json
+    python bench/loss.py --suite time forward --shape 1024,576,49152 --dtype bfloat16
     python bench/loss.py --device cuda --suite time forward --resume --seconds 420
     python bench/report.py bench/results/loss-cpu.json # tables and plots from the JSON
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E2 \
+        python bench/loss.py --suite time forward      # as a CPU without AMX: loss-cpu-avx512-bf16
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+        python bench/loss.py --suite time forward      # as one with AVX2 alone: loss-cpu-avx2
 
-Every implementation runs in a process of its own and is checked against fp64 before it is timed;
-calls are interleaved, so that a drifting machine favours none. The floor is the bare
-products on the valid rows in the same dtype. The JSON is written after every burst; --resume goes
-on from what it holds already for this code, and --seconds begins no problem after that long.
+Calls take turns, so that a drifting machine favours none: on a CPU in one process, in processor
+time of one thread (`--threads` above one: wall time, which needs a quiet machine); on a GPU in a
+process each, so that a peer's crash is a row of the table. Errors are relative, of gradients in the
+norm, against float64. The floor is the bare products on the valid rows in the same dtype. The JSON
+is written after every burst; --resume goes on from what it holds already for this code, and
+--seconds begins no problem after that long.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,14 +28,22 @@ from typing import Any
 
 import torch
 from lib.engine import MEASURED, Call, Engine, median
-from lib.problems import OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
+from lib.problems import LOSSES, OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
 from fusedce.tools.bench import FLOOR, missing
 
+EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _WITHOUT_TIME = ("accuracy", "memory")
-_WITH_MEMORY = ("memory", "budget", "forward", "scaling")
+_WITH_MEMORY = ("memory", "budget", "scaling")
+
+
+def file_of(device: str) -> Path:
+    """Where results go: the name says which CPU was emulated, if one was."""
+    limits = " ".join(os.environ.get(name, "").upper() for name in EMULATORS)
+    of = "-avx2" if "AVX2" in limits else "-avx512-bf16" if "BF16" in limits else ""
+    return FOLDER / f"loss-{device}{of}.json"
 
 
 def measure(
@@ -50,12 +65,12 @@ def measure(
     calls = {}
     for name, row in rows.items():
         row.pop("unfinished", None)
-        process = "all" if dry else name
+        process = "all" if dry or engine.on_cpu else name
         if "errors" not in row and "failed" not in row:
             why = missing(name)
             if why is None:
-                check = {"name": name, "spec": list(check_of(spec, full=suite == "accuracy"))}
-                status, answer = engine.ask(process, "lib.calls:errors", check)
+                check = {"name": name, "spec": list(check_of(spec))}
+                status, answer = engine.ask(process, "lib.problems:errors", check)
                 row |= {"errors": answer} if status == "ok" else {}
                 why = None if status == "ok" else answer
             if why is not None:
@@ -63,7 +78,7 @@ def measure(
             results.put_unfinished(row)
         if "failed" not in row and suite != "accuracy":
             of_call = {"name": name, "spec": list(spec)}
-            calls[name] = Call("lib.calls:make_call", of_call, process, gradient_bytes(spec))
+            calls[name] = Call("lib.problems:make_call", of_call, process, gradient_bytes(spec))
     # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.
     peaks = suite in _WITH_MEMORY or (suite == "time" and not engine.on_cpu)
     asked = OURS if dry and suite == "time" else names if peaks and not dry else []
@@ -92,18 +107,23 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
-    parser.add_argument("--only", nargs="+", help="implementations to run (default: all)")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default 5; 2 on a CPU)")
-    parser.add_argument("--calls", type=int, help="calls of a round (default 10; 2 on a CPU)")
+    parser.add_argument("--only", nargs="+", choices=list(LOSSES), help="losses to run")
+    parser.add_argument("--shape", nargs="+", help="N,H,V: only problems of these sizes")
+    parser.add_argument("--dtype", nargs="+", help="only problems of these dtypes")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 5; 3 on a CPU)")
+    parser.add_argument("--calls", type=int, help="calls of a round (default 10; 1 on a CPU)")
     parser.add_argument("--quick", action="store_true", help="the first problem of each suite")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one order")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one order")
     parser.add_argument("--dry", action="store_true", help="a GPU's suites at tiny sizes, anywhere")
     parser.add_argument("--out", type=Path, help="JSON to write, added to problem by problem")
     args = parser.parse_args()
     begin = time.monotonic()
-    results = Results(args.out or FOLDER / f"loss-{args.device}.json", args.device)
+    torch.set_num_threads(args.threads)
+    limits = " ".join(f"{name}={os.environ[name]}" for name in EMULATORS if name in os.environ)
+    results = Results(args.out or file_of(args.device), args.device, limits=limits)
     print(device_name(args.device), flush=True)
     gpu = args.dry or torch.device(args.device).type != "cpu"
     left = 0
@@ -114,6 +134,11 @@ def main() -> int:
             ):
                 if args.quick and number:
                     break
+                sizes = f"{spec.N},{spec.H},{spec.V}"
+                if sizes not in (args.shape or [sizes]) or spec.dtype not in (
+                    args.dtype or [spec.dtype]
+                ):
+                    continue
                 shape = f"N={spec.N} H={spec.H} V={spec.V} {spec.dtype} {spec.mode}"
                 print(f"{suite} {number + 1}: {shape} ignored={spec.ignored:.0%}", flush=True)
                 if args.resume and results.has(problem({"suite": suite, **spec._asdict()})):

@@ -3,7 +3,6 @@
     python -m bench.model                                     # the shapes that are measured
     python -m bench.model --shape 8192,4096,128256 --device H200      # every term of one of them
     python -m bench.model --measured bench/results/loss-cuda.json     # measured beside it
-    python -m bench.model --ranks 2 4 8         # training with a vocabulary sharded over NVLink
 
 The model is `bench/lib/gpu_model.py`. Results of GPUs under `bench/results` are found by
 themselves. The range in brackets comes from the least certain assumption of each method: the rate
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,65 +28,12 @@ from lib.gpu_model import (  # noqa: E402
     SHAPES,
     Device,
     MiB,
-    Prediction,
     bare_gemms,
-    call,
-    fused_ce,
     predict,
-    way_of,
 )
 from lib.tables import markdown  # noqa: E402
 
 Row = dict[str, str]
-
-HEADS = {"Llama 3 8B": (4096, 128256), "Llama 3 70B": (8192, 128256)}
-# Bytes per second that a GPU sends over NVLink, datasheets.
-NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
-_REACHED = 0.8  # of that, by a large all-reduce (assumed)
-_LATENCY = 20e-6  # seconds of a collective of few bytes (assumed)
-_BESIDE = 0.12  # of the device's processors, taken from the product beside an all-reduce (assumed)
-_AGREEMENT = 11  # launches and copies before the ranks' one wait for the host (counted)
-_LAUNCH = 3e-6  # seconds of each (assumed)
-
-
-def tensor_parallel(N: int, H: int, V: int, ranks: int, device: Device) -> Prediction:
-    """Seconds of a training pass by Triton with ``V / ranks`` classes on each rank.
-
-    The last chunk's sum of d_hidden over ranks is covered by its product for d_weight, those of
-    other chunks by more. An all-reduce sends ``2 (ranks - 1) / ranks`` of its bytes.
-    """
-    rows = -(-V // ranks)
-    local = fused_ce(N, H, rows, device)
-    rate = NVLINK[device.name] * _REACHED
-    share = 2 * (ranks - 1) / ranks / rate  # seconds a byte of an all-reduce
-    chunks = -(-N // way_of(call(N, H, rows)).tokens)
-    of_hidden = 4 * N * H * share + chunks * _LATENCY
-    cover = local.terms["d_weight product"]
-    terms = dict(local.terms) | {
-        "agreement": _LATENCY + _AGREEMENT * _LAUNCH,
-        "label logits over ranks": _LATENCY + 4 * N * share,
-        "sums over ranks": chunks * (_LATENCY + 2 * _LAUNCH) + 8 * N * (ranks - 1) / rate,
-        "d_hidden over ranks, beside products": _BESIDE * of_hidden,
-        "d_hidden over ranks, not covered": max(of_hidden - cover, 0) / chunks,
-    }
-    return Prediction(terms, local.memory)
-
-
-def over_ranks(ranks: Sequence[int], device: Device, N: int = 8192) -> list[Row]:
-    """Predicted time by number of ranks, over the bare products of a rank's rows."""
-    rows = []
-    for name, (H, V) in HEADS.items():
-        for R in ranks:
-            floor = bare_gemms(N, H, -(-V // R), device).seconds
-            found = tensor_parallel(N, H, V, R, device)
-            alone = fused_ce(N, H, -(-V // R), device).seconds
-            rows.append({
-                "head": name, "ranks": str(R), "bare GEMMs, ms": f"{1e3 * floor:.2f}",
-                "ms": f"{1e3 * found.seconds:.2f}",
-                "/ bare GEMMs": f"{found.seconds / floor:.2f}",
-                "of it without ranks": f"{alone / floor:.2f}",
-            })  # fmt: skip
-    return rows
 
 
 def terms_of(shape: tuple[int, int, int], device: Device, *, training: bool) -> list[Row]:
@@ -134,7 +80,7 @@ def beside(data: Mapping[str, Any], device: Device) -> list[Row]:
         known = row["name"] in PLANS or row["name"] in METHODS
         if not known or row["mode"] == "frozen" or row["dtype"] != "bfloat16" or row["ignored"]:
             continue
-        if row.get("chunk_tokens") or not (row.get("seconds") or row.get("extra_peak_bytes")):
+        if row.get("budget") or not (row.get("seconds") or row.get("extra_peak_bytes")):
             continue
         shape = row["N"], row["H"], row["V"]
         found = predict(row["name"], *shape, device, training=row["mode"] == "train")
@@ -163,20 +109,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="N,H,V: every term of this one")
     parser.add_argument("--device", choices=list(DEVICES), default="H200")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", help="numbers of ranks of a sharded vocabulary"
-    )
     parser.add_argument("--forward", action="store_true", help="predict a call without gradients")
     parser.add_argument("--measured", type=Path, nargs="*", help="default: results of GPUs, if any")
     args = parser.parse_args()
     device, training = DEVICES[args.device], not args.forward
     print(f"Predicted, not measured. {device.name}: {device.flops / 1e12:.0f} TFLOP/s, "
           f"{device.bandwidth / 1e12:.2f} TB/s; {device.source}.\n")  # fmt: skip
-    if args.ranks:
-        if device.name not in NVLINK:
-            raise SystemExit(f"--ranks needs a device with NVLink: {', '.join(NVLINK)}")
-        print(markdown(over_ranks(args.ranks, device)))
-        return
     if args.shape:
         N, H, V = (int(x) for x in args.shape.split(","))
         print(markdown(terms_of((N, H, V), device, training=training)))

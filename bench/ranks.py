@@ -1,13 +1,10 @@
-"""Cost of agreement between ranks: a window over no window, and requests that a store serves.
+"""Cost of agreement between ranks: time of a window over no window, under DDP.
 
-    python bench/ranks.py            # time of a window of a replaced head under DDP, as a ratio
-    python bench/ranks.py --store    # requests per second that one store serves, on loopback
+    python bench/ranks.py
 
 The window runs on two gloo processes: the same micro-batches without an accumulator, with
 declared counts and streaming, in turn, so that each ratio is one of neighbours in one run: of time,
-and of the CPU time of rank 0, which a busy machine changes less. At most eight clients ask the
-store for a few seconds, with the two requests that a rank would need to find out before each
-micro-batch whether another one has ended the window.
+and of the CPU time of rank 0, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedce
 
 MICRO_BATCHES, ROWS, TOKENS, VOCABULARY = 4, 2, 128, 16384
-RANKS, PER_SECOND = 4096, 5  # the run that is projected: its micro-batches a second
-REQUESTS = 2  # a rank and micro-batch: its own mark, and a look at the others'
 
 
 def make_model() -> Any:
@@ -99,51 +92,12 @@ def windows(rank: int, folder: str, times: int) -> None:
     dist.destroy_process_group()
 
 
-def client(rank: int, port: int, folder: str, seconds: float) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    store.set(f"ready/{rank}", "")
-    store.wait(["go"])
-    begin, n = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        store.set(f"at/{rank}", f"3 {n}")
-        store.check(["end/3"])
-        n += REQUESTS
-    (Path(folder) / str(rank)).write_text(str(n / (time.perf_counter() - begin)))
-
-
-def requests(clients: int, seconds: float) -> float:
-    """Requests per second that the store serves ``clients`` processes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        args = (store.port, folder, seconds)
-        context = mp.start_processes(client, args, nprocs=clients, join=False, start_method="spawn")
-        assert context is not None
-        store.wait([f"ready/{i}" for i in range(clients)], timedelta(seconds=120))
-        store.set("go", "")
-        while not context.join():
-            pass
-        return sum(float((Path(folder) / str(i)).read_text()) for i in range(clients))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--store", action="store_true", help="the store's requests per second")
     parser.add_argument("--times", type=int, default=40, help="windows of each kind")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="seconds of requests, for each number of clients"
-    )
     args = parser.parse_args()
-    if not args.store:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(windows, (folder, args.times), nprocs=2, start_method="spawn")
-        return
-    wanted = RANKS * PER_SECOND * REQUESTS
-    for clients in (1, 2, 4, 8):
-        served = requests(clients, args.seconds)
-        print(
-            f"{clients} clients: {served:,.0f} requests/s; {RANKS} ranks at {PER_SECOND} "
-            f"micro-batches/s ask for {wanted:,}: {wanted / served:.1f} x as many"
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(windows, (folder, args.times), nprocs=2, start_method="spawn")
 
 
 if __name__ == "__main__":

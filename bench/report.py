@@ -2,13 +2,11 @@
 
     python bench/report.py bench/results/loss-cpu.json              # Markdown to the terminal
     python bench/report.py bench/results/loss-cpu.json --plots docs # PNGs beside the README
-    python bench/report.py bench/results/loss-cpu.json --readme docs/benchmarks.md \
-        --full docs/cpu.md
+    python bench/report.py bench/results/loss-*.json --readme docs/benchmarks.md
 
 ``--readme`` rewrites what stands between ``<!-- time cpu -->`` and ``<!-- end -->`` (and so on for
-other suites and devices), so that no number in it is typed by hand; ``--full`` writes every suite
-with every column. ``--overview`` draws the README's picture, which needs the data of
-`bench/accumulation.py` as well.
+other suites and files), so that no number in it is typed by hand. ``--overview`` draws the README's
+picture, which needs the data of `bench/accumulation.py` as well.
 """
 
 from __future__ import annotations
@@ -44,10 +42,38 @@ def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
     mine = [r for r in with_ratios(rows) if r["suite"] == suite]
     absent = [r for r in mine if r.get("failed", "").endswith(NOT_INSTALLED)]
     cells = [_cells(suite, r) for r in mine if r not in absent]
-    body = markdown(cells, without, once=("N, H, V", "dtype", "ignored", "logits"))
+    body = markdown(cells, without, once=("N, H, V", "dtype", "ignored", "logits", "pass"))
     if not absent:
         return body
     return f"{body}\n\nNot installed: {', '.join(dict.fromkeys(r['name'] for r in absent))}."
+
+
+def beside(rows: list[Row]) -> str:
+    """Suites "time" and "forward" in one table: each loss over the bare products, and errors."""
+    by_problem: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in with_ratios([r for r in rows if r["suite"] in ("time", "forward")]):
+        by_problem.setdefault(problem(row)[1:], {})[row["name"]] = row
+    names = list(dict.fromkeys(name for by in by_problem.values() for name in by))
+    cells = [
+        {
+            "N, H, V": "{N}, {H}, {V}".format(**by[FLOOR]),
+            "dtype": by[FLOOR]["dtype"],
+            "": {"train": "training", "forward": "evaluation"}[by[FLOOR]["mode"]],
+            "bare GEMMs, ms": milliseconds(by[FLOOR]["median"]),
+            **{
+                n: f"{by[n]['ratio']:.2f}" if n in by and by[n]["ratio"] else ""
+                for n in names if n != FLOOR
+            },
+            "error": _largest(by["fused_ce"]),
+            "eager's": _largest(by["eager"]),
+        }
+        for _, by in sorted(by_problem.items(), key=lambda item: item[0][:4])
+    ]  # fmt: skip
+    return markdown(cells, once=("N, H, V", "dtype"))
+
+
+def _largest(row: Row) -> str:
+    return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
 
 
 def _cells(suite: str, row: Row) -> dict[str, object]:
@@ -56,9 +82,10 @@ def _cells(suite: str, row: Row) -> dict[str, object]:
     return {
         "N, H, V": f"{row['N']}, {row['H']}, {row['V']}",
         "dtype": row["dtype"],
-        "ignored": f"{row['ignored']:.0%}" if suite in ("masked", "forward") else "",
+        "ignored": f"{row['ignored']:.0%}" if suite == "masked" else "",
         "logits": row["data"] if suite == "accuracy" else "",
-        "chunk": row["chunk_tokens"],
+        "pass": row["mode"] if suite == "options" else "",
+        "budget, MiB": row.get("budget"),
         "": row["name"],
         "median ms": row.get("failed") or milliseconds(row["median"]),
         "range": " to ".join(milliseconds(f(seconds)) for f in (min, max)) if seconds else "",
@@ -97,42 +124,44 @@ def exponents(rows: list[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
+    parser.add_argument("json", type=Path, nargs="+")
     parser.add_argument("--plots", type=Path, help="folder for PNGs")
     parser.add_argument(
         "--overview", type=Path, metavar="ACCUMULATION.JSON", help="README's picture"
     )
     parser.add_argument("--readme", type=Path, help="file whose marked tables to rewrite")
-    parser.add_argument("--full", type=Path, help="file for all tables")
     args = parser.parse_args()
-    data = json.loads(args.json.read_text())
-    tag = args.json.stem.removeprefix("loss-")
-    rows: list[Row] = data["rows"]
-    tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
-    if "scaling" in tables:
-        tables["scaling"] += "\n\n" + exponents(rows)
-    where = caption(data)
-    if args.readme:
-        for suite in tables:
-            if marked(args.readme, f"{suite} {tag}"):
-                body = table(suite, rows, without=("range", "wall ms", "TFLOP/s"))
-                put(args.readme, f"{suite} {tag}", f"{body}\n\n{where}")
-    full = f"# Every suite of `bench/loss.py`\n\n{where}\n"
-    full += "".join(f"\n## {suite}\n\n{body}\n" for suite, body in tables.items())
-    if args.full:
-        args.full.write_text(full)
-    elif not args.readme:
-        print(full)
-    if args.plots:
-        from lib import pictures
+    for file in args.json:
+        data = json.loads(file.read_text())
+        tag = file.stem.removeprefix("loss-")
+        rows: list[Row] = data["rows"]
+        where = caption(data)
+        tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
+        if "scaling" in tables:
+            tables["scaling"] += "\n\n" + exponents(rows)
+        if args.readme:
+            write_tables(args.readme, tag, rows, where)
+        else:
+            print(f"{where}\n" + "".join(f"\n## {s}\n\n{body}\n" for s, body in tables.items()))
+        if args.plots:
+            from lib import pictures
 
-        written: list[Path] = pictures.of_losses(with_ratios(rows), where, args.plots, tag)
-        if args.overview:
-            gaps: dict[str, Any] = json.loads(args.overview.read_text())
-            written += pictures.overview(with_ratios(rows), gaps, where, args.plots, tag)
-        for path in written:
-            print(f"written: {path}")
+            drawn: list[Path] = pictures.of_losses(with_ratios(rows), where, args.plots, tag)
+            if args.overview:
+                gaps: dict[str, Any] = json.loads(args.overview.read_text())
+                drawn += pictures.overview(with_ratios(rows), gaps, where, args.plots, tag)
+            for path in drawn:
+                print(f"written: {path}")
     return 0
+
+
+def write_tables(page: Path, tag: str, rows: list[Row], where: str) -> None:
+    """Rewrite each table that ``page`` has a place for; "time" has both passes."""
+    for suite in dict.fromkeys(r["suite"] for r in rows):
+        if marked(page, f"{suite} {tag}"):
+            without = ("range", "wall ms", "TFLOP/s", "flops")
+            body = beside(rows) if suite == "time" else table(suite, rows, without)
+            put(page, f"{suite} {tag}", f"{body}\n\n{where}")
 
 
 if __name__ == "__main__":

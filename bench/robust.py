@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from lib import gpu_model
+from lib.engine import peak_of_call
 from lib.problems import Spec, gradient_bytes, make_inputs
 from lib.results import FOLDER, device_name, source, versions, write
 from lib.tables import markdown
-from lib.timing import peak_of_call
 from torch import Tensor
 
 import fusedce

@@ -1,4 +1,4 @@
-"""Text that the site computes when it is built: predictions, messages, links, docstring roles.
+"""Text that the site computes when it is built: messages, links, docstring roles.
 
 Nothing here imports torch; the site's environment has none.
 """
@@ -6,8 +6,6 @@ Nothing here imports torch; the site's environment has none.
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown,
         flags=re.MULTILINE,
     )
-    if "<!-- predicted -->" in markdown:
-        made = subprocess.run(
-            [sys.executable, "-m", "bench.model"], cwd=ROOT, capture_output=True, text=True
-        )
-        if made.returncode:
-            raise RuntimeError(f"python -m bench.model failed:\n{made.stderr}")
-        markdown = markdown.replace("<!-- predicted -->", made.stdout)
     if "<!-- messages -->" in markdown:
         markdown = markdown.replace("<!-- messages -->", "\n".join(_table()))
     return markdown

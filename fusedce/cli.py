@@ -1,4 +1,4 @@
-"""The command ``fusedce``: check, plan, bench, doctor, audit, completion.
+"""The command ``fusedce``: check, plan, bench, doctor, audit.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
@@ -11,10 +11,8 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import fusedce
@@ -27,14 +25,12 @@ except ModuleNotFoundError:
 from fusedce.tools import render
 from fusedce.tools.model_sizes import UserError
 
-_SHELLS = ("bash", "zsh", "fish")
 _NOT_FUSED, _INTERRUPTED = 3, 130
 _ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _EXTRAS = {
     "packaging": "fusedce[cli]",
     "tabulate": "fusedce[cli]",
     "transformers": "fusedce[transformers]",
-    "matplotlib": "fusedce[bench]",
     "hypothesis": "fusedce[testing]",
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -78,7 +74,8 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             _say("interrupted")
             sys.exit(_INTERRUPTED)
 
-    return main.command()(called)
+    summary = (function.__doc__ or "").partition("\n")[0]
+    return main.command(short_help=summary)(called)
 
 
 def _is_out_of_memory(problem: Exception) -> bool:
@@ -89,12 +86,24 @@ def _is_out_of_memory(problem: Exception) -> bool:
     return any(w in str(problem) for w in words)
 
 
+class _Dtype(click.Choice[str]):
+    """fp32, bf16 and fp16, or the names that torch has for them."""
+
+    _SAME = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(["fp32", "bf16", "fp16"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(self._SAME.get(value, value), param, ctx)
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
 
 
 @_command
 @click.argument("model")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32")
+@click.option("--dtype", type=_Dtype(), default="fp32")
 @click.option("--peft", is_flag=True, help="With a LoRA adapter on every linear layer.")
 @click.option("--compile", "compiled", is_flag=True, help="Through torch.compile.")
 @click.option(
@@ -130,7 +139,7 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
 @click.option(
     "--tokens", default=8192, show_default=True, help="Tokens of a micro-batch on one device."
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="bf16",
+@click.option("--dtype", type=_Dtype(), default="bf16",
               show_default=True)  # fmt: skip
 @click.option(
     "--gpus", default=1, show_default=True, help="GPUs that share the model's states (FSDP)."
@@ -150,7 +159,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Count the memory of the loss of MODEL without running it, and what a budget buys.
 
-    MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256.
+    MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
     """
     from fusedce.tools.plan import device_here
     from fusedce.tools.plan import plan as make
@@ -166,41 +175,32 @@ def plan(
 @_command
 @click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
               help="Tokens, hidden size, vocabulary.")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
+@click.option("--dtype", type=_Dtype(),
               help="Default: fp32 on a CPU, bf16 elsewhere.")  # fmt: skip
 @click.option("--device", help="A device of torch; default: the accelerator, if any.")
 @click.option("--repeats", default=5, show_default=True, help="Timed calls of each implementation.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Also time torch.compile of the eager loss."
 )
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="A PNG to draw.")
 @_json
 def bench(
-    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool,
-    picture: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool, as_json: bool
+) -> None:
     """Measure time and memory of the loss on this machine, beside the peers installed here."""
     sizes = _shape(shape)
     device = _device(device)
     from fusedce.tools.bench import bench as run
-    from fusedce.tools.render import can_draw, draw_bench
 
-    if picture is not None:
-        can_draw(picture)
     found = run(
         sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
-    if picture is not None:
-        draw_bench(found, picture)
     if as_json:
         _print_json(found.data())
         return
     click.echo(render.bench_text(found))
     if not compiled:
         click.echo("Compiled eager: add --compile (most of a minute more).")
-    if picture is not None:
-        click.echo(f"Picture: {picture}")
 
 
 @_command
@@ -235,21 +235,8 @@ def audit(steps: int, as_json: bool) -> None:
     click.echo("In a loop of your own: with fusedce.audit(model): ...")
 
 
-@_command
-@click.argument("shell", type=click.Choice(_SHELLS), required=False)
-def completion(shell: str | None) -> None:
-    """Print a script that completes commands and options: eval "$(fusedce completion bash)"."""
-    from click.shell_completion import get_completion_class
-
-    name = shell or Path(os.environ.get("SHELL", "")).name
-    kind = get_completion_class(name)
-    if kind is None or name not in _SHELLS:
-        raise UserError(f"name a shell: {', '.join(_SHELLS)}")
-    click.echo(kind(main, {}, "fusedce", "_FUSEDCE_COMPLETE").source())
-
-
 def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
+    parts = text.replace("x", ",").split(",")
     if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
         raise UserError(f"--shape must be N,H,V such as 1024,256,16384, got {text!r}")
     N, H, V = map(int, parts)

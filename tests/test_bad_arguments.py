@@ -193,7 +193,6 @@ OPTIONS = {
     ("check", "llama"): {"--dtype": ["", "x", "fp64"]},
     ("check",): {"": ["no/such/folder", "-x"]},  # org/name would be looked up on the hub
     ("plan",): {"": ["-x", "1,2,3", "0,8", "nan,8"]},
-    ("completion",): {"": ["cmd", "-x"]},
 }
 
 

@@ -1,11 +1,11 @@
 """The engine that measures time and memory for every script.
 
 A call is named as in :mod:`fusedce.measure`: ``"module:function"`` builds it from keywords. It runs
-in its own process (or one for all calls of an implementation), so that a crash or an out-of-memory
-error is a row of the table. Rounds go from one call to the next, so that a drifting
-machine favours none.
+in a worker process, so that a crash, an endless loop or an out-of-memory error is a row of the
+table. Rounds go from one call to the next, so that a drifting machine favours none.
 
-On a CPU times come from :func:`fusedce.measure.median_seconds` and memory from
+On a CPU one worker holds all calls; ``seconds`` are processor time where torch has one thread,
+which leaves out the neighbours on a shared machine, and wall time otherwise. Memory comes from
 :func:`fusedce.measure.peak_extra_bytes`. On an accelerator a round is a burst of calls between
 events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
 each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
@@ -15,18 +15,30 @@ device's allocator. ``rounds`` holds the median of each round, for a spread.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing as mp
+import shutil
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from fusedce.measure import memory_method, peak_extra_bytes
-
-from .pool import Pool
+from fusedce.measure import device_peak, peak_extra_bytes
 
 # The fields that measuring a call adds to its row.
 MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
+_BURST_SECONDS = 0.5  # slow calls are made fewer times
+# Fields of `nvidia-smi` that say why a burst was slow, and the names they have in a row.
+_STATE = {
+    "clocks.sm": "sm_mhz",
+    "power.draw": "watts",
+    "temperature.gpu": "celsius",
+    "clocks_throttle_reasons.active": "throttled_by",
+}
 
 
 class Call(NamedTuple):
@@ -34,7 +46,7 @@ class Call(NamedTuple):
 
     target: str  # "module:function", importable with this process's sys.path
     kwargs: dict[str, Any]
-    process: str  # calls of the same name share one
+    process: str  # calls of the same name share a worker
     leaves: int = 0  # bytes of results that are no extra memory, such as gradients
 
 
@@ -47,25 +59,25 @@ class Engine:
         *,
         rounds: int | None = None,
         calls: int | None = None,
-        timeout: float = 120,
-        warm_up: bool = True,  # one more call before those of a round; a CPU can do without
+        timeout: float = 120,  # seconds for one order
     ) -> None:
         self.device = device
         self.on_cpu = torch.device(device).type == "cpu"
-        self.rounds = rounds or (2 if self.on_cpu else 5)
-        self.calls = calls or (2 if self.on_cpu else 10)  # of a round
-        self.warm_up = warm_up
-        self._pool = Pool(timeout)
+        self.rounds = rounds or (3 if self.on_cpu else 5)
+        self.calls = calls or (1 if self.on_cpu else 10)  # of a round
+        self.timeout = timeout
+        self._workers: dict[str, tuple[mp.process.BaseProcess, Connection]] = {}
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._pool.close()
+        for name in list(self._workers):
+            self._end(name)
 
     def ask(self, process: str, target: str, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """``("ok", target(**kwargs))`` from that process, or ``("error", why)``."""
-        return self._pool.ask(process, "run", target, dict(kwargs))
+        """``("ok", target(**kwargs))`` from that worker, or ``("error", why)``."""
+        return self._ask(process, "run", target, dict(kwargs))
 
     def measure(
         self,
@@ -103,14 +115,14 @@ class Engine:
             self._peak(rows[name], calls[name], name)
             on_row(name, rows[name])
         for name in prepared:
-            self._pool.ask(calls[name].process, "drop", name, self.device)
+            self._ask(calls[name].process, "drop", name, self.device)
         return rows
 
     def _order(self, row: dict[str, Any], process: str, *order: Any) -> Any:
         """The answer, or None with ``failed`` in the row."""
         if "failed" in row:
             return None
-        status, answer = self._pool.ask(process, *order)
+        status, answer = self._ask(process, *order)
         if status != "ok":
             row.clear()
             row["failed"] = answer
@@ -118,8 +130,7 @@ class Engine:
         return answer
 
     def _round(self, row: dict[str, Any], call: Call, name: str) -> None:
-        order = ("time", name, self.device, self.calls, self.warm_up)
-        answer = self._order(row, call.process, *order)
+        answer = self._order(row, call.process, "time", name, self.device, self.calls)
         if answer is not None:
             for kind, values in answer.items():
                 row.setdefault(kind, []).extend(values)
@@ -142,11 +153,176 @@ class Engine:
                 return
         row["extra_peak_bytes"] = peak - call.leaves
 
-    def memory_method(self) -> str:
-        """How memory was measured, for a caption."""
-        return memory_method(self.device)
+    # ---- the workers: started at their first order, and again after a crash -----------------
+
+    def _ask(self, name: str, *order: Any) -> tuple[str, Any]:
+        """``("ok", answer)`` or ``("error", why)``."""
+        if name not in self._workers:
+            context = mp.get_context("spawn")
+            ours, theirs = context.Pipe()
+            arguments = (theirs, torch.get_num_threads())
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._workers[name] = (process, ours)
+        process, connection = self._workers[name]
+        try:
+            connection.send(order)
+            if not connection.poll(self.timeout):
+                raise TimeoutError
+            return tuple(connection.recv())  # type: ignore[return-value]
+        except TimeoutError:
+            why = f"no answer in {self.timeout:.0f} s"
+        except (EOFError, OSError):
+            process.join(5)
+            why = f"process ended with status {process.exitcode}"
+        self._end(name, grace=0)
+        return "error", why
+
+    def _end(self, name: str, grace: float = 5) -> None:
+        """End a worker: one whose connection closes exits by itself, one that hangs is killed."""
+        process, connection = self._workers.pop(name)
+        connection.close()
+        process.join(grace)
+        process.kill()
+        process.join()
 
 
 def median(row: Mapping[str, Any]) -> float | None:
     """Median of the row's seconds; ``None`` if it failed."""
     return statistics.median(row["seconds"]) if row.get("seconds") else None
+
+
+# ---- in a worker ----------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, threads: int) -> None:
+    torch.set_num_threads(threads)
+    calls: dict[str, Callable[[], object]] = {}
+    while True:
+        try:
+            order, *arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("ok", _ORDERS[order](calls, *arguments)))
+        except Exception as e:  # whatever a peer raises is its row
+            kind = "out of memory" if isinstance(e, torch.OutOfMemoryError) else type(e).__name__
+            lines = str(e).strip().splitlines() or [""]
+            connection.send(("error", f"{kind}: {lines[0][:120]}"))
+
+
+def _named(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _run(calls: dict[str, Any], target: str, kwargs: dict[str, Any]) -> Any:
+    return _named(target)(**kwargs)
+
+
+def _prepare(calls: dict[str, Any], name: str, target: str, kwargs: dict[str, Any]) -> None:
+    calls[name] = call = _named(target)(**kwargs)
+    call()  # warm; on an accelerator it may compile
+
+
+def _time(calls: dict[str, Any], name: str, device: str, number: int) -> dict[str, Any]:
+    found = time_call(calls[name], device, number)
+    _free(device)
+    return found
+
+
+def _peak(calls: dict[str, Any], name: str, device: str) -> int:
+    return peak_of_call(calls[name], device)
+
+
+def _drop(calls: dict[str, Any], name: str, device: str) -> None:
+    calls.pop(name, None)
+    _free(device)
+
+
+_ORDERS = {"run": _run, "prepare": _prepare, "time": _time, "peak": _peak, "drop": _drop}
+
+
+def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, Any]:
+    """Time a burst of at most ``calls`` calls of a warm function.
+
+    Returns ``seconds`` of each call. On an accelerator also ``wall_seconds``, the burst's by the
+    number of its calls, and ``states``: clock, power and throttling while it ran. A call that does
+    not count decides how many calls a burst has there.
+    """
+    if torch.device(device).type == "cpu":
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        seconds = []
+        for _ in range(calls):
+            begin = clock()
+            call()
+            seconds.append(clock() - begin)
+        return {"seconds": seconds}
+    module = torch.get_device_module(device)
+    module.synchronize()
+    begin = time.perf_counter()
+    call()
+    module.synchronize()
+    once = time.perf_counter() - begin
+    calls = max(min(calls, int(_BURST_SECONDS / max(once, 1e-9))), 3)
+    events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    asked = _ask_state(device)
+    begin = time.perf_counter()
+    for first, last in events:
+        first.record()
+        call()
+        last.record()
+    module.synchronize()
+    wall = (time.perf_counter() - begin) / calls
+    state = _state_of(asked)
+    return {
+        "seconds": [first.elapsed_time(last) / 1e3 for first, last in events],
+        "wall_seconds": [wall],
+        **({"states": [state]} if state else {}),
+    }
+
+
+def _ask_state(device: str) -> subprocess.Popen[str] | None:
+    """Start `nvidia-smi`, which answers while the burst runs; None where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None or torch.version.hip is not None:
+        return None
+    number = torch.device(device).index or 0
+    query = [program, f"--id={number}", f"--query-gpu={','.join(_STATE)}"]
+    return subprocess.Popen(
+        [*query, "--format=csv,noheader,nounits"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def _state_of(asked: subprocess.Popen[str] | None) -> dict[str, str]:
+    """Clock of the multiprocessors (MHz), power (W), temperature and what throttles the device.
+
+    Empty where `nvidia-smi` was not asked or does not answer within five seconds.
+    """
+    if asked is None:
+        return {}
+    try:
+        said, _ = asked.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.wait()
+        return {}
+    fields = said.strip().split(", ")
+    return dict(zip(_STATE.values(), fields, strict=True)) if len(fields) == len(_STATE) else {}
+
+
+def peak_of_call(call: Callable[[], object], device: str) -> int:
+    """Peak of the device's allocator during one warm call, in bytes above the level before it."""
+    call()
+    _free(device)
+    return device_peak(call, torch.device(device))
+
+
+def _free(device: str) -> None:
+    """Return the memory that the allocator keeps, which other processes need."""
+    if torch.device(device).type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()

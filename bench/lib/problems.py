@@ -1,15 +1,18 @@
-"""Problems to measure, their inputs, and the suites made of them."""
+"""Problems to measure, what is measured on them, and the suites made of both."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.tools.bench import COMPILED, IMPLEMENTATIONS, ON_CPU
+import fusedce
+from fusedce.tools import bench
+from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
 
 OURS = ["fused_ce"]
 # (N, H, V): Llama 3 8B twice, Gemma 2 2B, Llama 3.2 1B, Qwen 2.5 0.5B twice, a small step of
@@ -18,7 +21,7 @@ SHAPES = {
     "gpu": [(8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
             (8192, 2048, 128256), (4096, 896, 151936), (2048, 896, 151936),
             (2048, 4096, 128256)],
-    "cpu": [(1024, 576, 49152), (4096, 576, 49152)],
+    "cpu": [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)],
 }  # fmt: skip
 FORWARD_SHAPES = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 128256),
                   (2048, 896, 151936)]  # fmt: skip
@@ -30,8 +33,13 @@ SUITES = {
     "scaling": "time and memory as N and V grow",
     "masked": "share of ignored labels",
     "accuracy": "errors against fp64, on flat and on peaked logits",
-    "budget": "time against the memory of a chunk",
+    "budget": "time and memory under a memory budget",
+    "options": "each option, and log-probabilities",
+    "divergences": "divergences from a teacher, and class probabilities",
 }
+CHUNKS = 8
+BLOCK = 256  # tokens whose float64 logits the truth holds at a time
+MiB = 2**20
 
 
 class Spec(NamedTuple):
@@ -45,7 +53,7 @@ class Spec(NamedTuple):
     mode: str = "train"  # "train", "frozen" (no weight gradient) or "forward" (no gradient)
     ignored: float = 0.0
     data: str = "lm"  # "lm" or "random"
-    chunk_tokens: int | None = None  # fused_ce alone
+    budget: int | None = None  # MiB; fused_ce alone
 
 
 def make_inputs(spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +77,160 @@ def make_inputs(spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype), labels
 
 
+# ---- what is measured beside the implementations of `fusedce bench` -------------------------
+
+
+def _plain_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Torch's own loss on logits of the inputs' dtype."""
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def _eight_chunks(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Eager, eight chunks of tokens one after the other, each differentiated before the next."""
+    count = (labels != -100).sum()
+    total = torch.zeros((), device=hidden.device)
+    for h, y in zip(hidden.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True):
+        loss = F.cross_entropy(F.linear(h, weight).float(), y, reduction="sum") / count
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _by_token(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return fusedce.fused_cross_entropy(hidden, weight, labels, reduction="none", **options).mean()
+
+
+def _fused_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    stats = fusedce.fused_logprobs(hidden, weight, labels)
+    return (stats.logprob + 0.01 * stats.entropy).mean()
+
+
+def _eager_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    logprob = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return (logprob - 0.01 * (log_p.exp() * log_p).sum(-1))[labels != -100].mean()
+
+
+@functools.cache
+def _numbers(n: int, device: torch.device) -> Tensor:
+    return torch.rand(n, generator=torch.Generator(device).manual_seed(1), device=device)
+
+
+def _with(options: Callable[[Tensor, Tensor], dict[str, Any]]) -> Callable[..., Tensor]:
+    """``fused_cross_entropy`` with the options that are made for ``hidden`` and ``weight``."""
+    return lambda h, w, y: fusedce.fused_cross_entropy(h, w, y, **options(h, w))
+
+
+OPTIONS: dict[str, Callable[..., Tensor]] = {
+    "bias": _with(lambda h, w: {"bias": _numbers(len(w), w.device).to(w.dtype)}),
+    "logit_scale": _with(lambda h, w: {"logit_scale": 0.5}),
+    "softcap": _with(lambda h, w: {"softcap": 30.0}),
+    "label_smoothing": _with(lambda h, w: {"label_smoothing": 0.1}),
+    "label_smoothing + softcap": _with(lambda h, w: {"label_smoothing": 0.1, "softcap": 30.0}),
+    "z_loss": _with(lambda h, w: {"z_loss": 1e-4}),
+    "token_weight": _with(lambda h, w: {"token_weight": _numbers(len(h), h.device)}),
+    "class_weight": _with(lambda h, w: {"class_weight": _numbers(len(w), w.device)}),
+    'reduction="none"': _by_token,
+    "fused_logprobs": _fused_logprobs,
+    "eager log-probabilities": _eager_logprobs,
+}
+
+
+@functools.lru_cache(2)  # of the few rows that warm up, and of all
+def _teacher(weight: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of a teacher with the same head, and its probabilities."""
+    rng = torch.Generator(weight.device).manual_seed(1)
+    hidden = torch.randn(N, weight.shape[1], generator=rng, device=weight.device).to(weight.dtype)
+    with torch.no_grad():
+        return hidden, torch.softmax(F.linear(hidden, weight).float(), -1)
+
+
+def _divergence(kind: str) -> Callable[..., Tensor]:
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        teacher = _teacher(w, len(h))[0]
+        return fusedce.fused_kl(h, w, teacher, w.detach(), y, divergence=kind).mean()
+
+    return loss
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    **{f"{kind} KL": _divergence(kind) for kind in ("forward", "reverse")},
+    "Jensen-Shannon": _divergence("jsd"),
+    "class probabilities": lambda h, w, y: fusedce.fused_cross_entropy(
+        h, w, _teacher(w, len(h))[1]
+    ),
+}
+LOSSES = IMPLEMENTATIONS | OPTIONS | DIVERGENCES
+LOSSES |= {"eager, plain": _plain_eager, "eight chunks": _eight_chunks}
+
+
+def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
+    """A call that does the whole job once and drops the gradients; warmed up on a few rows."""
+    of = Spec(*spec)
+    _forget(name)
+    return bench.make_call(name, *make_inputs(of), of.mode, LOSSES.get(name), **_options(of))
+
+
+def _forget(name: str) -> None:
+    """Reset torch.compile, which would compile for dynamic shapes at the second shape."""
+    if name == COMPILED:
+        torch.compiler.reset()
+
+
+def _options(spec: Spec) -> dict[str, Any]:
+    return {"memory_budget": spec.budget * MiB} if spec.budget else {}
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+
+def errors(name: str, spec: Sequence[Any]) -> dict[str, float]:
+    """Relative error of the mean loss, and normwise of the gradients, against float64.
+
+    Empty for the bare products, and for losses that differ from the plain one.
+    """
+    if name == FLOOR or name in OPTIONS | DIVERGENCES:
+        return {}
+    of = Spec(*spec)
+    _forget(name)
+    hidden, weight, labels = make_inputs(of)
+    leaves = {"forward": [], "frozen": [hidden], "train": [hidden, weight]}[of.mode]
+    for x in leaves:
+        x.requires_grad_()
+    with torch.set_grad_enabled(of.mode != "forward"):
+        loss = LOSSES[name](hidden, weight, labels, **_options(of))
+    if loss.requires_grad:
+        loss.backward()
+    found = [loss.detach(), *(x.grad for x in leaves)]
+    names = ("loss", "d_hidden", "d_weight")
+    exact = _truth(of._replace(mode="", budget=None))
+    return {
+        label: float((x.double() - e).norm() / e.norm())
+        for label, x, e in zip(names, found, exact, strict=False)
+    }
+
+
+@functools.lru_cache(1)
+def _truth(spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients in float64, of `BLOCK` tokens at a time."""
+    hidden, weight, labels = make_inputs(spec)
+    h, w = hidden.double(), weight.double()
+    used = (labels != -100).nonzero()[:, 0]
+    total, d_hidden, d_weight = h.new_zeros(()), torch.zeros_like(h), torch.zeros_like(w)
+    for rows in used.split(BLOCK):
+        logp = F.log_softmax(h[rows] @ w.T, -1)
+        at = labels[rows, None]
+        total -= logp.gather(1, at).sum()
+        slope = logp.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=h.dtype))
+        d_hidden[rows] = slope @ w
+        d_weight.addmm_(slope.T, h[rows])
+    return total / len(used), d_hidden / len(used), d_weight / len(used)
+
+
+# ---- suites ---------------------------------------------------------------------------------
+
+
 def flops(spec: Spec) -> float:
     """FLOPs of the bare products."""
     valid = spec.N - round(spec.ignored * spec.N)
@@ -88,7 +250,9 @@ def problems(
 
     ``gpu`` chooses a GPU's problems; ``dry`` shrinks them, to see the script through anywhere.
     """
-    everyone = list(IMPLEMENTATIONS if gpu else ON_CPU)
+    everyone = list(IMPLEMENTATIONS) if gpu else [*ON_CPU, "eager, plain", "eight chunks"]
+    if not gpu:
+        everyone.remove("F.linear_cross_entropy")  # whose own chunks take minutes on a CPU
     shapes = SHAPES["gpu" if gpu else "cpu"]
     dtypes = ["bfloat16"] if gpu else ["float32", "bfloat16"]
     ignored = 0.0 if gpu else 0.25
@@ -108,12 +272,11 @@ def problems(
         for dtype in dtypes:
             yield spec(small, dtype, mode="frozen"), [*OURS, "eager"]
     elif suite == "forward":
-        peers = [n for n in everyone if not n.startswith("F.linear")]
-        for number, shape in enumerate(FORWARD_SHAPES if gpu else shapes[:1]):
+        peers = [n for n in everyone if not gpu or not n.startswith("F.linear")]
+        for number, shape in enumerate(FORWARD_SHAPES if gpu else shapes):
             slow = {COMPILED} if gpu and number else set()
             for dtype in dtypes:
                 yield spec(shape, dtype, mode="forward"), [n for n in peers if n not in slow]
-        yield spec(small, mode="forward", ignored=0.75), OURS
     elif suite == "scaling":
         _, H, V = small
         for N in (1024, 4096, 16384, 65536) if gpu else (256, 512, 1024, 2048):
@@ -127,25 +290,24 @@ def problems(
         for data in ("lm", "random"):
             for dtype in dtypes:
                 yield spec(small, dtype, data=data), everyone
-        yield spec(small, dtypes[-1], chunk_tokens=small[0] // 64), OURS
     elif suite == "budget":
-        N, _, V = small
-        size = 2 if gpu else 4
-        for mib in (256, 512, 1024, 2048) if gpu else (12, 24, 48, 96, 192):
-            tokens = max(mib * 2**20 // (V * size), 1)
-            yield spec(small, chunk_tokens=min(tokens, N)), OURS
-        yield spec(small), everyone
+        for mib in (256, 512, 1024, 2048) if gpu else (16, 64, 256):
+            yield spec(small, budget=mib), OURS
+        yield spec(small), [*OURS, 'reduction="none"']
+    elif suite in ("options", "divergences"):
+        shape = small if gpu or suite == "divergences" else (256, 384, 16003)
+        names = [*OURS, *(OPTIONS if suite == "options" else DIVERGENCES)]
+        for dtype in dtypes:
+            for mode in ("forward", "train") if suite == "options" else ("train",):
+                yield spec(shape, dtype, mode=mode, ignored=0.0), names
 
 
 def tiny(spec: Spec) -> Spec:
     """The problem in small sizes, such that the problems of a suite stay different."""
-    chunk = None if spec.chunk_tokens is None else max(spec.chunk_tokens // 512, 1)
     N, H, V = max(spec.N // 256, 8), max(spec.H // 64, 8), max(spec.V // 512, 64)
-    return spec._replace(N=N, H=H, V=V, chunk_tokens=chunk)
+    return spec._replace(N=N, H=H, V=V)
 
 
-def check_of(spec: Spec, *, full: bool) -> Spec:
-    """A smaller problem to measure errors on, whose fp64 logits fit in memory."""
-    N, V = (512, spec.V) if spec.device != "cpu" else (256 if full else 128, 8192)
-    chunk = None if spec.chunk_tokens is None else max(spec.chunk_tokens * N // spec.N, 1)
-    return spec._replace(N=min(N, spec.N), V=min(V, spec.V), chunk_tokens=chunk)
+def check_of(spec: Spec) -> Spec:
+    """The problem to measure errors on: on a device so few tokens that little time goes into it."""
+    return spec if spec.device == "cpu" else spec._replace(N=min(512, spec.N))

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")
 _PACKAGES = ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "nvidia-cutlass-dsl", *_CUBLAS)  # fmt: skip
-_PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "chunk_tokens")
+_PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "budget")
 
 
 def problem(row: Row) -> tuple[Any, ...]:
@@ -82,7 +82,8 @@ def caption(data: dict[str, Any]) -> str:
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
     dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-    return "; ".join([data["device"], ", ".join(known), *when])
+    limits = [f"emulated, {data['limits']}"] if data.get("limits") else []
+    return "; ".join([data["device"], *limits, ", ".join(known), *when])
 
 
 def write(path: Path, data: Any) -> None:

@@ -146,7 +146,13 @@ def prepare(
 
 
 def make_call(
-    name: str, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str = "train", **options: Any
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mode: str = "train",
+    loss: Callable[..., Tensor] | None = None,
+    **options: Any,
 ) -> Callable[[], object]:
     """A call that computes one loss and drops its gradients; warmed up on a few rows.
 
@@ -154,11 +160,11 @@ def make_call(
         name: of :data:`IMPLEMENTATIONS`, or :data:`FLOOR`.
         hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``.
         mode: "forward": the loss; "frozen": also the gradient of hidden; "train": of both.
-        options: of the implementation.
+        loss: in place of the one of that name; options: of the loss.
     """
     if name == FLOOR:
         return bare_gemms(hidden, weight, labels, mode)
-    loss = IMPLEMENTATIONS[name]
+    loss = loss or IMPLEMENTATIONS[name]
     hidden.requires_grad_(mode != "forward")
     weight.requires_grad_(mode == "train")
 
@@ -166,7 +172,8 @@ def make_call(
     def call() -> None:
         out = loss(hidden, weight, labels, **options)
         if mode != "forward":
-            out.backward()
+            if out.requires_grad:  # a loss in chunks has done it
+                out.backward()
             hidden.grad = weight.grad = None
 
     # Libraries and thread pools that the first call of a process loads are not counted as memory.
@@ -174,7 +181,7 @@ def make_call(
         few = hidden.detach()[:16].clone().requires_grad_(hidden.requires_grad)
         with torch.set_grad_enabled(mode != "forward"):
             out = loss(few, weight, labels[:16])
-            if mode != "forward":
+            if out.requires_grad:
                 out.backward()
         weight.grad = None
     return call

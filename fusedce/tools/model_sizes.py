@@ -42,8 +42,8 @@ def sizes(model: str) -> Sizes:
     Raises:
         UserError: there is no such model, or its configuration names no sizes.
     """
-    if re.fullmatch(r"\d+,\d+", model):
-        H, V = map(int, model.split(","))
+    if re.fullmatch(r"\d+[,x]\d+", model):
+        H, V = map(int, re.split("[,x]", model))
         if not H or not V:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
         return Sizes(model, H, V, None, None)

@@ -1,14 +1,12 @@
-"""The findings of the commands as plain text, for a terminal or a bug report, and as pictures."""
+"""The findings of the commands as plain text, for a terminal or a bug report."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fusedce.tools.model_sizes import UserError
-
-if TYPE_CHECKING:  # a plan needs no torch, so neither do its text and its picture
+if TYPE_CHECKING:  # a plan needs no torch, so neither does its text
     from fusedce.tools.bench import Result
     from fusedce.tools.check import Check
     from fusedce.tools.plan import ModelPlan
@@ -72,7 +70,7 @@ def plan_text(found: ModelPlan) -> str:
     ]
     for m in found.methods:
         held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
-        lines.append(f"{m.name} holds: {held}")
+        lines += textwrap.wrap(f"{m.name} holds: {held}", 80, subsequent_indent="  ")
     lines += [
         "Each memory_budget (beside inputs and gradients) and what it gives:",
         _frontier(found),
@@ -117,78 +115,3 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-# ---- pictures, if matplotlib is installed ----------------------------------------------------
-
-
-def can_draw(path: Path) -> None:
-    """Check that a picture can be written to ``path``, before anything is measured.
-
-    Raises:
-        UserError: matplotlib is missing, or ``path`` cannot be written.
-    """
-    _figure(1, 1)
-    existed = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as problem:
-        raise UserError(f"cannot write --picture {path}: {problem}") from None
-    if not existed:
-        path.unlink()
-
-
-def draw_bench(result: Result, path: Path) -> None:
-    """Draw bars of memory and of time, ours in blue.
-
-    Raises:
-        UserError: matplotlib is missing, or ``path`` cannot be written.
-    """
-    ran = [r for r in result.rows if r.median is not None]
-    figure = _figure(10, 1.6 + 0.4 * len(ran))
-    left, right = figure.subplots(1, 2)
-    with_memory = [r for r in ran if r.extra_bytes is not None]
-    panels = (
-        (left, with_memory, [(r.extra_bytes or 0) / 2**20 for r in with_memory],
-         "Peak memory beyond the inputs, MiB", "{:.0f}"),
-        (right, ran, [1e3 * r.median for r in ran if r.median], "Time, ms", "{:.1f}"),
-    )  # fmt: skip
-    for axes, rows, values, title, form in panels:
-        colours = ["#0072b2" if r.name == "fused_ce" else "#9a9a9a" for r in rows]
-        bars = axes.barh(range(len(rows)), values, color=colours)
-        axes.bar_label(bars, [form.format(v) for v in values], padding=3)
-        axes.set_yticks(range(len(rows)), [r.name for r in rows])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.2 * max(values))
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    N, H, V = result.shape
-    caption = f"Forward + backward, N={N}, H={H}, V={V}, {result.dtype}. {result.where}"
-    _save(figure, path, caption)
-
-
-def _figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib, sizes in inches.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UserError("--picture needs matplotlib: pip install 'fusedce[bench]'") from None
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")
-
-
-def _save(drawn: Any, path: Path, caption: str) -> None:
-    """Write the figure with a caption below it.
-
-    Raises:
-        UserError: ``path`` cannot be written.
-    """
-    drawn.supxlabel(caption, x=0.01, ha="left", fontsize=8)
-    try:
-        drawn.savefig(path, facecolor="white")
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot write --picture {path}: {problem}") from None

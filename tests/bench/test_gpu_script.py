@@ -125,7 +125,8 @@ def test_a_dry_run_of_everything(tmp_path):
     data = json.loads((tmp_path / "loss-cpu.json").read_text())
     suites = {row["suite"] for row in data["rows"]}
     assert suites == {
-        "time", "forward", "masked", "accuracy", "frozen", "budget", "scaling",
+        "time", "forward", "masked", "accuracy", "frozen", "budget", "scaling", "options",
+        "divergences",
     }  # fmt: skip
     peers = {r["name"]: r for r in data["rows"] if r["suite"] == "time"}
     for name in ("Liger-Kernel", "Liger-Kernel, CuTe", "cut-cross-entropy, exact", "QuACK"):

@@ -7,22 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import model
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lib import gpu_model as prediction
 from lib.gpu_model import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
-from support import ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.loss.sharded_problem import agree_on_problem
 
 ROOT = Path(__file__).parents[2]
 H200 = DEVICES["H200"]
@@ -180,57 +175,9 @@ def test_the_module_needs_nothing_but_python():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_vocabulary_over_ranks_costs_its_rows_and_the_exchanges(monkeypatch):
-    H, V = model.HEADS["Llama 3 8B"]
-    found = [model.tensor_parallel(8192, H, V, R, H200) for R in (2, 4, 8)]
-    assert found[0].seconds > found[1].seconds > found[2].seconds
-    for R, of_ranks in zip((2, 4, 8), found, strict=True):
-        assert of_ranks.seconds > fused_ce(8192, H, V // R, H200).seconds
-        assert min(of_ranks.terms.values()) >= 0
-        assert of_ranks.terms["d_hidden over ranks, not covered"] == 0
-    monkeypatch.setitem(model.NVLINK, "H200", model.NVLINK["H200"] / 10)
-    slow = model.tensor_parallel(8192, H, V, 8, H200)
-    all_reduce = 2 * 7 / 8 * 4 * 8192 * H / (model._REACHED * model.NVLINK["H200"])
-    expected = all_reduce + model._LATENCY - slow.terms["d_weight product"]
-    assert slow.terms["d_hidden over ranks, not covered"] == pytest.approx(expected)
-
-
-class Launches(TorchDispatchMode):
-    """Operators that launch or copy something on a device."""
-
-    names = ("ne", "_to_copy", "sum", "arange", "mul", "add", "any", "cat", "stack", "where")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.seen += [name] if name in self.names else []
-        return function(*args, **(kwargs or {}))
-
-
-def launches_of_agreement(rank):
-    problem = Problem(
-        torch.randn(12, 8, dtype=torch.bfloat16),
-        torch.randn(10, 8, dtype=torch.bfloat16),
-        torch.randint(10, (12,)),
-        backend="torch",
-    )
-    with Launches() as launches:
-        agree_on_problem(problem, dist.group.WORLD)
-    return launches.seen
-
-
-def test_the_ranks_meet_after_as_many_launches_as_the_model_counts():
-    """Two copies to a device, the all-gather and the copy of its table are none on a CPU."""
-    (seen,) = ranks.of(ranks.run({"agreement": launches_of_agreement}, 1), "agreement")
-    assert len(seen) + 4 == model._AGREEMENT, seen
-
-
 def test_prediction_stands_beside_measurement(tmp_path):
     row = {"suite": "time", "name": "fused_ce", "N": 8192, "H": 4096, "V": 128256,
-           "dtype": "bfloat16", "mode": "train", "ignored": 0.0, "chunk_tokens": None}  # fmt: skip
+           "dtype": "bfloat16", "mode": "train", "ignored": 0.0, "budget": None}  # fmt: skip
     rows = [
         row | {"seconds": [0.039, 0.040, 0.041]},
         row | {"suite": "memory", "extra_peak_bytes": 3 * 2**30},
