@@ -42,17 +42,27 @@ def test_an_example_says_how_to_run_it_and_what_to_look_at(name):
     assert "\nLook at: " in first
 
 
-@pytest.mark.slow
-def test_the_trainer_logs_the_same_for_both_splits():
-    trainer = example("hf_trainer")
-    assert trainer.train(1) == pytest.approx(trainer.train(8), rel=SAME_MODEL)
+def logged(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
-def test_sft_trainer_learns():
-    pytest.importorskip("trl", reason="trl is not installed")
-    first, second = example("sft_trainer").train()
-    assert second < first
+def test_fine_tuning_with_lora(tmp_path):
+    """Both splits log the same; a resumed run goes on, and its adapter is the one on disk."""
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    script = example("finetune_lora")
+    model, data = script.tiny_model(str(tmp_path / "model")), script.texts(None)
+    one, eight = (
+        logged(script.trainer_of(model, data, str(tmp_path / f"{n}"), steps=3, micro_batch=n))
+        for n in (1, 8)
+    )
+    assert one == pytest.approx(eight, rel=SAME_MODEL)
+    assert one[-1] < one[0]
+    trained, loaded = script.fine_tune(model, data, str(tmp_path / "out"))
+    assert loaded == pytest.approx(trained, rel=SAME_MODEL)
+    assert trained < one[0]
 
 
 @pytest.mark.slow
