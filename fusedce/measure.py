@@ -45,21 +45,6 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
         >>> len(times["a"])
         3
     """
-    return {name: sorted(times) for name, times in seconds_by_round(fns, repeats).items()}
-
-
-def seconds_by_round(
-    fns: Mapping[str, Callable[[], object]],
-    repeats: int,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Wall times as :func:`median_seconds` takes them, in the order of the rounds.
-
-    Args:
-        fns: the callables by name; repeats: rounds that count.
-        clock: in seconds; ``time.process_time`` leaves out the neighbours on a shared machine.
-    """
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     names = list(fns)
@@ -68,14 +53,14 @@ def seconds_by_round(
         start = i % max(len(names), 1)
         for name in names[start:] + names[:start]:
             _synchronize()
-            begin = clock()
+            begin = time.perf_counter()
             result = fns[name]()
             _synchronize()
-            elapsed = clock() - begin
+            elapsed = time.perf_counter() - begin
             del result  # freed outside the timed call, and before the next one
             if i:
                 seconds[name].append(elapsed)
-    return seconds
+    return {name: sorted(times) for name, times in seconds.items()}
 
 
 def peak_extra_bytes(

@@ -3,7 +3,7 @@
 import pytest
 from support.params import slow
 
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes, seconds_by_round
+from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
 KNOWN = "support.memory:known"
 pytestmark = pytest.mark.skipif(
@@ -66,8 +66,3 @@ def test_times_are_taken_in_rounds_that_start_anywhere():
     assert all(len(x) == 2 and x == sorted(x) for x in times.values())
     with pytest.raises(ValueError, match="repeats must be >= 1, got 0"):
         median_seconds({}, 0)
-
-
-def test_seconds_of_any_clock_stay_in_the_order_of_the_rounds():
-    ticks = iter([0, 1, 1, 9, 10, 12])  # begin and end of the warm-up and of two rounds
-    assert seconds_by_round({"a": lambda: None}, 2, clock=lambda: next(ticks)) == {"a": [8, 2]}
