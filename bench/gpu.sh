@@ -49,7 +49,6 @@ STEPS=(
     "peers         60  unpack the wheels of \$WHEELS, say which peers are there"
     "correct       120 tests of the device"
     "robust        200 100 runs bitwise, CUDA graph, second stream, memory against the plan"
-    "device        60  what products, copies and launches reach"
     "variants      300 one GEMM against products and kernels, the forward kernel's blocks"
     "time          470 forward + backward and peak memory: every implementation, every shape"
     "forward       400 forward alone"
@@ -62,7 +61,7 @@ STEPS=(
     "racecheck     470 compute-sanitizer, races"
     "report        60  tables, pictures, prediction beside measurement"
 )
-LEAST=(peers correct robust device variants time forward report)
+LEAST=(peers correct robust variants time forward report)
 
 limit() {  # SECONDS COMMAND ...: interrupted first, so that Python leaves what it has in order
     local seconds=$1
@@ -114,11 +113,6 @@ step_robust() {
     local some=(--device "$device")
     [[ $dry ]] && some+=(--small)
     limit "$seconds" "$PYTHON" bench/robust.py "${some[@]}" --out "$OUT/robust-$tag.json"
-}
-step_device() {
-    local some=(--device "$device")
-    [[ $dry ]] && some+=(--dry)
-    limit "$seconds" "$PYTHON" bench/device.py "${some[@]}" --out "$OUT/device-$tag.json"
 }
 step_variants() {
     local some=(--device "$device")

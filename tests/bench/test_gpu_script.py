@@ -51,9 +51,9 @@ def test_the_limit_interrupts_and_what_was_written_stays(tmp_path):
     hangs = tmp_path / "python"
     hangs.write_text('#!/bin/sh\necho "$@" >> "$OUT/called"\nexec sleep 1000\n')
     hangs.chmod(0o755)
-    done = run("--dry", "device", "robust", out=tmp_path, PYTHON=str(hangs), LIMIT="1")
+    done = run("--dry", "variants", "robust", out=tmp_path, PYTHON=str(hangs), LIMIT="1")
     assert done.returncode == 1
-    assert "failed: device robust" in done.stdout
+    assert "failed: variants robust" in done.stdout
     assert len((tmp_path / "called").read_text().splitlines()) == 2
 
 
@@ -69,14 +69,14 @@ def test_results_of_an_earlier_machine_are_copied_in_and_replace_nothing(tmp_pat
     earlier.mkdir()
     out.mkdir()
     (earlier / "loss-cpu.json").write_text("earlier")
-    (earlier / "device-cpu.json").write_text("earlier")
-    (out / "device-cpu.json").write_text("here")
+    (earlier / "robust-cpu.json").write_text("earlier")
+    (out / "robust-cpu.json").write_text("here")
     quiet = tmp_path / "python"
     quiet.write_text("#!/bin/sh\n")
     quiet.chmod(0o755)
-    run("--dry", "device", out=out, EARLIER=str(earlier), PYTHON=str(quiet))
+    run("--dry", "robust", out=out, EARLIER=str(earlier), PYTHON=str(quiet))
     assert (out / "loss-cpu.json").read_text() == "earlier"
-    assert (out / "device-cpu.json").read_text() == "here"
+    assert (out / "robust-cpu.json").read_text() == "here"
 
 
 def rows_of(file):
