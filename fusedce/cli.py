@@ -141,22 +141,10 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
 )
 @click.option("--dtype", type=_Dtype(), default="bf16",
               show_default=True)  # fmt: skip
-@click.option(
-    "--gpus", default=1, show_default=True, help="GPUs that share the model's states (FSDP)."
-)
 @click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
               "machine's GPU if it is one of these, else H200.")  # fmt: skip
-@click.option(
-    "--free",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="Memory left for loss and activations.",
-)
 @_json
-def plan(
-    model: str, tokens: int, dtype: str, gpus: int, device: str | None, free: float | None,
-    as_json: bool,
-) -> None:  # fmt: skip
+def plan(model: str, tokens: int, dtype: str, device: str | None, as_json: bool) -> None:
     """Count the memory of the loss of MODEL without running it, and what a budget buys.
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
@@ -165,7 +153,7 @@ def plan(
     from fusedce.tools.plan import plan as make
 
     device = device or device_here() or "H200"
-    found = make(model, tokens=tokens, dtype=dtype, gpus=gpus, device=device, free=free)
+    found = make(model, tokens=tokens, dtype=dtype, device=device)
     if as_json:
         _print_json(found.data())
         return

@@ -176,8 +176,6 @@ NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
 OPTIONS = {
     ("plan", "64,1000"): {
         "--tokens": NUMBERS,
-        "--gpus": NUMBERS,
-        "--free": ["", "x", "-1", "nan", "inf"],
         "--dtype": ["", "x", "fp64", "FP8"],
         "--device": ["H300", "0", "x"],
         "--picture": [".", "/proc/none/x.png"],

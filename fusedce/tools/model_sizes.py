@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
 class UserError(ValueError):
@@ -32,8 +31,6 @@ class Sizes(NamedTuple):
     name: str
     H: int
     V: int
-    layers: int | None  # unknown for `H,V`
-    parameters: int | None  # of the whole model, without building it; None where unknown
 
 
 def sizes(model: str) -> Sizes:
@@ -46,7 +43,7 @@ def sizes(model: str) -> Sizes:
         H, V = map(int, re.split("[,x]", model))
         if not H or not V:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
-        return Sizes(model, H, V, None, None)
+        return Sizes(model, H, V)
     path = _config_path(model)
     values = _read(path) if path is not None else _class_config(model).to_dict()
     text = values.get("text_config")
@@ -54,27 +51,14 @@ def sizes(model: str) -> Sizes:
         values = values | text
     found = {
         what: next((values[n] for n in names if isinstance(values.get(n), int)), None)
-        for what, names in (("H", _HIDDEN), ("V", ("vocab_size",)), ("layers", _LAYERS))
+        for what, names in (("H", _HIDDEN), ("V", ("vocab_size",)))
     }
     if not found["H"] or not found["V"]:
         raise UserError(
             f"the configuration of {model} names no hidden size and vocabulary "
             f"({', '.join(_HIDDEN)}; vocab_size): give them as H,V, such as 4096,128256"
         )
-    H, V, layers = found["H"], found["V"], found["layers"]
-    return Sizes(model, H, V, layers, _parameters(values, H, V, layers))
-
-
-def _parameters(values: dict[str, Any], H: int, V: int, layers: int | None) -> int | None:
-    """Parameters of a dense gated decoder such as Llama; ``None`` with experts or state spaces."""
-    inner, heads = values.get("intermediate_size"), values.get("num_attention_heads")
-    if not layers or not inner or not heads or any("expert" in k and v for k, v in values.items()):
-        return None
-    head = values.get("head_dim") or H // heads
-    groups = values.get("num_key_value_heads") or heads
-    layer = 2 * H * head * (heads + groups) + 3 * H * inner
-    tables = 1 if values.get("tie_word_embeddings") else 2
-    return layers * layer + tables * V * H
+    return Sizes(model, found["H"], found["V"])
 
 
 def config_of(model: str) -> PretrainedConfig:

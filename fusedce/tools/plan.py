@@ -28,9 +28,7 @@ from fusedce.tools.model_sizes import Sizes, UserError, sizes
 GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 METHODS = ("eager", "compiled eager", "fused_ce")
-STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master weight, two moments of Adam
-_MOST_TOKENS = 2**24  # that the largest batch may have
-_MOST = 2**31 - 1  # tokens, GPUs and GiB of a call
+_MOST = 2**31 - 1  # tokens of a call
 
 
 class Device(NamedTuple):
@@ -56,7 +54,6 @@ class Method:
 
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
-    most_tokens: int | None  # the largest batch that fits; None where the memory is not known
 
     @property
     def bytes(self) -> int:
@@ -82,12 +79,9 @@ class ModelPlan:
     model: Sizes
     tokens: int  # of a micro-batch on one device
     dtype: str
-    gpus: int
     device: str
     logits_bytes: int  # of one copy of the logits, in `dtype`
     chunk_tokens: int  # of a chunk of fused_ce
-    states_bytes: int | None  # weights, gradients and Adam's moments on each device
-    free_bytes: int | None  # left for the loss and the activations
     least_budget: int  # bytes: the least memory_budget
     recommended_budget: int  # bytes: the least with which no step is slower than without a budget
     methods: tuple[Method, ...]
@@ -103,32 +97,21 @@ class ModelPlan:
         return found
 
 
-def plan(
-    model: str, *, tokens: int = 8192, dtype: str = "bf16", gpus: int = 1, device: str = "H200",
-    free: float | None = None,
-) -> ModelPlan:  # fmt: skip
+def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "H200") -> ModelPlan:
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
 
     Args:
         model: see :mod:`fusedce.tools.model_sizes`; ``H,V`` will do.
         tokens: of a micro-batch on one device.
         dtype: of hidden states and head: "fp32", "bf16" or "fp16".
-        gpus: over which weights, gradients and optimizer states are sharded (FSDP, ZeRO-3).
         device: a key of :data:`DEVICES`, or "cpu".
-        free: GiB that loss and activations may have together; by default what the device has less
-            the states of a dense model trained in bf16 with Adam (16 bytes a parameter).
-
-    The largest batch counts, beside the loss, one hidden state a layer: activation checkpointing.
 
     Raises:
         UserError: unknown model, device or dtype, or a size that is not positive.
     """
-    for name, value in (("tokens", tokens), ("gpus", gpus)):
-        if not 1 <= value <= _MOST:
-            bound = "at least 1" if value < 1 else f"at most {_MOST}"
-            raise UserError(f"{name} must be {bound}, got {value}")
-    if free is not None and not 0 < free <= _MOST:
-        raise UserError(f"free must be GiB above 0, at most {_MOST}, got {free}")
+    if not 1 <= tokens <= _MOST:
+        bound = "at least 1" if tokens < 1 else f"at most {_MOST}"
+        raise UserError(f"tokens must be {bound}, got {tokens}")
     if dtype not in BYTES:
         raise UserError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
     if device != "cpu" and device not in DEVICES:
@@ -136,21 +119,11 @@ def plan(
     of = sizes(model)
     known = DEVICES.get(device)
     b = BYTES[dtype]
-    states = None if of.parameters is None else STATE_BYTES * of.parameters // gpus
-    room = _room(known, states, free)
-    methods = tuple(
-        Method(
-            name,
-            memory(name, tokens, of.H, of.V, b, known),
-            None if room is None else _most_tokens(name, of, b, known, room),
-        )
-        for name in METHODS
-    )
+    methods = tuple(Method(name, memory(name, tokens, of.H, of.V, b, known)) for name in METHODS)
     asked = call(tokens, of.H, of.V, b, 1, cpu=known is None, device=known)
     return ModelPlan(
-        of, tokens, dtype, gpus, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
-        states, room, least_bytes(asked), way_of(asked).bytes, methods,
-        frontier(tokens, of.H, of.V, b, known),
+        of, tokens, dtype, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
+        least_bytes(asked), way_of(asked).bytes, methods, frontier(tokens, of.H, of.V, b, known),
     )  # fmt: skip
 
 
@@ -222,29 +195,3 @@ def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Poi
             found.append(point)
         budget *= 2
     return tuple(found)
-
-
-def _room(device: Device | None, states: int | None, free: float | None) -> int | None:
-    if free is not None:
-        return int(free * GiB)
-    if device is None or states is None:
-        return None
-    return max(device.memory - states, 0)
-
-
-def _most_tokens(name: str, of: Sizes, b: int, device: Device | None, room: int) -> int:
-    """The largest batch by bisection: memory grows with it, up to steps of the chunk's size."""
-
-    def needs(N: int) -> int:
-        return sum(memory(name, N, of.H, of.V, b, device).values()) + activations(N)
-
-    def activations(N: int) -> int:
-        return b * N * of.H * ((of.layers or 0) + 2)  # and the last one's gradient
-
-    if needs(1) > room:
-        return 0
-    low, high = 1, _MOST_TOKENS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needs(middle) <= room else (low, middle)
-    return low

@@ -52,19 +52,9 @@ def plan_text(found: ModelPlan) -> str:
         ("least memory_budget", _size(found.least_budget)),
         ("recommended memory_budget", _size(found.recommended_budget)),
     ]
-    if found.states_bytes is not None:
-        pairs.append(("weights, gradients, Adam on each device", _size(found.states_bytes)))
-    if found.free_bytes is not None:
-        pairs.append(("left for loss and activations", _size(found.free_bytes)))
-    rows = []
-    for m in found.methods:
-        row = {"": m.name, "predicted memory of the loss": _size(m.bytes)}
-        if m.most_tokens is not None:
-            row["most tokens that fit"] = str(m.most_tokens)
-        rows.append(row)
+    rows = [{"": m.name, "memory of the loss": _size(m.bytes)} for m in found.methods]
     lines = [
-        f"Predicted for {of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, "
-        f"{found.gpus} x {found.device}",
+        f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, {found.device}",
         *_pairs(pairs),
         _table(rows),
     ]

@@ -74,7 +74,6 @@ def test_a_plan_fits_eighty_columns():
         (["plan", "64,1000", "--tokens", "0"], "tokens must be at least 1, got 0"),
         (["plan", "64,1000", "--device", "H300"], "device must be cpu or one of A100"),
         (["plan"], "Missing argument 'MODEL'"),
-        (["plan", "64,1000", "--free", "-3"], "'--free'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),

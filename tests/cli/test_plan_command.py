@@ -21,38 +21,11 @@ def test_a_plan_from_sizes_needs_no_torch():
 def test_a_plan_reads_a_configuration(llama):
     found = answer("plan", str(llama), "--tokens", "4096", "--device", "A100")
     assert (found["model"]["H"], found["model"]["V"]) == (2048, 128256)
-    # Llama 3.2 1B as published: 1.24 billion parameters, its head tied.
-    assert found["model"]["parameters"] == pytest.approx(1.236e9, rel=0.01)  # as published
     assert found["logits_bytes"] == 2 * 4096 * 128256
-    assert found["states_bytes"] == 16 * found["model"]["parameters"]
     eager, compiled, ours = found["methods"]
     assert eager["bytes"] == 12 * 4096 * 128256
     assert ours["bytes"] < 1.2 * compiled["bytes"] < eager["bytes"]
-    assert eager["most_tokens"] < ours["most_tokens"]
     assert found["least_budget"] < found["recommended_budget"] <= ours["bytes"]
-
-
-def test_the_most_tokens_are_those_that_fit(llama):
-    """One token more would not: checked against the memory that the plan itself names."""
-    from fusedce.tools import plan
-
-    found = answer("plan", str(llama), "--free", "8", "--device", "A100")
-    of = plan.sizes(str(llama))
-    device = plan.DEVICES["A100"]
-    for method in found["methods"]:
-        if method["name"] == "fused_ce":  # grows in steps of a chunk
-            continue
-
-        def needs(N, name=method["name"]):
-            held = sum(plan.memory(name, N, of.H, of.V, 2, device).values())
-            return held + 2 * N * of.H * (of.layers + 2)
-
-        assert needs(method["most_tokens"]) <= 8 * 2**30 < needs(method["most_tokens"] + 1)
-
-
-def test_more_devices_leave_more_room(llama):
-    one, eight = (answer("plan", str(llama), "--gpus", n)["free_bytes"] for n in ("1", "8"))
-    assert eight > one
 
 
 @pytest.mark.parametrize(
@@ -124,9 +97,6 @@ def test_text_is_plain(llama):
         (["0,5"], "H,V"),
         (["5,0"], "H,V"),
         (["64,1000", "--tokens", "99999999999999999999"], "tokens"),
-        (["64,1000", "--free", "nan"], "free"),
-        (["64,1000", "--free", "inf"], "free"),
-        (["64,1000", "--free", "1e308"], "free"),
         ([""], "''"),
     ],
 )
