@@ -62,6 +62,9 @@ def fused_ce(
     grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
     require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
     not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
+    Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a bfloat16
+    head of float32 hidden states is computed in float32, beside a copy of it. Each gradient comes
+    in the dtype of its own argument.
     Gradients computed in the forward pass are those at the weight as it was then, also where the
     weight is written in place before ``backward()``; eager torch raises an error there if
     ``hidden`` requires grad.
