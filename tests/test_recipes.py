@@ -327,7 +327,7 @@ def test_what_is_missing_is_said():
         recipes.grpo_loss(x, x, x[:, 0], x > 0, kl=0.1)
     with pytest.raises(ValueError, match="entropy must be given with entropy_bonus"):
         recipes.grpo_loss(x, x, x[:, 0], x > 0, entropy_bonus=0.1)
-    with pytest.raises(ValueError, match=r"policy and reference must be \(2 B,\)"):
+    with pytest.raises(ValueError, match=r"policy must be \(2 B,\)"):
         recipes.dpo_loss(torch.zeros(3), torch.zeros(3))
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):

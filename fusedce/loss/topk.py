@@ -205,3 +205,62 @@ def _over_ranks(
     values, classes = values.gather(1, empty), classes.gather(1, empty)
     values, order = values.sort(dim=1, descending=True, stable=True)
     return values[:, :k].to(top.dtype), classes.gather(1, order)[:, :k].long(), others
+
+
+def filtered_logprob(
+    logprob: Tensor,  # (...) of the sampled classes
+    labels: Tensor,  # (...) the sampled classes
+    top: TopK,  # (..., K) of the same logits and temperature
+    *,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Log-probabilities of classes that a sampler drew from its likeliest ones alone.
+
+    Samplers keep the ``top_k`` likeliest classes, then of these the fewest whose probabilities,
+    renormalised, reach ``top_p`` (the order of vLLM and transformers). The result is ``logprob``
+    less the logarithm of the probability that is kept. A sampled class that is not among them
+    (another rounding in the sampler) counts as kept, too. Differentiable in both
+    log-probabilities; the choice has no gradient.
+
+    Args:
+        top: of :func:`fusedce.fused_topk`, at the temperature of sampling, ``K >= top_k``.
+        top_k: ``None``: the sampler has no such limit. Then the ``K`` classes must hold ``top_p``
+            of the probability; a token where they do not is NaN.
+        top_p: in (0, 1].
+        ignore_index: positions with this label are 0.
+
+    Returns:
+        ``(...)`` nats.
+
+    Raises:
+        ValueError: a shape that does not fit the others, ``top_k`` or ``top_p`` out of range.
+
+    Examples:
+        >>> top = TopK(torch.tensor([[0.4, 0.2, 0.1]]).log(), torch.tensor([[7, 2, 5]]))
+        >>> filtered_logprob(top.logprob[:, 1], torch.tensor([2]), top, top_k=2).exp()
+        tensor([0.3333])
+    """
+    K = top.logprob.shape[-1]
+    if not logprob.shape == labels.shape == top.logprob.shape[:-1] == top.index.shape[:-1]:
+        raise ValueError(
+            f"logprob and labels must be (...) of top, which is (..., K), got "
+            f"{tuple(logprob.shape)}, {tuple(labels.shape)} and {tuple(top.logprob.shape)}"
+        )
+    if top_k is not None and not 1 <= top_k <= K:
+        raise ValueError(f"top_k must be in [1, K] with K={K} (from top), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k is None and top_p == 1:
+        return logprob
+    log_p = top.logprob[..., :top_k]
+    p = (log_p if top_k is None else log_p.log_softmax(-1)).detach().double().exp()
+    reached = p.cumsum(-1)
+    kept = reached - p < top_p
+    normaliser = log_p.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    known = ((top.index[..., :top_k] == labels[..., None]) & kept).any(-1)
+    normaliser = torch.where(known, normaliser, torch.logaddexp(normaliser, logprob))
+    if top_k is None:
+        normaliser = normaliser.masked_fill(reached[..., -1] < top_p, torch.nan)
+    return (logprob - normaliser).masked_fill(labels == ignore_index, 0)
