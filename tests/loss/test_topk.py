@@ -46,7 +46,7 @@ def eager(hidden, weight, k, *, bias=None, softcap=None, logit_scale=1.0, temper
 def tile(request, monkeypatch):
     """Classes of a tile: all, or few, so that candidates are merged."""
     if request.param:
-        monkeypatch.setattr(plan, "_TILE_CLASSES_CPU", request.param)
+        monkeypatch.setattr(plan, "tile_classes", lambda *_: request.param)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,8 +163,14 @@ def shards(name, dtype, rank, backend="torch", tokens_sharded=False):
         local, part, K, backend=backend, process_group=dist.group.WORLD,
         tokens_sharded=tokens_sharded, **options,
     )  # fmt: skip
+    with torch.no_grad():
+        alone = fused_topk(
+            local, part, K, process_group=dist.group.WORLD, tokens_sharded=tokens_sharded, **options
+        )
+    assert torch.equal(alone.index, found.index)
+    torch.testing.assert_close(alone.logprob, found.logprob.detach())
     found.logprob.sum().backward()
-    return found.logprob.detach(), found.index, local.grad, part.grad
+    return alone.logprob, found.index, local.grad, part.grad
 
 
 def wrong(rank):
