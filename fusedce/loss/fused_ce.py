@@ -24,10 +24,10 @@ from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 @explains_names
 def fused_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (...) int64 or int32
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,

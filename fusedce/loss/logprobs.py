@@ -79,10 +79,10 @@ def fused_logprobs(
 @explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (...) or (..., K) int64 or int32
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -174,9 +174,9 @@ def fused_logprobs(
 @torch.no_grad()
 def fused_argmax(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     softcap: float | None = None,
     logit_scale: float = 1.0,
     backend: str | None = None,
