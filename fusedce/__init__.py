@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fusedce.contract.labels import shift_labels as shift_labels
     from fusedce.contract.results import LossSum as LossSum
     from fusedce.contract.results import TokenStats as TokenStats
+    from fusedce.contract.results import TopK as TopK
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
     from fusedce.head.replace import restore_loss_head as restore_loss_head
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from fusedce.loss.names_of_peers import linear_cross_entropy as linear_cross_entropy
     from fusedce.loss.reference import reference_ce as reference_ce
     from fusedce.loss.reference import reference_kl as reference_kl
+    from fusedce.loss.topk import fused_topk as fused_topk
     from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
     from fusedce.trainer.model_loss import model_loss as model_loss
 
@@ -55,6 +57,7 @@ _HOME = {
     "LossAccumulator": "accumulate.accumulator",
     "LossSum": "contract.results",
     "TokenStats": "contract.results",
+    "TopK": "contract.results",
     "audit": "auditing",
     "count_valid": "contract.labels",
     "fused_argmax": "loss.logprobs",
@@ -63,6 +66,7 @@ _HOME = {
     "fused_kl": "loss.kl",
     "fused_kl_tokens": "loss.kl",
     "fused_logprobs": "loss.logprobs",
+    "fused_topk": "loss.topk",
     "head_report": "head.replace",
     "linear_cross_entropy": "loss.names_of_peers",
     "model_loss": "trainer.model_loss",

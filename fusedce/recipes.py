@@ -5,19 +5,26 @@ and returns a :class:`fusedce.LossSum`: a sum and what it is divided by (tokens,
 for ``.mean()`` or a :class:`fusedce.LossAccumulator` over the whole optimizer step.
 
 A log-probability of a sequence is the sum over its tokens: ``stats.logprob.sum(-1)``, where prompt
-and padding are ignored labels. Chosen and rejected answers go through one call, stacked; so do all
-of the reference's, under ``torch.no_grad()``.
+and padding are ignored labels; its mean, for SimPO and ORPO, is that over ``used.sum(-1)``. Chosen
+and rejected answers go through one call, stacked; so do all of the reference's, under
+``torch.no_grad()``. Masks are bool, or numbers of which 0 is False. Nothing broadcasts: a tensor of
+another shape is an error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.contract.divergence import forward_terms
+from fusedce.contract.explain import not_a_tensor
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
+from fusedce.loss.topk import filtered_logprob as filtered_logprob
 
 
 def grpo_loss(
@@ -27,27 +34,45 @@ def grpo_loss(
     used: Tensor,  # (B, T) bool, or numbers of which 0 is False: tokens of the answers
     *,
     clip: tuple[float, float] = (0.2, 0.2),
+    kind: Literal["clipped", "cispo"] = "clipped",
+    ratio: Literal["token", "sequence"] = "token",
+    normalisation: Literal["token", "sequence", "dr_grpo"] = "token",
+    max_length: int | None = None,
     reference: Tensor | None = None,  # (B, T), of the reference policy
     kl: float = 0.0,
     entropy: Tensor | None = None,  # (B, T)
     entropy_bonus: float = 0.0,
 ) -> LossSum:
-    """Group-relative policy optimisation (arXiv:2402.03300), normalised by tokens (DAPO).
+    """Group-relative policy optimisation (arXiv:2402.03300), by default normalised by tokens.
 
     With ``r = exp(logprob - sampled)`` and ``d = reference - logprob``, over used tokens::
 
-        -min(r * A, clamp(r, 1 - clip[0], 1 + clip[1]) * A)
+        "clipped"   -min(r * A, clamp(r, 1 - clip[0], 1 + clip[1]) * A)
+        "cispo"     -min(r, 1 + clip[1]) * A * logprob, with a ratio that gets no gradient
+
             + kl * (exp(d) - d - 1) - entropy_bonus * entropy
 
     A token that is clipped, or has no advantage, gets no gradient however far the policies are
-    apart. An exponential that counts and is beyond the dtype is infinite, as in the formula.
+    apart; of "cispo" (MiniMax-M1, arXiv:2506.13585) it keeps one of bounded size. An exponential
+    that counts and is beyond the dtype is infinite, as in the formula.
+
+    Args:
+        clip: how far below and above 1 a ratio counts. (TRL's ``epsilon_high`` of "cispo" is the
+            bound itself, ``1 + clip[1]``.)
+        ratio: "sequence" gives all tokens of a sequence the geometric mean of their ratios (GSPO,
+            arXiv:2507.18071).
+        normalisation: what the sum is divided by. "token": used tokens (DAPO, arXiv:2503.14476).
+            "sequence": the mean over each sequence's tokens, then over sequences, as GRPO's paper
+            has it. "dr_grpo": sequences times ``max_length``, a constant (arXiv:2503.20783).
+        max_length: tokens of the longest answer that may be sampled; of "dr_grpo" alone.
 
     Returns:
-        :class:`fusedce.LossSum` over used tokens, nats where it is the divergence's.
+        :class:`fusedce.LossSum` over used tokens, sequences or ``B * max_length``, nats where it is
+        the divergence's.
 
     Raises:
-        ValueError: a tensor of another shape; ``kl`` without ``reference``, or ``entropy_bonus``
-            without ``entropy``.
+        ValueError: a tensor of another shape; ``kl`` without ``reference``, ``entropy_bonus``
+            without ``entropy``, "dr_grpo" without ``max_length``, or an unknown name.
 
     Examples:
         >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
@@ -60,26 +85,58 @@ def grpo_loss(
     if entropy_bonus and entropy is None:
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     _check_shapes(logprob, sampled=sampled, used=used, reference=reference, entropy=entropy)
-    if advantage.shape not in (logprob.shape, logprob.shape[:1]):
+    if logprob.dim() != 2 or advantage.shape not in (logprob.shape, logprob.shape[:1]):
         raise ValueError(
             f"advantage must be (B,) = {tuple(logprob.shape[:1])} or (B, T) = "
             f"{tuple(logprob.shape)} (from logprob), got {tuple(advantage.shape)}"
         )
+    _check_name("kind", kind, ("clipped", "cispo"))
+    _check_name("ratio", ratio, ("token", "sequence"))
     used = used != 0
     a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
-    log_ratio = (logprob - sampled.masked_fill(~used, 0)).masked_fill(a == 0, 0)
+    log_ratio = logprob - sampled.masked_fill(~used, 0)
+    if ratio == "sequence":
+        mean = log_ratio.sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = mean.expand_as(log_ratio)
+    log_ratio = log_ratio.masked_fill(a == 0, 0)
     # Clipped tokens leave before the differentiable exp, whose overflow would give 0 * inf.
-    ratio = log_ratio.detach().exp()
-    bound = ratio.clamp(1 - clip[0], 1 + clip[1])
-    clipped = ratio * a > bound * a
-    loss = -a * torch.where(clipped, bound, log_ratio.masked_fill(clipped, 0).exp())
+    r = log_ratio.detach().exp()
+    if kind == "cispo":
+        loss = -r.clamp(max=1 + clip[1]) * a * logprob
+    else:
+        bound = r.clamp(1 - clip[0], 1 + clip[1])
+        clipped = r * a > bound * a
+        loss = -a * torch.where(clipped, bound, log_ratio.masked_fill(clipped, 0).exp())
     if reference is not None and kl:
         d = reference.masked_fill(~used, 0) - logprob
         loss = loss + kl * (torch.expm1(d) - d)
     if entropy is not None and entropy_bonus:
         loss = loss - entropy_bonus * entropy
-    return LossSum(loss.masked_fill(~used, 0).sum(), used.sum())
+    return _normalised(loss, used, normalisation, max_length)
+
+
+def _normalised(loss: Tensor, used: Tensor, by: str, max_length: int | None) -> LossSum:
+    """The sum of the used tokens' losses ``(B, T)`` and what it is divided by."""
+    _check_name("normalisation", by, ("token", "sequence", "dr_grpo"))
+    if (max_length is None) == (by == "dr_grpo"):
+        raise ValueError(f"max_length must be given with 'dr_grpo' alone, got {max_length}: {by!r}")
+    loss, n = loss.masked_fill(~used, 0), used.sum()
+    if by == "sequence":
+        loss = loss.sum(-1) / used.sum(-1).clamp(min=1)
+    if by != "token":
+        n = torch.full_like(n, len(used) * (max_length or 1))
+    return LossSum(loss.sum(), n)
+
+
+# The loss of a pair, of its margin (log-ratio chosen less rejected) and of both log-ratios, each
+# times beta.
+_OF_PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigmoid": lambda chosen, rejected: -F.logsigmoid(chosen - rejected),
+    "hinge": lambda chosen, rejected: torch.relu(1 - (chosen - rejected)),
+    "apo_zero": lambda chosen, rejected: torch.sigmoid(-chosen) + torch.sigmoid(rejected),
+    "apo_down": lambda chosen, rejected: torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen),
+}
 
 
 def dpo_loss(
@@ -88,38 +145,101 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    kind: Literal["sigmoid", "hinge", "apo_zero", "apo_down"] = "sigmoid",
 ) -> LossSum:
     """Direct preference optimisation (arXiv:2305.18290), conservative with ``label_smoothing``.
 
-    With ``m = beta * ((policy - reference)[:B] - (policy - reference)[B:])``::
+    With ``c, r = beta * (policy - reference)`` of the chosen and of the rejected answer::
 
-        -(1 - label_smoothing) * log sigmoid(m) - label_smoothing * log sigmoid(-m)
+        "sigmoid"   -log sigmoid(c - r)
+        "hinge"     max(0, 1 - (c - r))                       (SLiC, arXiv:2305.10425)
+        "apo_zero"  1 - sigmoid(c) + sigmoid(r)               (APO, arXiv:2408.06266)
+        "apo_down"  sigmoid(c) + 1 - sigmoid(c - r)
+
+    ``label_smoothing`` is the share of pairs that are taken the other way round.
 
     Returns:
         :class:`fusedce.LossSum` over pairs.
 
     Raises:
-        ValueError: an odd number of sequences, or shapes that differ.
+        ValueError: an odd number of sequences, shapes that differ, or an unknown ``kind``.
 
     Examples:
         >>> dpo_loss(torch.zeros(4), torch.zeros(4)).mean()
         tensor(0.6931)
     """
-    if policy.shape != reference.shape or policy.dim() != 1 or len(policy) % 2:
-        raise ValueError(
-            f"policy and reference must be (2 B,), chosen then rejected, got "
-            f"{tuple(policy.shape)} and {tuple(reference.shape)}"
-        )
-    chosen, rejected = (policy - reference).chunk(2)
-    margin = beta * (chosen - rejected)
+    _check_name("kind", kind, tuple(_OF_PAIRS))
+    _check_shapes(policy, "policy", reference=reference)
+    chosen, rejected = (beta * x for x in _pairs(policy - reference))
+    loss = _OF_PAIRS[kind](chosen, rejected)
+    if label_smoothing:
+        swapped = _OF_PAIRS[kind](rejected, chosen)
+        loss = (1 - label_smoothing) * loss + label_smoothing * swapped
+    return _of_each(loss)
+
+
+def cpo_loss(
+    policy: Tensor,  # (2 B,) log-probabilities of sequences: B chosen, then B rejected
+    *,
+    beta: float = 0.1,
+    gamma: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> LossSum:
+    """Contrastive preference optimisation (arXiv:2401.08417), without a reference policy.
+
+    ``-log sigmoid(beta * (chosen - rejected) - gamma)``, smoothed as in :func:`dpo_loss`. The paper
+    adds the cross-entropy of the chosen answers: ``loss.mean() + alpha * nll``. SimPO
+    (arXiv:2405.14734) is this of *mean* log-probabilities, with a margin ``gamma``.
+
+    Returns, Raises: as :func:`dpo_loss`.
+
+    Examples:
+        >>> cpo_loss(torch.tensor([-1.0, -3.0]), beta=1.0, gamma=2.0).mean()
+        tensor(0.6931)
+    """
+    chosen, rejected = _pairs(policy)
+    margin = beta * (chosen - rejected) - gamma
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    return _of_each(loss)
+
+
+def orpo_loss(
+    policy: Tensor,  # (2 B,) mean log-probabilities of sequences' tokens: B chosen, B rejected
+    *,
+    beta: float = 0.1,
+) -> LossSum:
+    """Odds-ratio term of preference optimisation (arXiv:2403.07691), without a reference policy.
+
+    ``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)``. The
+    paper adds the cross-entropy of the chosen answers: ``loss.mean() + nll``.
+
+    Returns, Raises: as :func:`dpo_loss`.
+
+    Examples:
+        >>> orpo_loss(torch.tensor([-1.0, -1.0]), beta=1.0).mean()
+        tensor(0.6931)
+    """
+    log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)  # odds of a p of 1 are infinite
+    chosen, rejected = _pairs(log_p - (-torch.expm1(log_p)).log())
+    return _of_each(-beta * F.logsigmoid(chosen - rejected))
+
+
+def _pairs(policy: Tensor) -> tuple[Tensor, Tensor]:
+    if policy.dim() != 1 or len(policy) % 2:
+        raise ValueError(f"policy must be (2 B,), chosen then rejected, got {tuple(policy.shape)}")
+    chosen, rejected = policy.chunk(2)
+    return chosen, rejected
+
+
+def _of_each(loss: Tensor) -> LossSum:
+    """The sum of losses ``(n,)`` and their number."""
     return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
 
 
 def kto_loss(
     policy: Tensor,  # (B,) log-probabilities of sequences
     reference: Tensor,  # (B,), of the reference policy
-    desirable: Tensor,  # (B,) bool
+    desirable: Tensor,  # (B,) bool, or numbers of which 0 is False
     divergence: Tensor,  # () estimate of KL(policy || reference), of unrelated pairs
     *,
     beta: float = 0.1,
@@ -150,11 +270,11 @@ def kto_loss(
         raise ValueError(f"divergence must be () for all pairs, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
     loss = torch.where(
-        desirable,
+        desirable != 0,
         desirable_weight * torch.sigmoid(-above),
         undesirable_weight * torch.sigmoid(above),
     )
-    return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
+    return _of_each(loss)
 
 
 def token_scaled_loss(
@@ -185,12 +305,56 @@ def token_scaled_loss(
 
 
 def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:
-    """Raise ValueError for a tensor that is not of the shape of ``like``, called ``name``."""
-    for other, x in others.items():
+    """Raise an error for what is no tensor of the shape of ``like``, called ``name``."""
+    for other, x in {name: like, **others}.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise not_a_tensor(other, x)
         if x is not None and x.shape != like.shape:
             raise ValueError(
                 f"{other} must be {tuple(like.shape)}, as {name}, got {tuple(x.shape)}"
             )
+
+
+def _check_name(argument: str, given: str, names: tuple[str, ...]) -> None:
+    if given not in names:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {given!r}")
+
+
+def reverse_kl_loss(
+    student: Tensor,  # (..., K) log-probabilities of K classes of each token, all different
+    teacher: Tensor,  # (..., K) of the same classes
+    used: Tensor,  # (...) bool, or numbers of which 0 is False
+) -> LossSum:
+    """Reverse KL divergence of a student from a teacher on the student's likeliest classes.
+
+    :func:`distillation_loss` with the two exchanged: all other classes are one, the tail::
+
+        sum over k of p[k] * (log p[k] - log q[k])  +  p_tail * (log p_tail - log q_tail)
+
+    A lower bound of the divergence over all classes. The classes are the student's, so the teacher
+    is asked for them: ``top = fused_topk(hidden, weight, K)``, and under ``torch.no_grad()``
+    ``fused_logprobs(teacher_hidden, teacher_weight, top.index).logprob``.
+
+    Returns:
+        :class:`fusedce.LossSum` over used tokens, nats; differentiable in ``student``.
+
+    Raises:
+        ValueError: ``teacher`` or ``used`` of another shape.
+
+    Examples:
+        >>> log_p = torch.tensor([[0.5, 0.2]]).log()
+        >>> reverse_kl_loss(log_p, log_p, torch.ones(1)).mean()
+        tensor(0.)
+    """
+    _check_shapes(student, "student", teacher=teacher)
+    if used.shape != student.shape[:-1]:
+        raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
+    eps, used = torch.finfo(student.dtype).eps, used != 0
+    nowhere = ~used[..., None]
+    log_p, log_q = (x.double().masked_fill(nowhere, -1.0) for x in (student, teacher.detach()))
+    log_p, log_q = (torch.cat([x, _log_of_the_rest(x, eps)], -1) for x in (log_p, log_q))
+    loss = forward_terms(log_q, log_p).sum(-1).masked_fill(~used, 0)
+    return LossSum(loss.sum().to(student.dtype), used.sum())
 
 
 def distillation_loss(
@@ -207,6 +371,8 @@ def distillation_loss(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
+    process_group: Any = None,
+    vocab_size: int | None = None,
 ) -> LossSum:
     """Forward KL divergence of a student from a teacher of whom K log-probabilities are known.
 
@@ -228,8 +394,9 @@ def distillation_loss(
         teacher: at the temperature of the student's; whatever stands at ignored entries.
         temperature: positive divisor of the student's logits. (For gradients of the size that they
             have at 1, multiply the loss by its square.)
-        hidden, weight, bias, softcap, logit_scale, chunk_tokens, memory_budget, backend: as in
-            :func:`fusedce.fused_logprobs`.
+        hidden, weight, bias, softcap, logit_scale, chunk_tokens, memory_budget, backend,
+            process_group, vocab_size: as in :func:`fusedce.fused_logprobs`. Of a sharded
+            vocabulary all ranks hold the same classes, and return the same sum.
 
     Returns:
         :class:`fusedce.LossSum` over tokens, nats; differentiable in hidden, weight and bias.
@@ -264,6 +431,8 @@ def distillation_loss(
         chunk_tokens=chunk_tokens,
         memory_budget=memory_budget,
         backend=backend,
+        process_group=process_group,
+        vocab_size=vocab_size,
     ).logprob
     known = classes != ignore_index
     counted = known.any(-1)

@@ -38,7 +38,9 @@ Collectives on the vocabulary's ranks, "a token" being one that counts:
   numbers a token. In backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in
   float32; with sharded tokens before it those of the tokens again, and one all-gather of the
   statistics and their gradients;
-* with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows.
+* with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows;
+* :func:`fusedce.fused_topk`: one all-gather of ``2 k + 1`` float64 a token, and with a gradient
+  wanted what statistics of tokens take with ``labels (..., K)``.
 
 Examples:
     >>> # every rank; alone, it holds the whole vocabulary

@@ -1,13 +1,16 @@
 """Losses made of log-probabilities: values and gradients equal those of eager code on logits."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support import ranks
 from support.bounds import STATISTIC, errs_like, in_float64
 
-from fusedce import fused_logprobs, recipes
+from fusedce import fused_logprobs, fused_topk, recipes
 
 BACKENDS = ["torch", "triton"]
 EPS = torch.finfo(torch.float32).eps
@@ -42,30 +45,51 @@ def check(ours, eager, leaves, **bound):
     )
 
 
+GRPO = {
+    "token": {},
+    "sequence": {"normalisation": "sequence"},
+    "dr_grpo": {"normalisation": "dr_grpo", "max_length": 9},
+    "gspo": {"ratio": "sequence", "normalisation": "sequence"},
+    "cispo": {"kind": "cispo"},
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_grpo(backend):
+@pytest.mark.parametrize("name", GRPO)
+def test_grpo(backend, name):
     hidden, weight, labels = inputs()
+    labels[3] = -100  # an answer without tokens
     used = labels != -100
     stats = fused_logprobs(hidden, weight, labels, backend=backend)
     logprob, _ = eager_stats(hidden, weight, labels)
-    sampled = logprob.detach() + 0.3 * torch.randn(B, T)
-    reference = logprob.detach() + 0.1 * torch.randn(B, T)
-    advantage = torch.randn(B)
+    rng = torch.Generator().manual_seed(2)
+    sampled, reference = (
+        logprob.detach() + spread * torch.randn(B, T, generator=rng) for spread in (0.3, 0.1)
+    )
+    advantage = torch.randn(B, generator=rng)
     ours = recipes.grpo_loss(
-        stats.logprob, sampled, advantage, used, clip=(0.1, 0.2), reference=reference, kl=0.05,
-        entropy=stats.entropy, entropy_bonus=0.01,
+        stats.logprob, sampled, advantage, used.long(), clip=(0.1, 0.2), reference=reference,
+        kl=0.05, entropy=stats.entropy, entropy_bonus=0.01, **GRPO[name],
     )  # fmt: skip
 
     def eager(hidden, weight):
         logprob, entropy = eager_stats(hidden, weight, labels)
-        ratio = (logprob - sampled).exp()
-        a = advantage[:, None]
+        log_ratio, lengths = logprob - sampled, used.sum(1).clamp(min=1)
+        if name == "gspo":
+            log_ratio = ((log_ratio * used).sum(1) / lengths)[:, None].expand(B, T)
+        ratio, a = log_ratio.exp(), advantage[:, None]
         gain = torch.min(ratio * a, torch.clamp(ratio, 0.9, 1.2) * a)
+        if name == "cispo":
+            gain = ratio.clamp(max=1.2).detach() * a * logprob
         penalty = (reference - logprob).exp() - (reference - logprob) - 1
-        return -(gain - 0.05 * penalty + 0.01 * entropy)[used].sum() / used.sum()
+        losses = -(gain - 0.05 * penalty + 0.01 * entropy) * used
+        if name in ("sequence", "gspo"):
+            return (losses.sum(1) / lengths).mean()
+        return losses.sum() / (B * 9 if name == "dr_grpo" else used.sum())
 
     assert ((logprob - sampled).exp()[used] > 1.2).any()  # some are clipped
-    assert ours.n_valid == used.sum()
+    expected = {"token": used.sum(), "cispo": used.sum(), "dr_grpo": 36}.get(name, B)
+    assert ours.n_valid == expected
     check(ours.mean(), eager, (hidden, weight))
 
 
@@ -95,24 +119,69 @@ def test_grpo_of_policies_far_apart(apart, advantage):
         torch.testing.assert_close(found, slope.float(), **close)
 
 
+def log_odds(mean):
+    return mean - (1 - mean.exp()).log()
+
+
+# name: (options, log-ratio or log-probability of an answer, loss of a pair)
+PAIRS = {
+    "sigmoid": ({"beta": 0.3}, "ratio", lambda c, r: -F.logsigmoid(0.3 * (c - r))),
+    "hinge": ({"beta": 0.3}, "ratio", lambda c, r: torch.relu(1 - 0.3 * (c - r))),
+    "apo_zero": (
+        {"beta": 0.3}, "ratio", lambda c, r: 1 - torch.sigmoid(0.3 * c) + torch.sigmoid(0.3 * r)
+    ),
+    "apo_down": (
+        {"beta": 0.3}, "ratio",
+        lambda c, r: torch.sigmoid(0.3 * c) + 1 - torch.sigmoid(0.3 * (c - r)),
+    ),
+    "cpo": ({"beta": 0.3}, "sum", lambda c, r: -F.logsigmoid(0.3 * (c - r))),
+    "simpo": ({"beta": 2.0, "gamma": 0.7}, "mean", lambda c, r: -F.logsigmoid(2 * (c - r) - 0.7)),
+    "orpo": (
+        {"beta": 0.2}, "mean", lambda c, r: -0.2 * F.logsigmoid(log_odds(c) - log_odds(r))
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo(backend, smoothing):
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(backend, smoothing, name):
     hidden, weight, labels = inputs()
+    options, of, loss_of_pair = PAIRS[name]
+    if smoothing and (of != "ratio" and name != "cpo"):
+        pytest.skip("smoothed as CPO is, or not at all")
     frozen, frozen_weight, _ = inputs(1)
+    lengths = (labels != -100).sum(-1)
     policy = fused_logprobs(hidden, weight, labels, backend=backend).logprob.sum(-1)
     with torch.no_grad():
         reference = fused_logprobs(frozen, frozen_weight, labels, backend=backend).logprob.sum(-1)
-    ours = recipes.dpo_loss(policy, reference, beta=0.3, label_smoothing=smoothing)
+    if of == "ratio":
+        ours = recipes.dpo_loss(policy, reference, kind=name, label_smoothing=smoothing, **options)
+    elif name == "orpo":
+        ours = recipes.orpo_loss(policy / lengths, **options)
+    else:
+        policy = policy / lengths if of == "mean" else policy
+        ours = recipes.cpo_loss(policy, label_smoothing=smoothing, **options)
 
     def eager(hidden, weight):
-        of_frozen = eager_stats(frozen.to(hidden.dtype), frozen_weight.to(hidden.dtype), labels)[0]
-        ratio = (eager_stats(hidden, weight, labels)[0] - of_frozen.detach()).sum(-1)
-        m = 0.3 * (ratio[:2] - ratio[2:])
-        return F.binary_cross_entropy_with_logits(m, torch.full((2,), 1 - smoothing).to(m))
+        found = eager_stats(hidden, weight, labels)[0].sum(-1)
+        if of == "ratio":
+            of_frozen = (x.to(hidden.dtype) for x in (frozen, frozen_weight))
+            found = found - eager_stats(*of_frozen, labels)[0].sum(-1).detach()
+        elif of == "mean":
+            found = found / lengths
+        c, r = found[:2], found[2:]
+        return ((1 - smoothing) * loss_of_pair(c, r) + smoothing * loss_of_pair(r, c)).mean()
 
     assert ours.n_valid == 2
     check(ours.mean(), eager, (hidden, weight))
+
+
+def test_odds_of_a_sure_answer_are_finite():
+    policy = torch.tensor([0.0, -1e-30, -1.0, 0.0], requires_grad=True)
+    loss = recipes.orpo_loss(policy).mean()
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, policy)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -146,6 +215,79 @@ def test_token_scaled(backend):
         return -(found.exp().detach() * found)[used].sum() / used.sum()
 
     check(recipes.token_scaled_loss(logprob, used).mean(), eager, (hidden, weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("k", [1, K, V - 8])  # a tail of rounding is left to distillation's tests
+def test_reverse_kl_on_the_students_likeliest_classes(backend, k):
+    hidden, weight, labels = inputs()
+    of_teacher, teacher_weight, _ = inputs(1)
+    top = fused_topk(hidden, weight, k, backend=backend)
+    with torch.no_grad():
+        teacher = fused_logprobs(of_teacher, teacher_weight, top.index, backend=backend).logprob
+    ours = recipes.reverse_kl_loss(top.logprob, teacher, labels != -100)
+
+    def eager(hidden, weight):
+        heads = ((hidden, weight), (of_teacher.detach(), teacher_weight.detach()))
+        p, q = (F.linear(*(x.to(hidden.dtype) for x in head)).softmax(-1) for head in heads)
+        pairs = [(p.gather(-1, top.index), q.gather(-1, top.index))]
+        rest = torch.ones(B, T, V, dtype=torch.bool).scatter(-1, top.index, False)
+        pairs.append(tuple((x * rest).sum(-1, keepdim=True) for x in (p, q)))
+        return sum((p * (p / q).log()).sum(-1) for p, q in pairs)[labels != -100].sum()
+
+    assert ours.n_valid == (labels != -100).sum()
+    check(ours.loss_sum, eager, (hidden, weight))
+
+
+def warped(z, top_k, top_p):
+    """Logits as transformers' TopKLogitsWarper and TopPLogitsWarper leave them."""
+    if top_k is not None:
+        z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -torch.inf)
+    in_order, at = z.sort(descending=False)
+    gone = in_order.softmax(-1).cumsum(-1) <= 1 - top_p
+    gone[..., -1] = False
+    return z.masked_fill(gone.scatter(-1, at, gone), -torch.inf)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 5])
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 1.0])
+def test_filtered_sampling(top_k, top_p):
+    hidden, weight, labels = inputs()
+    z = warped(F.linear(hidden.detach(), weight.detach()), top_k, top_p)
+    sampled = torch.distributions.Categorical(logits=z).sample().where(labels != -100, labels)
+    top = fused_topk(hidden, weight, V if top_k is None else 6)
+    logprob = fused_logprobs(hidden, weight, sampled).logprob
+    ours = recipes.filtered_logprob(logprob, sampled, top, top_k=top_k, top_p=top_p)
+
+    def eager(hidden, weight):
+        full = F.linear(hidden, weight)
+        log_p = full.masked_fill(z == -torch.inf, -torch.inf).log_softmax(-1)
+        found = log_p.gather(-1, sampled.clamp(min=0)[..., None])[..., 0]
+        return found.where(sampled != -100, 0).sum()
+
+    check(ours.sum(), eager, (hidden, weight), roundings=64)  # terms of both signs; V of them
+
+
+def test_a_filter_whose_set_is_not_known_is_nan_and_a_class_beyond_it_is_kept():
+    hidden, weight, labels = inputs()
+    top = fused_topk(hidden, weight, 3)
+    logprob = fused_logprobs(hidden, weight, labels).logprob
+    unknown = recipes.filtered_logprob(logprob, labels, top, top_p=0.999)
+    few = top.logprob.exp().sum(-1) < 0.999
+    assert (unknown.isnan() == (few & (labels != -100))).all()
+    assert few.any()
+    least = F.linear(hidden, weight).argmin(-1)
+    logprob = fused_logprobs(hidden, weight, least).logprob
+    found = recipes.filtered_logprob(logprob, least, top, top_k=3)
+    with_it = torch.cat([top.logprob, logprob[..., None]], -1).logsumexp(-1)
+    torch.testing.assert_close(found, logprob - with_it)
+    for options, words in (
+        ({"top_k": 4}, r"top_k must be in \[1, K\] with K=3"), ({"top_p": 0.0}, "top_p must be in"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            recipes.filtered_logprob(logprob, least, top, **options)
+    with pytest.raises(ValueError, match=r"must be \(\.\.\.\) of top"):
+        recipes.filtered_logprob(logprob[:1], least[:1], top)
 
 
 def eager_distillation(hidden, weight, classes, teacher, temperature):
@@ -201,6 +343,42 @@ def test_distillation_from_the_likeliest_classes(backend, temperature, k):
             backend=backend,
         )  # fmt: skip
         check(whole.loss_sum, divergence, (hidden, weight), **bound)
+
+
+def sharded_distillation(backend, rank):
+    hidden, weight, classes, teacher = distilled()
+    rows = (slice(0, 9), slice(9, V + 2))[rank]  # the last two are padding
+    part = torch.cat([weight, torch.full((2, H), 99.0)])[rows].detach().requires_grad_()
+    loss = recipes.distillation_loss(
+        hidden, part, classes, teacher, temperature=2.0, backend=backend,
+        process_group=dist.group.WORLD, vocab_size=V,
+    )  # fmt: skip
+    d_hidden, d_weight = torch.autograd.grad(loss.loss_sum, (hidden, part))
+    return loss.loss_sum.detach(), loss.n_valid, d_hidden, d_weight
+
+
+def distilled():
+    hidden, weight, _ = inputs()
+    of_teacher = torch.randn(B, T, V, generator=torch.Generator().manual_seed(3))
+    teacher, classes = of_teacher.log_softmax(-1).topk(K)
+    classes[0, 1] = -100
+    return hidden, weight, classes, teacher
+
+
+def test_distillation_over_ranks():
+    """The tail holds classes of both ranks."""
+    found = ranks.run({b: functools.partial(sharded_distillation, b) for b in BACKENDS})
+    for backend in BACKENDS:
+        first, second = ranks.of(found, backend)
+        hidden, weight, classes, teacher = distilled()
+        whole = recipes.distillation_loss(hidden, weight, classes, teacher, temperature=2.0)
+        d_hidden, d_weight = torch.autograd.grad(whole.loss_sum, (hidden, weight))
+        assert torch.equal(first[0], second[0])
+        assert first[1] == whole.n_valid
+        torch.testing.assert_close(first[0], whole.loss_sum.detach())
+        torch.testing.assert_close(first[2], d_hidden)
+        padded = torch.cat([d_weight, torch.zeros(2, H)])
+        torch.testing.assert_close(torch.cat([first[3], second[3]]), padded)
 
 
 @pytest.mark.parametrize("spread", [1, 8])
@@ -327,8 +505,26 @@ def test_what_is_missing_is_said():
         recipes.grpo_loss(x, x, x[:, 0], x > 0, kl=0.1)
     with pytest.raises(ValueError, match="entropy must be given with entropy_bonus"):
         recipes.grpo_loss(x, x, x[:, 0], x > 0, entropy_bonus=0.1)
-    with pytest.raises(ValueError, match=r"policy and reference must be \(2 B,\)"):
-        recipes.dpo_loss(torch.zeros(3), torch.zeros(3))
+    for options, words in (
+        ({"normalisation": "dr_grpo"}, "max_length must be given with 'dr_grpo' alone"),
+        ({"max_length": 3}, "max_length must be given with 'dr_grpo' alone"),
+        ({"normalisation": "batch"}, "normalisation must be one of 'token'"),
+        ({"ratio": "batch"}, "ratio must be one of 'token'"),
+        ({"kind": "ppo"}, "kind must be one of 'clipped'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recipes.grpo_loss(x, x, x[:, 0], x > 0, **options)
+    with pytest.raises(TypeError, match="used must be a tensor, got list"):
+        recipes.grpo_loss(x, x, x[:, 0], [1, 1])
+    with pytest.raises(ValueError, match="kind must be one of 'sigmoid'"):
+        recipes.dpo_loss(torch.zeros(2), torch.zeros(2), kind="ipo")
+    for f in (recipes.cpo_loss, recipes.orpo_loss, lambda x: recipes.dpo_loss(x, x)):
+        with pytest.raises(ValueError, match=r"policy must be \(2 B,\)"):
+            f(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"reference must be \(4,\), as policy, got \(2,\)"):
+        recipes.dpo_loss(torch.zeros(4), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"used must be \(2,\), got \(2, 3\)"):
+        recipes.reverse_kl_loss(x, x, x)
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):
         recipes.distillation_loss(hidden, weight, labels, labels.float())
@@ -380,6 +576,8 @@ def test_masks_of_numbers_are_masks(dtype):
     for loss in (
         lambda m: recipes.grpo_loss(logprob, sampled, torch.tensor([1.0, -1.0, 0.5, 2.0]), m),
         lambda m: recipes.token_scaled_loss(logprob, m),
+        lambda m: recipes.reverse_kl_loss(logprob[..., None] - 1, sampled[..., None] - 1, m),
+        lambda m: recipes.kto_loss(logprob[:, 0], sampled[:, 0], m[:, 0], torch.tensor(0.1)),
     ):
         found, expected = loss(used.to(dtype)), loss(used)
         assert found.loss_sum.equal(expected.loss_sum)

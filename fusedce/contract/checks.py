@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 
@@ -86,16 +87,21 @@ def check_tensor_types(problem: Problem) -> None:
 
 
 def autocast(problem: Problem) -> Problem:
-    """Cast hidden, weight and bias as autocast casts the arguments of ``F.linear``.
+    """Cast hidden, weight and bias to one dtype: autocast's, or else the widest of theirs.
 
-    Tensors of float64 keep their dtype, and so do all tensors where autocast is off.
+    Autocast casts them as the arguments of ``F.linear``; float64 keeps its dtype. Elsewhere the
+    rule is `torch.promote_types`. A gradient is cast back to the dtype of its own argument.
     """
-    dtype = autocast_dtype(problem.hidden.device)
-    if dtype is None:
+    operands = problem.hidden, problem.weight, problem.bias
+    found = {x.dtype for x in operands if x is not None}
+    given = autocast_dtype(problem.hidden.device)
+    if given is None and (len(found) == 1 or not found <= {*DTYPES}):
         return problem
+    wide = given or functools.reduce(torch.promote_types, found)
 
     def cast(x: Tensor) -> Tensor:
-        return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+        kept = given is not None and (x.dtype == torch.float64 or not x.is_floating_point())
+        return x if kept else x.to(wide)
 
     return problem.but(
         hidden=cast(problem.hidden),
@@ -169,8 +175,8 @@ def check_tensors(problem: Problem) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise TypeError(
-                f"{name} must have the dtype of hidden {hidden.dtype}, got {tensor.dtype}: pass "
-                f"{name}.to(hidden.dtype), or call it under torch.autocast"
+                f"{name} must have the dtype of hidden {hidden.dtype}, or another of float32, "
+                f"bfloat16, float16 and float64, got {tensor.dtype}"
             )
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None:

@@ -185,6 +185,18 @@ class TokenStats(NamedTuple):
     argmax: Tensor
 
 
+class TopK(NamedTuple):
+    """The result of :func:`fused_topk`, the likeliest class first.
+
+    Attributes:
+        logprob: ``(..., k)`` log-probabilities, nats; fp32 (fp64 for fp64 inputs).
+        index: ``(..., k)`` int64 classes.
+    """
+
+    logprob: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
+
+
 class TokenStatsAndMean(NamedTuple):
     """:class:`TokenStats` with one more field.
 

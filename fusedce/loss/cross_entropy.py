@@ -29,10 +29,10 @@ from fusedce.loss.sharded_problem import (
 @explains_names
 def fused_cross_entropy(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (...) int64 or int32; or (..., V) floating
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     class_weight: Tensor | None = None,  # (V,) numbers
     reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int | None = -100,

@@ -24,10 +24,10 @@ from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 @explains_names
 def fused_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (...) int64 or int32
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -62,6 +62,9 @@ def fused_ce(
     grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
     require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
     not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
+    Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a bfloat16
+    head of float32 hidden states is computed in float32, beside a copy of it. Each gradient comes
+    in the dtype of its own argument.
     Gradients computed in the forward pass are those at the weight as it was then, also where the
     weight is written in place before ``backward()``; eager torch raises an error there if
     ``hidden`` requires grad.

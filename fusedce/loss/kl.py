@@ -22,7 +22,7 @@ Kind = Literal["forward", "reverse", "jsd"]
 @explains_names
 def fused_kl(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     teacher_hidden: Tensor,  # (..., H of the teacher)
     teacher_weight: Tensor,  # (V, H of the teacher) dtype of teacher_hidden
     labels: Tensor | None = None,  # (...) int64 or int32
@@ -31,7 +31,7 @@ def fused_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
     ce_weight: float = 0.0,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     teacher_bias: Tensor | None = None,  # (V,) dtype of teacher_hidden
     softcap: float | None = None,
     teacher_softcap: float | None = None,

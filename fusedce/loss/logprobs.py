@@ -79,10 +79,10 @@ def fused_logprobs(
 @explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (...) or (..., K) int64 or int32
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -154,7 +154,7 @@ def fused_logprobs(
         return _sharded_stats(problem, temperature, mean_logit, *placed)
     check_whole(tokens_sharded, vocab_size)
     check_flag("mean_logit", mean_logit)
-    problem = _tempered(problem, temperature)
+    problem = tempered(problem, temperature)
     several = has_several_classes(problem)
     problem = checked(problem.but(labels=labels[..., 0]) if several else problem)
     if problem.temperature is not None:
@@ -174,9 +174,9 @@ def fused_logprobs(
 @torch.no_grad()
 def fused_argmax(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     *,
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     softcap: float | None = None,
     logit_scale: float = 1.0,
     backend: str | None = None,
@@ -236,7 +236,7 @@ def _sharded_stats(
     """:func:`fused_logprobs` of a sharded vocabulary, of arguments as they were given."""
     with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
         check_flag("mean_logit", mean_logit)
-        problem = _tempered(problem, temperature)
+        problem = tempered(problem, temperature)
     hidden, labels = problem.hidden, problem.labels
     function = MEAN_LOGIT if mean_logit else STATISTICS
     problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
@@ -246,7 +246,7 @@ def _sharded_stats(
     return _shaped(logprob.view(local_of(labels).shape), stats, tokens, mean_logit)
 
 
-def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
+def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     """The problem with its logits divided by a number, or by each token's own.
 
     ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.

@@ -99,9 +99,9 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 @explains_names
 def linear_cross_entropy(
     hidden: Tensor,  # (..., T, H) fp32, bf16, fp16 or fp64
-    weight: Tensor,  # (V, H) dtype of hidden
+    weight: Tensor,  # (V, H) floats
     labels: Tensor,  # (..., T) int64 or int32
-    bias: Tensor | None = None,  # (V,) dtype of hidden
+    bias: Tensor | None = None,  # (V,) floats
     ignore_index: int | None = -100,
     softcap: float | None = None,
     reduction: Reduction = "mean",

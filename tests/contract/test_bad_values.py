@@ -19,12 +19,14 @@ FUNCTIONS = (
     fusedce.fused_cross_entropy,
     fusedce.fused_logprobs,
     fusedce.fused_argmax,
+    fusedce.fused_topk,
     fusedce.fused_kl,
     fusedce.fused_kl_tokens,
     fusedce.linear_cross_entropy,
 )
 NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
 TAKEN = {
+    "k": {"three"},
     "labels": {"(N,) int64"},
     "bias": {"None", "(V,) leaf"},
     "token_weight": {"None", "(N,) int64", "(N,) nan"},
@@ -70,6 +72,7 @@ def good(function) -> dict:
         "hidden": torch.linspace(-1, 1, N * H).view(N, H),
         "weight": torch.linspace(1, -1, V * H).view(V, H),
         "labels": torch.tensor([1, 2, 5, 3, 4, 9]),
+        "k": 2,
         "teacher_hidden": torch.linspace(-2, 1, N * 5).view(N, 5),
         "teacher_weight": torch.linspace(2, -1, V * 5).view(V, 5),
     }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fusedce
@@ -37,6 +38,42 @@ def test_the_snippets_of_a_page_run(name, tmp_path, monkeypatch):
     finally:
         if dist.is_initialized():  # a page on ranks makes a group of one process
             dist.destroy_process_group()
+
+
+FORWARD = """
+def forward(self, idx, targets=None):
+    x = self.wte(idx)
+    if targets is not None:
+        {}
+    else:
+        logits = self.lm_head(x[:, [-1], :])
+        loss = None
+    return logits, loss
+"""  # the lines of nanoGPT's around those that its diff names
+
+
+def test_the_change_of_nanogpt_runs_in_the_place_of_the_lines_that_it_names():
+    ((page, diff),) = (
+        (name, code) for name, text in TEXTS.items()
+        for tag, code in FENCE.findall(text) if tag == "diff"
+    )  # fmt: skip
+    assert page == "migrating.md"
+    targets = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(1))
+    targets[0, 3] = -1
+    found = []
+    for sign in "-+":
+        lines = [line[1:] for line in diff.splitlines() if line.startswith(sign)]
+        session = {"F": torch.nn.functional, "fusedce": fusedce}
+        exec(FORWARD.format("\n        ".join(lines)), session)
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.wte, model.lm_head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31, bias=False)
+        _, loss = session["forward"](model, targets.clamp(min=0), targets)
+        loss.backward()
+        logits, nothing = session["forward"](model, targets.clamp(min=0))
+        assert nothing is None
+        found.append((loss.detach(), logits.detach(), *(p.grad for p in model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -8,8 +8,27 @@ MONITORS = "test_monitors.py"
 MUTANTS = [
     Mutant(
         "grpo: clipped on one side",
-        "ratio.clamp(1 - clip[0], 1 + clip[1])\n",
-        "ratio.clamp(0, 1 + clip[1])\n",
+        "r.clamp(1 - clip[0], 1 + clip[1])",
+        "r.clamp(0, 1 + clip[1])",
+        f"{RECIPES} -k grpo",
+    ),
+    Mutant("cispo: unbounded", "r.clamp(max=1 + clip[1])", "r", f"{RECIPES} -k grpo"),
+    Mutant(
+        "gspo: divided by the padded length",
+        "mean = log_ratio.sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp(min=1)",
+        "mean = log_ratio.mean(-1, keepdim=True)",
+        f"{RECIPES} -k grpo",
+    ),
+    Mutant(
+        "grpo: sequences weigh as much as they are long",
+        'if by == "sequence":\n        loss = loss',
+        'if by == "never":\n        loss = loss',
+        f"{RECIPES} -k grpo",
+    ),
+    Mutant(
+        "dr_grpo: divided by the longest answer there is",
+        "len(used) * (max_length or 1)",
+        "len(used) * (used.shape[1] if max_length else 1)",
         f"{RECIPES} -k grpo",
     ),
     Mutant(
@@ -21,9 +40,58 @@ MUTANTS = [
     Mutant("grpo: other estimate", "torch.expm1(d) - d", "torch.expm1(d)", f"{RECIPES} -k grpo"),
     Mutant(
         "dpo: smoothing on one side",
-        "- label_smoothing * F.logsigmoid(-margin)",
-        "- 0 * F.logsigmoid(-margin)",
-        f"{RECIPES} -k dpo",
+        "loss = (1 - label_smoothing) * loss + label_smoothing * swapped",
+        "loss = (1 - label_smoothing) * loss",
+        f"{RECIPES} -k pairs",
+    ),
+    Mutant(
+        "apo: as good as the model's own",
+        "torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)",
+        "torch.sigmoid(chosen) + torch.sigmoid(-rejected)",
+        f"{RECIPES} -k pairs",
+    ),
+    Mutant(
+        "cpo: no margin",
+        "margin = beta * (chosen - rejected) - gamma",
+        "margin = beta * (chosen - rejected)",
+        f"{RECIPES} -k pairs",
+    ),
+    Mutant(
+        "orpo: probabilities for odds",
+        "log_p - (-torch.expm1(log_p)).log()",
+        "log_p",
+        f"{RECIPES} -k pairs",
+    ),
+    Mutant(
+        "orpo: infinite odds",
+        "log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)",
+        "log_p = policy.clamp(max=0)",
+        f"{RECIPES} -k sure_answer",
+    ),
+    Mutant(
+        "reverse KL: forward",
+        "forward_terms(log_q, log_p)",
+        "forward_terms(log_p, log_q)",
+        f"{RECIPES} -k reverse",
+    ),
+    Mutant(
+        "filtered: top-p of all classes",
+        "log_p if top_k is None else log_p.log_softmax(-1)",
+        "log_p",
+        f"{RECIPES} -k filtered",
+    ),
+    Mutant("filtered: one class more", "reached - p < top_p", "reached - p <= 1", RECIPES),
+    Mutant(
+        "filtered: a set that is not known",
+        "reached[..., -1] < top_p",
+        "reached[..., -1] < 0",
+        f"{RECIPES} -k known",
+    ),
+    Mutant(
+        "filtered: a class beyond the kept",
+        "torch.where(known, normaliser, torch.logaddexp(normaliser, logprob))",
+        "normaliser",
+        f"{RECIPES} -k known",
     ),
     Mutant(
         "kto: negative divergence",

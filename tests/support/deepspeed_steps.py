@@ -1,6 +1,8 @@
 """Three steps of a small model under DeepSpeed's ZeRO, on gloo: printed as JSON by rank 0.
 
-python -m torch.distributed.run --nproc-per-node 2 deepspeed_steps.py STAGE REPLACED
+python -m torch.distributed.run --nproc-per-node 2 deepspeed_steps.py STAGE REPLACED UNEQUAL
+
+UNEQUAL: whether rank 0 has one chunk of tokens and rank 1 four.
 """
 
 import json
@@ -16,6 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from fusedce import head_report, replace_loss_head
+from fusedce.backends import plan
 
 V, H = 50, 16
 # Compiled for minutes, and gloo does without.
@@ -33,9 +36,11 @@ class Model(nn.Module):
         return F.cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def main(stage, replaced):
+def main(stage, replaced, unequal):
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
+    if unequal:
+        plan.CPU_BUDGET = 1  # chunks of 16 tokens
     torch.manual_seed(0)
     model = Model()
     if replaced:
@@ -51,7 +56,8 @@ def main(stage, replaced):
     losses, gradients = [], []
     for step in range(3):
         rng = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss = engine(torch.randint(0, V, (2, 7), generator=rng))
+        length = 31 if unequal and dist.get_rank() else 7
+        loss = engine(torch.randint(0, V, (2, length), generator=rng))
         engine.backward(loss)
         found = {n: safe_get_full_grad(p) for n, p in model.named_parameters()}
         gradients.append({n: g.flatten().tolist() for n, g in found.items()})
@@ -66,4 +72,4 @@ def main(stage, replaced):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] == "1")
+    main(int(sys.argv[1]), sys.argv[2] == "1", sys.argv[3] == "1")

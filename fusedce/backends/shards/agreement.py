@@ -35,12 +35,13 @@ from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 from fusedce.contract.task import Shard
 
-FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX, DIVERGENCE = (
+FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX, TOPK, DIVERGENCE = (
     "a sum of losses",
     "losses of tokens",
     "statistics of tokens",
     "statistics of tokens with mean_logit",
     "likeliest classes",
+    "the k likeliest classes",
     "a divergence",
 )
 # A rank sends the number of its rows of the vocabulary, of its tokens, of those that are computed

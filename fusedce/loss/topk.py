@@ -1,0 +1,266 @@
+"""The likeliest classes of every token and their log-probabilities, without the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedce.backends.choose import resolve_backend
+from fusedce.backends.gradients import call_of
+from fusedce.backends.plan import tiles_of
+from fusedce.backends.shards.agreement import TOPK, groups_of, tell_peers_on_error
+from fusedce.backends.shards.collectives import all_gather, all_tokens
+from fusedce.backends.torch.logit_tiles import Logits, tiles
+from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.rows import blocks_of, valid_rows
+from fusedce.contract.checks import check_whole, checked, checked_temperature
+from fusedce.contract.explain import explains_names, not_a_tensor
+from fusedce.contract.groups import local_of
+from fusedce.contract.objective import folded
+from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.results import TopK
+from fusedce.contract.task import Shard
+from fusedce.loss.logprobs import fused_logprobs, tempered
+from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, no_labels
+
+
+@explains_names
+def fused_topk(
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H)
+    k: int,
+    *,
+    bias: Tensor | None = None,  # (V,)
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or (...) floats
+    memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
+) -> TopK:
+    """The ``k`` likeliest classes of every token and their log-probabilities, without the logits.
+
+    ``F.linear(hidden, weight, bias)``, finished and divided by the temperature as in
+    :func:`fusedce.fused_logprobs`, then ``log_softmax(-1).topk(k)``. One pass: each tile of the
+    vocabulary gives its ``k`` largest logits, which are merged, and its part of the log-sum-exp.
+    The memory beside one tile is that of the results, ``O(N * k)``. Of equal logits the classes of
+    the lowest index are taken, in their order. Deterministic.
+
+    With a gradient wanted, ``logprob`` is :func:`fusedce.fused_logprobs` of the classes that were
+    found: one more pass, and its backward. The choice of the classes has no gradient.
+
+    The products are torch's on every device, and ``backend`` is that of the gradients. On a GPU
+    the host waits once a tile. The function cannot be part of a ``fullgraph`` compilation.
+
+    Args:
+        k: number of classes, at least 1 and at most V.
+        hidden, weight, bias, softcap, logit_scale, temperature, memory_budget, backend,
+            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`. Over a
+            sharded vocabulary each rank finds its own ``k`` candidates, and one all-gather of
+            ``2 k + 1`` float64 numbers a token merges them: the same bits on all ranks.
+
+    Returns:
+        :class:`TopK`: ``logprob (..., k)`` float32 (float64 for float64 inputs) in descending
+        order, in nats, and ``index (..., k)`` int64. Of logits with NaN the classes are not
+        defined, and a log-probability is NaN.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``TypeError`` for a
+            ``k`` that is no int, ``ValueError`` for one outside of ``[1, V]``.
+
+    Examples:
+        >>> fused_topk(torch.eye(3), 9 * torch.eye(3), 2).index
+        tensor([[0, 1],
+                [1, 0],
+                [2, 0]])
+    """
+    sharded = is_sharded(weight, process_group)
+    with tell_peers_on_error(groups_of(weight, process_group) if sharded else [], None):
+        if not isinstance(hidden, Tensor):
+            raise not_a_tensor("hidden", hidden)
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"k must be an int, got {type(k).__name__}")
+    options: dict[str, Any] = {
+        "bias": bias, "softcap": softcap, "logit_scale": logit_scale,
+        "memory_budget": memory_budget, "backend": backend,
+    }  # fmt: skip
+    placed = {
+        "process_group": process_group, "tokens_sharded": tokens_sharded, "vocab_size": vocab_size,
+    }  # fmt: skip
+    inputs = (x for x in (hidden, weight, bias) if isinstance(x, Tensor))
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    problem = Problem(hidden, weight, no_labels(hidden), **options)
+    found = _found(problem, k, temperature, placed, differentiable if sharded else None)
+    if differentiable:
+        logprob = fused_logprobs(
+            hidden, weight, found.index, temperature=temperature, **options, **placed
+        ).logprob
+        return found._replace(logprob=logprob)
+    return found
+
+
+@torch.compiler.disable
+def _found(
+    problem: Problem,
+    k: int,
+    temperature: float | Tensor,
+    placed: dict[str, Any],
+    differentiable: bool | None,  # None: the vocabulary is whole; the ranks must agree on it
+) -> TopK:
+    """The classes and their log-probabilities, without gradient."""
+    tokens, group = local_of(problem.hidden).shape[:-1], placed["process_group"]
+    shard = None
+    if differentiable is not None:
+        with tell_peers_on_error(groups_of(problem.weight, group), device_of(problem.labels)):
+            problem = tempered(problem, temperature)
+        asked: dict[str, Any] = {"k": k, "differentiable": differentiable}
+        problem, shard = agree_on_problem(problem, **placed, function=TOPK, **asked)
+    else:
+        check_whole(placed["tokens_sharded"], placed["vocab_size"])
+        problem = checked(tempered(problem, temperature))
+        if problem.temperature is not None:
+            t = checked_temperature(problem.temperature, problem.hidden, problem.valid())
+            problem = problem.but(temperature=t)
+    V = problem.weight.shape[0] if shard is None else shard.V
+    if not 1 <= k <= V:
+        raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")
+    resolve_backend(problem.backend, problem.hidden)
+    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+        logprob, index = _walk(folded(problem), k, shard)
+    return TopK(logprob.view(*tokens, k), index.view(*tokens, k))
+
+
+def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
+    """``(N, k)`` log-probabilities and classes of this rank's tokens."""
+    N = len(problem.labels)
+    if shard is not None:
+        if shard.tokens is not None:
+            problem = all_tokens(problem, max(shard.tokens), shard.group)
+        real, bias = shard.real(problem), problem.bias
+        bias = None if bias is None else bias[:real]
+        problem = problem.but(weight=problem.weight[:real], bias=bias)
+    head, products = Projection.of(problem), Products.of(problem.hidden)
+    V, logits = len(problem.weight), Logits(head, products)
+    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=head.acc)
+    at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
+    others = torch.full_like(top[:, 0], -torch.inf, dtype=torch.float64)
+    rows = valid_rows(problem, max(V, 1))[0]
+    call = call_of(problem, Wanted(), len(rows))
+    # a tile's rows, the largest of them, and what is compared with them
+    call = call._replace(V=max(V, 1), copies=call.copies + 3)
+    way = tiles_of(call, memory_budget=problem.memory_budget)
+    for block in blocks_of(rows, way.tokens):
+        h = logits.operand(problem.hidden[block])
+        best, classes, rest = top[block], at[block], others[block]
+        for begin, end in tiles(V, way.classes):
+            z = logits.tile(h, begin, end).t().contiguous()  # (R, v)
+            if problem.temperature is not None:
+                z.div_(problem.temperature[block, None])
+            values, found = _largest(z, min(k, end - begin))
+            z.scatter_(1, found[:, :1], -torch.inf)
+            rest = torch.logaddexp(rest, z.logsumexp(1).double())
+            rest = torch.logaddexp(rest, torch.minimum(best[:, 0], values[:, 0]).double())
+            classes = torch.cat([classes, found + begin], 1)
+            best, order = torch.cat([best, values], 1).sort(dim=1, descending=True, stable=True)
+            best, classes = best[:, :k], classes.gather(1, order)[:, :k]
+        top[block], at[block], others[block] = best, classes, rest
+    if shard is not None:
+        top, at, others = _over_ranks(top, at + shard.first, others, shard)
+        top, at, others = (shard.own(x, N) for x in (top, at, others))
+    # The likeliest is exact at p -> 1; the rest, none beyond 1/2, follow from differences.
+    wide = top.double()
+    likeliest = -(others - wide[:, 0]).exp().log1p()
+    gap = (wide - wide[:, :1]).masked_fill(wide == -torch.inf, -torch.inf)
+    return (likeliest[:, None] + gap).to(top.dtype), at
+
+
+def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of each row of ``z (R, v)``, of equal ones the first, and their indices."""
+    values, at = z.topk(k, dim=1)
+    tied = (z >= values[:, -1:]).sum(1) > k  # one that equals the least was left out
+    if tied.any():
+        at[tied] = z[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    at = at.sort(dim=1).values
+    values, order = z.gather(1, at).sort(dim=1, descending=True, stable=True)
+    return values, at.gather(1, order)
+
+
+def _over_ranks(
+    top: Tensor, at: Tensor, others: Tensor, shard: Shard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge every rank's candidates. Collectives: one all-gather of ``2 k + 1`` float64 a token."""
+    k = top.shape[1]
+    table = all_gather(torch.cat([top.double(), at.double(), others[:, None]], 1), shard.group)
+    table = table.view(-1, *top.shape[:1], 2 * k + 1)  # (ranks, N, 2 k + 1)
+    values, classes, rest = table.split([k, k, 1], 2)
+    firsts = values[..., 0].scatter(0, values[..., 0].argmax(0, keepdim=True), -torch.inf)
+    others = torch.cat([rest[..., 0], firsts]).logsumexp(0)
+    values, classes = (x.transpose(0, 1).flatten(1) for x in (values, classes))
+    # Candidates stand in the order of their classes; what fills up a small shard stands last.
+    empty = (classes >= shard.V).long().sort(dim=1, stable=True).indices
+    values, classes = values.gather(1, empty), classes.gather(1, empty)
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return values[:, :k].to(top.dtype), classes.gather(1, order)[:, :k].long(), others
+
+
+def filtered_logprob(
+    logprob: Tensor,  # (...) of the sampled classes
+    labels: Tensor,  # (...) the sampled classes
+    top: TopK,  # (..., K) of the same logits and temperature
+    *,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Log-probabilities of classes that a sampler drew from its likeliest ones alone.
+
+    Samplers keep the ``top_k`` likeliest classes, then of these the fewest whose probabilities,
+    renormalised, reach ``top_p`` (the order of vLLM and transformers). The result is ``logprob``
+    less the logarithm of the probability that is kept. A sampled class that is not among them
+    (another rounding in the sampler) counts as kept, too. Differentiable in both
+    log-probabilities; the choice has no gradient.
+
+    Args:
+        top: of :func:`fusedce.fused_topk`, at the temperature of sampling, ``K >= top_k``.
+        top_k: ``None``: the sampler has no such limit. Then the ``K`` classes must hold ``top_p``
+            of the probability; a token where they do not is NaN.
+        top_p: in (0, 1].
+        ignore_index: positions with this label are 0.
+
+    Returns:
+        ``(...)`` nats.
+
+    Raises:
+        ValueError: a shape that does not fit the others, ``top_k`` or ``top_p`` out of range.
+
+    Examples:
+        >>> top = TopK(torch.tensor([[0.4, 0.2, 0.1]]).log(), torch.tensor([[7, 2, 5]]))
+        >>> filtered_logprob(top.logprob[:, 1], torch.tensor([2]), top, top_k=2).exp()
+        tensor([0.3333])
+    """
+    K = top.logprob.shape[-1]
+    if not logprob.shape == labels.shape == top.logprob.shape[:-1] == top.index.shape[:-1]:
+        raise ValueError(
+            f"logprob and labels must be (...) of top, which is (..., K), got "
+            f"{tuple(logprob.shape)}, {tuple(labels.shape)} and {tuple(top.logprob.shape)}"
+        )
+    if top_k is not None and not 1 <= top_k <= K:
+        raise ValueError(f"top_k must be in [1, K] with K={K} (from top), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k is None and top_p == 1:
+        return logprob
+    log_p = top.logprob[..., :top_k]
+    p = (log_p if top_k is None else log_p.log_softmax(-1)).detach().double().exp()
+    reached = p.cumsum(-1)
+    kept = reached - p < top_p
+    normaliser = log_p.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    known = ((top.index[..., :top_k] == labels[..., None]) & kept).any(-1)
+    normaliser = torch.where(known, normaliser, torch.logaddexp(normaliser, logprob))
+    if top_k is None:
+        normaliser = normaliser.masked_fill(reached[..., -1] < top_p, torch.nan)
+    return (logprob - normaliser).masked_fill(labels == ignore_index, 0)
