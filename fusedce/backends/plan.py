@@ -53,8 +53,6 @@ _LEAST_CLASSES = 64
 _COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
 
-SMALL_HEAD = 2**24  # elements of weight: 32 MiB more in float32 than in bfloat16
-
 ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
@@ -108,11 +106,6 @@ def device_budget(memory: int | None) -> int:
     """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
     large = memory is not None and memory >= LARGE_DEVICE
     return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
-
-
-def is_small_head(elements: int, memory_budget: int | None, small: int = SMALL_HEAD) -> bool:
-    """Whether a weight's gradient may wait for backward in float32: never under a budget."""
-    return memory_budget is None and elements <= small
 
 
 def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None) -> Way:

@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: the first tile's reference is kept where it is too low",
-        "        if bool((sums > HIGHEST).any()):\n            k = self._maxima(z)",
-        "        if False:\n            k = self._maxima(z)",
+        "if not self.add(z, self.k, scratch):",
+        "if self.add(z, self.k, scratch) is None:",
         f"{KL} -k far_above_the_first_tile",
     ),
     Mutant(

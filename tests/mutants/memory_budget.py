@@ -45,12 +45,6 @@ MUTANTS = [
         "head/test_models.py -k budget",
     ),
     Mutant(
-        "budget: beside it a small head waits in float32",
-        "return memory_budget is None and elements <= small",
-        "return elements <= small",
-        "backends/test_gradients.py -k small_heads_gradient",
-    ),
-    Mutant(
         "two passes: the denominator is forgotten",
         "outer = nothing + factor",
         "outer = nothing + 1",

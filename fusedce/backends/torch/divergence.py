@@ -32,7 +32,15 @@ from fusedce.backends.plan import compared_classes, way_of_divergence
 from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import gather_tokens, of_classes
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
-from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
+from fusedce.backends.torch.logit_tiles import (
+    NEAR,
+    Logits,
+    Sums,
+    TileStats,
+    label_entry,
+    maxima,
+    tiles,
+)
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.sharded_sum import Here
@@ -136,45 +144,23 @@ def _of_here(here: Here, divergence: Divergence) -> Divergence:
     )
 
 
-class _Exponentials:
-    """Sums of the exponentials of tiles of logits.
+class _Exponentials(Sums):
+    """Sums of the exponentials of tiles of logits that stay.
 
     All tiles share the first one's maximum as their reference (0 where that fits as well), until a
     sum shows that it is too low: then the tile has its own. Only tiles of the latter kind, and the
     first, are searched for their maximum.
     """
 
-    def __init__(self, C: int) -> None:
-        self.C = C
-        self.k: Tensor | None = None  # (C,)
-        self.references: list[Tensor] = []
-        self.sums: list[Tensor] = []
+    k: Tensor | None = None  # (C,)
 
-    def add(self, z: Tensor, scratch: Tensor) -> None:
+    def take(self, z: Tensor, scratch: Tensor) -> None:
         """Take in a tile ``z (v, C)``; ``scratch`` of its shape is overwritten."""
         if self.k is None:
-            k = self._maxima(z)
+            k = maxima(z)
             self.k = k.masked_fill(k.abs() <= NEAR, 0)
-            self.shifted = bool(self.k.any())
-        k = self.k
-        shifted = torch.sub(z, k, out=scratch) if self.shifted else z
-        sums = torch.exp(shifted, out=scratch).sum(0)
-        if bool((sums > HIGHEST).any()):
-            k = self._maxima(z)
-            sums = torch.sub(z, k, out=scratch).exp_().sum(0)
-        self.references.append(k)
-        self.sums.append(sums)
-
-    def _maxima(self, z: Tensor) -> Tensor:
-        return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
-
-    def lse(self, device: torch.device) -> Tensor:
-        """``(C,)`` float64; -inf where no class lies here."""
-        if not self.sums:
-            return torch.full((self.C,), -math.inf, dtype=torch.float64, device=device)
-        k = torch.stack(self.references).double()  # (tiles, C)
-        top = k.amax(0)
-        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
+        if not self.add(z, self.k, scratch):
+            self.add(z, maxima(z), scratch)
 
 
 class _CrossEntropy(NamedTuple):
@@ -213,7 +199,7 @@ class _ToTeacher:
         problem, divergence = self.problem, self.divergence
         V, C = len(problem.weight), len(h)
         self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
-        of_student, of_teacher = _Exponentials(C), _Exponentials(C)
+        of_student, of_teacher = _Exponentials(), _Exponentials()
         y, temperature = _rows_of(problem.labels[chunk], self.shard), divergence.temperature
         ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
         here = self.logits.operand(h)
@@ -225,11 +211,11 @@ class _ToTeacher:
                 range(begin, end, self.step), s.split(self.step), t.split(self.step), strict=True
             ):
                 scratch = self.scratch[0][: s_part.numel()].view_as(s_part)
-                of_student.add(s_part, scratch)
+                of_student.take(s_part, scratch)
                 if ce is not None:
                     ce.add(torch.mul(s_part, temperature, out=scratch), first)
-                of_teacher.add(t_part, scratch)
-        lse, lse_t = of_student.lse(h.device), of_teacher.lse(h.device)
+                of_teacher.take(t_part, scratch)
+        lse, lse_t = of_student.lse(y), of_teacher.lse(y)
         of_label: tuple[Tensor, ...] = () if ce is None else (ce.losses(), ce.lse())
         if self.shard is not None:
             (lse, lse_t), of_label = _over_ranks([lse, lse_t], ce, V, self.shard)
