@@ -31,7 +31,8 @@ from torch import Tensor
 
 import fusedce
 from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, least_bytes, tiles_of, way_of
+from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES
+from fusedce.backends.plan import least_bytes, tiles_of, way_of
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
 

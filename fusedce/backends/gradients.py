@@ -9,13 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import (
-    Call,
-    device_budget,
-    least_of_tiles,
-    tiles_of,
-    way_of_divergence,
-)
+from fusedce.backends.held import Call
+from fusedce.backends.plan import device_budget, least_bytes, tiles_of, way_of_divergence
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Task
@@ -93,7 +88,8 @@ def check_budget(problem: Problem, call: Call) -> None:
     calls = [call]
     if call.triton and call.n > 1 and (call.hidden or call.weight):
         calls.append(call._replace(n=call.n - 1))
-    tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
+    least = functools.partial(least_bytes, tiles=True)
+    tiles_of(max(calls, key=least), memory_budget=problem.memory_budget)
 
 
 def check_divergence_budget(task: Task) -> None:

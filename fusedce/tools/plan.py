@@ -12,16 +12,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import (
-    EXP_GEMM_H,
-    ONE_CHUNK,
-    TILES,
-    Call,
-    Way,
-    device_budget,
-    least_bytes,
-    way_of,
-)
+from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call, Way
+from fusedce.backends.plan import device_budget, least_bytes, way_of
 from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 GiB = 2**30

@@ -450,7 +450,8 @@ def test_gradients_of_each_sample(argument):
 
 
 def test_memory_budget_makes_small_chunks():
-    from fusedce.backends.plan import Call, way_of_divergence
+    from fusedce.backends.held import Call
+    from fusedce.backends.plan import way_of_divergence
 
     call = Call(4096, 4096, 50_000, 512, 4, 8, on_cpu=True, triton=False)
     free = way_of_divergence(call, 1024)

@@ -16,14 +16,14 @@ MUTANTS = [
     ),
     Mutant(
         "plan: a budget that is too small takes the least way",
-        "        raise _too_small(call, memory_budget, _tilings(call, _LEAST_CLASSES))",
-        "        return way",
+        '    raise ValueError(\n        f"memory_budget must be at least {least.bytes}',
+        '    return least\n    raise ValueError(\n        f"memory_budget must be at least {least.bytes}',
         f"{BUDGET} -k too_small",
     ),
     Mutant(
         "plan: chunks of the fewest tokens",
-        "            if way.name != CHUNKS:",
-        "            if True:",
+        "    if way.name != CHUNKS:",
+        "    if True:",
         f"{PLAN} -k never_slower",
     ),
     Mutant(

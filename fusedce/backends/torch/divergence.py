@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import compared_classes, way_of_divergence
+from fusedce.backends.held import compared_classes
+from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import gather_tokens, of_classes
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums

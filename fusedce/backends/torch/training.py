@@ -29,8 +29,9 @@ from torch import Tensor
 
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.held import TILES
 from fusedce.backends.mean_logit import MeanLogit
-from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
+from fusedce.backends.plan import tile_classes, tiles_of, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.torch.logit_tiles import (
     Logits,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
+from fusedce.backends.held import multiple_of_16
 from fusedce.backends.mean_logit import sampled_mean_row
-from fusedce.backends.plan import multiple_of_16, tiles_of
+from fusedce.backends.plan import tiles_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import amplification
 from fusedce.backends.triton.head_gradients import add_entries, add_to_bias
