@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import multiple_of_16
 from fusedce.backends.mean_logit import MeanLogit
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
 from fusedce.backends.triton.launch import (

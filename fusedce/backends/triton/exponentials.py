@@ -14,7 +14,7 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from fusedce.backends.held import multiple_of_16
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import WEIGHT_ROWS, exp_block, multiple_of_16, rows_of_hidden
+from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16, rows_of_hidden
 from fusedce.backends.triton.archs import Architecture
 from fusedce.backends.triton.launch import say_once, span
 

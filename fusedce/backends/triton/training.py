@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import TILES
-from fusedce.backends.plan import way_of
+from fusedce.backends.plan import TILES, way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton.chunks import Chunks, RowFactors
 from fusedce.backends.triton.exponentials import gemm_blocks
