@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import (
+from fusedce.backends.held import (
     EXP_BLOCK_V,
     FORWARD_NARROW_H,
     MAX_SPLITS,
@@ -21,9 +21,8 @@ from fusedce.backends.plan import (
     exp_block,
     rows_of_hidden,
     tile_shape,
-    way_of,
-    way_of_divergence,
 )
+from fusedce.backends.plan import way_of, way_of_divergence
 from fusedce.tools.plan import GiB, call
 
 MiB = 2**20

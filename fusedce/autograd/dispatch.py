@@ -22,7 +22,8 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.plan import TILES, way_of
+from fusedce.backends.held import TILES
+from fusedce.backends.plan import way_of
 from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
 from fusedce.contract.problem import Problem

@@ -9,15 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import (
-    SMALL_HEAD,
-    Call,
-    device_budget,
-    is_small_head,
-    least_of_tiles,
-    tiles_of,
-    way_of_divergence,
-)
+from fusedce.backends.held import Call
+from fusedce.backends.plan import device_budget, least_bytes, tiles_of, way_of_divergence
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Task
@@ -39,16 +32,14 @@ def of_inputs(problem: Problem) -> Dtypes:
 def waiting(problem: Problem) -> Dtypes:
     """Dtypes in which the gradients of a sum wait for their upstream factor.
 
-    In float32 they are rounded once, whatever comes from upstream. A large weight's waits in its
-    own dtype, for twice its memory would be felt: there a factor that was not expected costs a
-    second rounding. So does every weight's under a memory budget. Not in float16, whose range the
-    gradient of a sum can leave although that of a mean fits it.
+    In float32 they are rounded once, whatever comes from upstream. A weight's waits in its own
+    dtype, for twice its memory would be felt: there a factor that was not expected costs a second
+    rounding. Not in float16, whose range the gradient of a sum can leave although that of a mean
+    fits it.
     """
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
-    small = is_small_head(problem.weight.numel(), problem.memory_budget, SMALL_HEAD)
-    large = dtype != torch.float16 and not small
-    return Dtypes(acc, dtype if large else acc, acc)
+    return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
 
 
 def call_of(
@@ -97,7 +88,8 @@ def check_budget(problem: Problem, call: Call) -> None:
     calls = [call]
     if call.triton and call.n > 1 and (call.hidden or call.weight):
         calls.append(call._replace(n=call.n - 1))
-    tiles_of(max(calls, key=least_of_tiles), memory_budget=problem.memory_budget)
+    least = functools.partial(least_bytes, tiles=True)
+    tiles_of(max(calls, key=least), memory_budget=problem.memory_budget)
 
 
 def check_divergence_budget(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Mean rows of a head: the exact one, which gives mean logits, and one of a few classes."""
+"""The mean row of a head, which gives mean logits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,7 @@ from torch import Tensor
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
 
-SAMPLE = 128  # classes of a sample
 _ROWS = 1024  # of the head that are widened at a time
-
-
-def sample(weight: Tensor) -> Tensor:
-    """``(K,)`` int64: classes of ``weight (V, H)``, evenly chosen, at most `SAMPLE`."""
-    V = len(weight)
-    return torch.arange(0, V, -(-V // SAMPLE), device=weight.device)
-
-
-def sampled_mean_row(weight: Tensor) -> Tensor:
-    """``(H,)`` fp32 or fp64: about the mean of the rows of ``weight (V, H)``, from a sample.
-
-    Rounding changes the sum of a token's entries of the logits' gradient. In d_hidden, the change
-    meets what all rows of the head share; adding it times this row undoes that.
-    """
-    return weight[sample(weight)].to(acc_dtype(weight.dtype)).mean(0)
 
 
 def _same(x: Tensor) -> Tensor:

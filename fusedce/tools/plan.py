@@ -12,17 +12,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import (
-    EXP_GEMM_H,
-    ONE_CHUNK,
-    TILES,
-    Call,
-    Way,
-    device_budget,
-    is_small_head,
-    least_bytes,
-    way_of,
-)
+from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call, Way
+from fusedce.backends.plan import device_budget, least_bytes, way_of
 from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 GiB = 2**30
@@ -149,10 +140,9 @@ def call(
 
     A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
     """
-    wide = b == 2 and is_small_head(V * H, budget)
     logit = 4 if cpu else b
     return Call(
-        N, N, V, H, b, logit, wide_weight=wide, on_cpu=cpu, triton=not cpu,
+        N, N, V, H, b, logit, on_cpu=cpu, triton=not cpu,
         budget=device_budget(None if device is None else device.memory),
         gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
     )  # fmt: skip

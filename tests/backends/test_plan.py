@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedce.backends import plan
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, Call, MiB
+from fusedce.backends import held, plan
+from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES, Call, MiB
 from fusedce.backends.triton import archs
 
 LLAMA = Call(8192, 8192, 128256, 4096, element=2, logit=2)
@@ -17,7 +17,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     assert plan.chunk_size(LLAMA) == 8192
     size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
     assert size % 128 == 0
-    assert size * 128256 * 2 <= plan.DEVICE_BUDGET
+    assert size * 128256 * 2 <= held.DEVICE_BUDGET
     assert plan.chunk_size(LLAMA, 7) == 7
 
 
@@ -45,7 +45,7 @@ def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_state
 def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""
     C = plan.chunk_size(LLAMA._replace(n=10**7, N=10**7, V=vocabulary))
-    assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
+    assert C * vocabulary * 2 <= held.DEVICE_BUDGET
     assert (
         C <= 8192
     )  # a larger chunk makes the products no faster, and every row has buffers of its own
@@ -66,17 +66,17 @@ def test_a_large_device_has_larger_chunks(gib, budget):
 
 @given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 16384))
 def test_rows_of_tiles_are_equal(C, V, H):
-    rows, T = plan.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), plan.EXP_BLOCK_V))
+    rows, T = held.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), held.EXP_BLOCK_V))
     parts = -(-C // rows)
     assert rows == C or rows % 128 == 0
     assert parts * rows - C < 128 * parts  # no part is smaller than the others by more
-    assert rows * T <= max(plan.TILE_ELEMENTS[1], 128 * plan.EXP_BLOCK_V)
+    assert rows * T <= max(held.TILE_ELEMENTS[1], 128 * held.EXP_BLOCK_V)
 
 
 @pytest.mark.parametrize("H", [2304, 2560, 3072])
 def test_no_tile_has_a_few_rows_alone(H):
     """8192 tokens were once cut into 7281 and 911, 6553 and 1639, 5461 and 2731."""
-    assert plan.tile_shape(8192, 256000, H, 2048)[0] == 4096
+    assert held.tile_shape(8192, 256000, H, 2048)[0] == 4096
 
 
 def test_less_memory_takes_the_next_way():
@@ -108,12 +108,12 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     assert way.tokens >= 1
     assert way.classes >= 1
     if way.name == CHUNKS:  # one chunk less would not fit
-        step, chunks = plan._multiple(call), -(-call.n // way.tokens)
+        step, chunks = call.limits.multiple, -(-call.n // way.tokens)
         larger = -(-call.n // (chunks - 1) // step) * step
-        held = plan.chunked(call, larger, way.classes).bytes
-        assert held > budget or larger > plan._most_tokens(call)
+        bytes_ = held.chunked(call, larger, way.classes).bytes
+        assert bytes_ > budget or larger > plan._most_tokens(call)
     richer = plan.way_of(call, memory_budget=2 * budget)
-    assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
+    assert held.WAYS.index(richer.name) <= held.WAYS.index(way.name)
     if richer.name == way.name == CHUNKS:
         assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
 

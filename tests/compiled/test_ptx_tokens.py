@@ -7,7 +7,7 @@ from support.bounds import EXACT, logit_rounding
 from support.compiled import skip_one_known_step
 
 import fusedce
-from fusedce.backends import plan
+from fusedce.backends import held
 from fusedce.backends.triton import training, vocab_tiles
 from fusedce.testing import Case, check
 
@@ -120,7 +120,7 @@ def small_tiles(monkeypatch):
     """Blocks of 16 tokens by tiles of 192 classes, so that there are several of both."""
 
     def way(call, **asked):
-        return plan._by_tiles(call, 16, 192)
+        return held.by_tiles(call, 16, 192)
 
     monkeypatch.setattr(training, "way_of", way)
     monkeypatch.setattr(vocab_tiles, "tiles_of", way)

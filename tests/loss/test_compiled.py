@@ -1,5 +1,7 @@
 """torch.compile and torch.export: once for all lengths, symbolic sizes wherever numbers are."""
 
+import io
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -56,6 +58,13 @@ FUNCTIONS = {
     ),
     "logprobs": statistics,
     "argmax": lambda h, w, y, **o: fused_argmax(h, w, **o).sum(),
+    "several classes": lambda h, w, y, **o: fused_logprobs(
+        h, w, torch.stack([y, (y + 1) % V], -1), **o
+    ).logprob.sum(),
+    "probabilities": lambda h, w, y, **o: fused_cross_entropy(
+        h, w, torch.nn.functional.one_hot(y, V).to(h.dtype), **o
+    ),
+    "monitored": lambda h, w, y, **o: fused_ce(h, w, y, monitor=("entropy",), **o).loss_sum,
     "shift": lambda h, w, y, **o: shift_labels(y).sum() + count_valid(y),
 }
 VARIANTS = [(name, "torch") for name in FUNCTIONS] + [
@@ -100,6 +109,9 @@ def test_export_with_any_length(name):
     N = torch.export.Dim("N", min=2, max=1000)
     example = tuple(x.detach() for x in inputs(5))
     program = torch.export.export(Module(), example, dynamic_shapes=({0: N}, None, {0: N}))
+    torch.export.save(program, saved := io.BytesIO())
+    saved.seek(0)
+    loaded = torch.export.load(saved).module()
     for n in LENGTHS:
         x = tuple(x.detach() for x in inputs(n))
-        torch.testing.assert_close(program.module()(*x), Module()(*x))
+        torch.testing.assert_close(loaded(*x), Module()(*x))

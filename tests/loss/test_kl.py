@@ -246,6 +246,41 @@ def test_a_masked_class(kind, backend):
         assert ours.isinf() == infinite
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+@pytest.mark.parametrize("logit", [-30.0, -100.0])
+def test_a_class_excluded_by_one_head_is_infinite_however_little_the_other_gives(kind, logit):
+    """A probability of 1e-15 times a large finite number was 4e14, one of 1e-44 nearly 0."""
+    (hidden, weight, there, head, _), more = Pair(bias=True, V=40, spread=0.1).tensors()
+    excludes, gives = more["bias"], more["teacher_bias"]
+    if kind == "reverse":
+        excludes, gives = gives, excludes
+    excludes[7], gives[7] = -math.inf, logit
+    options = {"divergence": kind, "backend": "torch", **more}
+    assert fused_kl(hidden, weight, there, head, **options).loss_sum == math.inf
+    gives[7] = -1e5  # of probability 0
+    assert fused_kl(hidden, weight, there, head, **options).loss_sum.isfinite()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e3, 1e6])
+def test_tied_classes_of_large_logits(kind, size):
+    """Differences of their logits are exact; a rounded log-sum-exp would be off by 3% at 1e6."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, there, weight = (torch.randn(n, 8, generator=rng) for n in (6, 6, 40))
+    weight = (size * weight).repeat_interleave(2, 0)
+
+    def loss(dtype):
+        x = hidden.to(dtype).requires_grad_()
+        args = x, weight.to(dtype), there.to(dtype), weight.to(dtype)
+        total = fused_kl(*args, divergence=kind, backend="torch").loss_sum
+        return total.detach().double(), torch.autograd.grad(total, x)[0].double()
+
+    (got, grad), (exact, exact_grad) = loss(torch.float32), loss(torch.float64)
+    torch.testing.assert_close(got, exact, rtol=STATISTIC, atol=0)
+    if kind == "forward":  # the others' gradients are 0 but for probabilities that underflow
+        assert (grad - exact_grad).norm() <= STATISTIC * exact_grad.norm()
+
+
 @pytest.mark.parametrize("name", ["hidden", "weight"])
 @pytest.mark.parametrize("function", [fused_kl, fused_kl_tokens])
 def test_tangents_of_the_student_are_refused(function, name):
@@ -450,7 +485,8 @@ def test_gradients_of_each_sample(argument):
 
 
 def test_memory_budget_makes_small_chunks():
-    from fusedce.backends.plan import Call, way_of_divergence
+    from fusedce.backends.held import Call
+    from fusedce.backends.plan import way_of_divergence
 
     call = Call(4096, 4096, 50_000, 512, 4, 8, on_cpu=True, triton=False)
     free = way_of_divergence(call, 1024)

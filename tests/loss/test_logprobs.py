@@ -224,22 +224,6 @@ def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
         torch.testing.assert_close(x, y, rtol=eps, atol=eps * float(y.abs().max()))
 
 
-def test_compile_gives_the_same_gradients():
-    hidden, weight, labels, _ = Case((9,), 12, 37).tensors()
-    hidden.requires_grad_()
-
-    def step(hidden, weight, labels):
-        stats = fused_logprobs(hidden, weight, labels, temperature=0.5)
-        return (stats.logprob.exp() - 0.1 * stats.entropy).sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(hidden, weight, labels), hidden),
-        torch.autograd.grad(step(hidden, weight, labels), hidden),
-    )
-
-
 def test_the_entropy_of_several_tiles_of_the_vocabulary():
     """Each tile sums with its own maximum, and the sums are moved to the largest."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.memory import H, N, V  # of the measuring process
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.backends import plan
+from fusedce.backends import held, plan
 from fusedce.backends.torch import products, stats_and_grads, training
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
@@ -48,7 +49,7 @@ def taken(monkeypatch):
         names.append(plan.way_of(*args, **kwargs).name)
         return plan.way_of(*args, **kwargs)
 
-    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
+    monkeypatch.setattr(held, "SCRATCH_CPU", 0)
     for module in (training, triton_training):
         monkeypatch.setattr(module, "way_of", watched)
     return names
@@ -58,7 +59,7 @@ def tiles_alone(monkeypatch, R, T):
     """Make both backends take tiles of ``T`` classes for blocks of ``R`` tokens."""
 
     def way(call, **asked):
-        return plan._by_tiles(call, R, T)
+        return held.by_tiles(call, R, T)
 
     for module in (training, triton_training):
         monkeypatch.setattr(module, "way_of", way)
@@ -75,10 +76,10 @@ def tiles_alone(monkeypatch, R, T):
 )
 def test_any_budget_gives_what_the_reference_gives(case, more, loss):
     n = int(torch.Size(case.leading).numel())
-    call = plan.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
+    call = held.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
     least = 2 * plan.least_bytes(call) + 4 * case.V * case.H
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SCRATCH_CPU", 0)
+        patch.setattr(held, "SCRATCH_CPU", 0)
         check(partial(loss, backend="torch", memory_budget=int(least * 2**more)), case)
 
 
@@ -151,22 +152,19 @@ def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sure_and_wrong_token_costs_no_rounding(monkeypatch, backend):
-    """bf16 keeps the label's entry and the likeliest other's apart, since they are the largest."""
+def test_a_sure_and_wrong_token_errs_as_eagers(monkeypatch, backend):
     tiles_alone(monkeypatch, 64, 100)
     rng = torch.Generator().manual_seed(0)
     hidden = (40 * torch.randn(60, 32, generator=rng)).to(torch.bfloat16).requires_grad_()
     weight = (torch.randn(300, 32, generator=rng) / 8).to(torch.bfloat16).requires_grad_()
     labels = torch.randint(300, (60,), generator=rng)
-    got = torch.autograd.grad(
-        fused_cross_entropy(hidden, weight, labels, backend=backend), (hidden, weight)
-    )
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    inputs = (hidden, weight)
+    got = torch.autograd.grad(fused_cross_entropy(*inputs, labels, backend=backend), inputs)
+    eager = F.cross_entropy(F.linear(*inputs).float(), labels)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = torch.autograd.grad(fused_cross_entropy(*wide, labels), wide)
-    for x, e in zip(got, exact, strict=True):
-        once = (e.to(torch.bfloat16).double() - e).norm()
-        # a second rounding of all entries makes it sqrt(2); of all but the largest, much less
-        assert (x.double() - e).norm() <= 1.15 * once
+    for x, y, e in zip(got, torch.autograd.grad(eager, inputs), exact, strict=True):
+        assert (x.double() - e).norm() <= 1.05 * (y.double() - e).norm()  # 5%: as two draws differ
 
 
 def test_less_memory_takes_other_ways(taken):
@@ -174,7 +172,7 @@ def test_less_memory_takes_other_ways(taken):
     hidden.requires_grad_(), weight.requires_grad_()
     for budget in (10**8, 2 * 10**6, 3 * 10**5):
         fused_ce(hidden, weight, labels, memory_budget=budget)
-    assert taken == list(plan.WAYS)
+    assert taken == list(held.WAYS)
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes for 300 tok"):
         fused_ce(hidden, weight, labels, memory_budget=10**4)
 
@@ -237,7 +235,7 @@ def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     for frozen in (True, False):
         weight.requires_grad_(not frozen)
         fused_ce(hidden.requires_grad_(), weight, labels, memory_budget=1_000_000)
-    assert taken == [plan.CHUNKS, plan.TILES]
+    assert taken == [held.CHUNKS, held.TILES]
 
 
 def test_the_environment_says_the_default(taken, monkeypatch):
@@ -249,7 +247,7 @@ def test_the_environment_says_the_default(taken, monkeypatch):
     fused_ce(hidden, weight, labels, chunk_tokens=100)
     FusedLinearCrossEntropyLoss()(weight, hidden, labels)
     FusedLinearCrossEntropyLoss(memory_budget=10**8)(weight, hidden, labels)
-    assert taken == [plan.TILES, plan.ONE_CHUNK, plan.CHUNKS, plan.TILES, plan.ONE_CHUNK]
+    assert taken == [held.TILES, held.ONE_CHUNK, held.CHUNKS, held.TILES, held.ONE_CHUNK]
     monkeypatch.setenv("FUSEDCE_MEMORY_BUDGET", "64 MiB")
     with pytest.raises(ValueError, match=r"must be a whole number of bytes .* got '64 MiB'"):
         fused_ce(hidden, weight, labels)
@@ -332,7 +330,7 @@ def test_a_budget_inside_a_compiled_program(taken):
             got, torch.autograd.grad(loss(hidden, weight, labels), (hidden, weight))
         )
     assert counter.frame_count <= 3
-    assert plan.TILES in taken
+    assert held.TILES in taken
 
 
 def test_a_budget_of_fake_tensors():
@@ -350,11 +348,11 @@ def test_a_budget_of_fake_tensors():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("budget", "way"), [(6, plan.TILES), (24, plan.CHUNKS)])
+@pytest.mark.parametrize(("budget", "way"), [(6, held.TILES), (24, held.CHUNKS)])
 def test_the_peak_of_a_process_is_within_the_budget(dtype, budget, way):
     """The peak is below that of all logits, which would be 64 MiB in float32."""
     kind = getattr(torch, dtype)
-    call = plan.Call(N, N, V, H, kind.itemsize, 4, on_cpu=True, triton=False)
+    call = held.Call(N, N, V, H, kind.itemsize, 4, on_cpu=True, triton=False)
     assert plan.way_of(call, memory_budget=budget << 20).name == way
     peak = peak_extra_bytes(
         "support.memory:step", {"dtype": dtype, "grad": True, "memory_budget": budget << 20}
@@ -451,7 +449,7 @@ def test_every_public_function_takes_a_budget():
 @pytest.mark.parametrize("given", ["teacher", "probabilities"])
 def test_the_least_budget_of_token_losses_has_room_for_backward(given, backend, monkeypatch):
     """The least that an error names is enough for both passes, where tokens are left out too."""
-    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
+    monkeypatch.setattr(held, "SCRATCH_CPU", 0)
     rng = torch.Generator().manual_seed(0)
     n, H, V = 40, 12, 300
     hidden = torch.randn(n, H, generator=rng).bfloat16().requires_grad_()

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fusedce import fused_ce
 from fusedce.agreement import ALL_GATHER
 from fusedce.autograd import dispatch
-from fusedce.backends import plan
+from fusedce.backends import held, plan
 from fusedce.backends.shards.agreement import LENGTH
 from fusedce.sharded import sharded_ce, sharded_cross_entropy
 
@@ -234,7 +234,7 @@ def errors(rank):
 def tiles(options, tokens_sharded, rank):
     """Under a budget that asks for tiles of the vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "way_of", lambda call, **asked: plan._by_tiles(call, 5, 3))
+        patch.setattr(dispatch, "way_of", lambda call, **asked: held.by_tiles(call, 5, 3))
         sizes = UNEQUAL[dist.get_world_size()]
         x = inputs(sum(sizes), **options)
         local, rows = own_rows(x, sizes, rank)
@@ -272,7 +272,7 @@ def budgets(rank):
         return plan.way_of(call, **asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SCRATCH_CPU", 0)
+        patch.setattr(held, "SCRATCH_CPU", 0)
         patch.setattr(dispatch, "way_of", watched)
         losses, grads = [], []
         for budget in (2**24, 2**20 + 2**19, 2**19):

@@ -199,13 +199,13 @@ MUTANTS = [
         "known denominator: a window does not say",
         "self._expecting = expecting(owner._expected)",
         "self._expecting = expecting(None)",
-        "contract/test_expected_upstream.py -k declared",
+        "loss/test_gradient_errors.py -k known_factor",
     ),
     Mutant(
         "known denominator: the engine's division forgotten",
         "return (1 / self.divisor(),)",
         "return (1.0,)",
-        "contract/test_expected_upstream.py -k declared",
+        "loss/test_gradient_errors.py -k known_factor",
     ),
     Mutant(
         "factor: not noted",

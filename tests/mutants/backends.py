@@ -32,7 +32,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: rows of tiles in unequal parts",
-        "rows = min(C, _equal(C, max(count // block // 128 * 128, 128), 128))",
+        "rows = min(C, equal_parts(C, max(count // block // 128 * 128, 128), 128))",
         "rows = min(C, max(count // block, 128))",
         "test_plan.py -k rows",
     ),

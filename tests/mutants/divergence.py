@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: the first tile's reference is kept where it is too low",
-        "        if bool((sums > HIGHEST).any()):\n            k = self._maxima(z)",
-        "        if False:\n            k = self._maxima(z)",
+        "if not self.add(z, self.k, scratch):",
+        "if self.add(z, self.k, scratch) is None:",
         f"{KL} -k far_above_the_first_tile",
     ),
     Mutant(
@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "divergence: cross-entropy at the temperature of the divergence",
-        "_CrossEntropy(nll, ce_lse, y, weight, temperature)",
-        "_CrossEntropy(nll, ce_lse, y, weight, 1)",
+        "h.dtype), y, weight, temperature)",
+        "h.dtype), y, weight, 1)",
         f"{KL} -k all_options_at_once",
     ),
     Mutant(
@@ -111,9 +111,21 @@ MUTANTS = [
     ),
     Mutant(
         "reverse: the mean is of probabilities that do not sum to 1",
-        "self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()",
+        "self.mean *= (taken - lse).clamp_(-1, 1).exp_()",
         "pass",
         "test_kl.py -k scale_the_mean",
+    ),
+    Mutant(
+        "divergence: a log-sum-exp far from 0 is rounded",
+        "low if bool((high.abs() > FAR).any()) else None",
+        "None",
+        f"{KL} -k tied_classes",
+    ),
+    Mutant(
+        "divergence: an excluded class adds a finite number",
+        "self.kl.masked_fill_(given > 0, math.inf)",
+        "pass",
+        f"{KL} -k excluded_by_one_head",
     ),
     Mutant(
         "reverse kernel: the mean is of probabilities that do not sum to 1",

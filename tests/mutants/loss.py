@@ -25,6 +25,6 @@ MUTANTS = [
         "sum: the factor of a mean is expected",
         "dispatch.loss_sum(Task(_as_it_is(problem)))",
         "dispatch.loss_sum(Task(problem))",
-        "test_one_rounding.py -k a_sum_needs",
+        "test_gradient_errors.py -k a_sum_needs",
     ),
 ]

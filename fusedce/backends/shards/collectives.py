@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
-from fusedce.backends.plan import Call, Way, way_of
+from fusedce.backends.held import Call, Way
+from fusedce.backends.plan import way_of
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Shard

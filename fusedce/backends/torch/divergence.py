@@ -28,18 +28,37 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import compared_classes, way_of_divergence
+from fusedce.backends.held import compared_classes
+from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import gather_tokens, of_classes
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
-from fusedce.backends.torch.logit_tiles import HIGHEST, NEAR, Logits, TileStats, label_entry, tiles
+from fusedce.backends.torch.logit_tiles import (
+    NEAR,
+    Logits,
+    Sums,
+    TileStats,
+    label_entry,
+    maxima,
+    tiles,
+)
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.sharded_sum import Here
-from fusedce.contract.divergence import FORWARD, INFINITE, JSD, REVERSE, TARGETS, Divergence
+from fusedce.contract.divergence import (
+    FORWARD,
+    INFINITE,
+    JSD,
+    NEVER,
+    REVERSE,
+    TARGETS,
+    Divergence,
+)
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Projection
 from fusedce.contract.task import Shard, Task
+
+FAR = 64  # nats: rounding a log-sum-exp of that size to float32 changes a probability by 4e-6
 
 
 def divergence_and_grads(task: Task) -> Summed:
@@ -136,59 +155,56 @@ def _of_here(here: Here, divergence: Divergence) -> Divergence:
     )
 
 
-class _Exponentials:
-    """Sums of the exponentials of tiles of logits.
+class _Exponentials(Sums):
+    """Sums of the exponentials of tiles of logits that stay.
 
     All tiles share the first one's maximum as their reference (0 where that fits as well), until a
     sum shows that it is too low: then the tile has its own. Only tiles of the latter kind, and the
     first, are searched for their maximum.
     """
 
-    def __init__(self, C: int) -> None:
-        self.C = C
-        self.k: Tensor | None = None  # (C,)
-        self.references: list[Tensor] = []
-        self.sums: list[Tensor] = []
+    k: Tensor | None = None  # (C,)
 
-    def add(self, z: Tensor, scratch: Tensor) -> None:
+    def take(self, z: Tensor, scratch: Tensor) -> None:
         """Take in a tile ``z (v, C)``; ``scratch`` of its shape is overwritten."""
         if self.k is None:
-            k = self._maxima(z)
+            k = maxima(z)
             self.k = k.masked_fill(k.abs() <= NEAR, 0)
-            self.shifted = bool(self.k.any())
-        k = self.k
-        shifted = torch.sub(z, k, out=scratch) if self.shifted else z
-        sums = torch.exp(shifted, out=scratch).sum(0)
-        if bool((sums > HIGHEST).any()):
-            k = self._maxima(z)
-            sums = torch.sub(z, k, out=scratch).exp_().sum(0)
-        self.references.append(k)
-        self.sums.append(sums)
+        if not self.add(z, self.k, scratch):
+            self.add(z, maxima(z), scratch)
 
-    def _maxima(self, z: Tensor) -> Tensor:
-        return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
-    def lse(self, device: torch.device) -> Tensor:
-        """``(C,)`` float64; -inf where no class lies here."""
-        if not self.sums:
-            return torch.full((self.C,), -math.inf, dtype=torch.float64, device=device)
-        k = torch.stack(self.references).double()  # (tiles, C)
-        top = k.amax(0)
-        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
+class _Lse(NamedTuple):
+    """A log-sum-exp as a number of the logits' dtype, and the rest of it where that shows."""
+
+    high: Tensor  # (C,)
+    low: Tensor | None  # (C,)
+
+    @classmethod
+    def of(cls, lse: Tensor, dtype: torch.dtype) -> _Lse:
+        """Split ``lse (C,)`` float64."""
+        high = lse.to(dtype)
+        low = (lse - high).masked_fill_(high.isinf(), 0).to(dtype)
+        return cls(high, low if bool((high.abs() > FAR).any()) else None)
+
+    def taken_from(self, z: Tensor) -> Tensor:
+        """``z - lse`` in the place of ``z (v, C)``."""
+        z.sub_(self.high)
+        return z if self.low is None else z.sub_(self.low)
 
 
 class _CrossEntropy(NamedTuple):
     """The student's cross-entropy of the label, at temperature 1."""
 
     nll: Tensor  # (C,) float64
-    lse: Tensor  # (C,) float64
+    lse: _Lse
     y: Tensor  # (C,)
     weight: float  # of its gradient by the logits that are divided by the temperature
     temperature: float
 
     def gradient(self, s: Tensor, begin: int) -> Tensor:
         """``weight * (softmax - onehot) (v, C)`` of a tile of logits."""
-        g = torch.mul(s, self.temperature).sub_(self.lse.to(s.dtype)).exp_()
+        g = self.lse.taken_from(torch.mul(s, self.temperature)).exp_()
         at, inside = label_entry(self.y, begin, len(g))
         of_label = (-self.nll).expm1().to(g.dtype)
         g.scatter_(0, at, torch.where(inside, of_label, g.gather(0, at)[0])[None])
@@ -213,7 +229,7 @@ class _ToTeacher:
         problem, divergence = self.problem, self.divergence
         V, C = len(problem.weight), len(h)
         self.s, self.t = (x[: V * C].view(V, C) for x in (self.of_student, self.of_teacher))
-        of_student, of_teacher = _Exponentials(C), _Exponentials(C)
+        of_student, of_teacher = _Exponentials(), _Exponentials()
         y, temperature = _rows_of(problem.labels[chunk], self.shard), divergence.temperature
         ce = TileStats(y, self.s.dtype) if divergence.ce_weight else None
         here = self.logits.operand(h)
@@ -225,22 +241,23 @@ class _ToTeacher:
                 range(begin, end, self.step), s.split(self.step), t.split(self.step), strict=True
             ):
                 scratch = self.scratch[0][: s_part.numel()].view_as(s_part)
-                of_student.add(s_part, scratch)
+                of_student.take(s_part, scratch)
                 if ce is not None:
                     ce.add(torch.mul(s_part, temperature, out=scratch), first)
-                of_teacher.add(t_part, scratch)
-        lse, lse_t = of_student.lse(h.device), of_teacher.lse(h.device)
+                of_teacher.take(t_part, scratch)
+        lse, lse_t = of_student.lse(y), of_teacher.lse(y)
         of_label: tuple[Tensor, ...] = () if ce is None else (ce.losses(), ce.lse())
         if self.shard is not None:
             (lse, lse_t), of_label = _over_ranks([lse, lse_t], ce, V, self.shard)
-        self.lse, self.lse_t = lse.to(h.dtype), lse_t.to(h.dtype)
+        self.lse, self.lse_t = _Lse.of(lse, h.dtype), _Lse.of(lse_t, h.dtype)
         self.half_shift = ((lse_t - lse) / 2).to(h.dtype)
         self.kl, self.mean, self.total = (torch.zeros_like(lse) for _ in range(3))
+        self._add_impossible(lse, lse_t)
         self.ce = None
         if ce is not None:
             weight = divergence.ce_weight * temperature
             nll, ce_lse, *_ = of_label
-            self.ce = _CrossEntropy(nll, ce_lse, y, weight, temperature)
+            self.ce = _CrossEntropy(nll, _Lse.of(ce_lse, h.dtype), y, weight, temperature)
         if divergence.kind != FORWARD:  # the gradient needs the divergence itself
             for begin, end in tiles(V, self.step):
                 self._walk(begin, end)
@@ -250,9 +267,28 @@ class _ToTeacher:
         # The sum of q is not 1, for their log-sum-exps were rounded, and the mean is too large by
         # the same factor. (For "reverse" it is known. Logits that are all -inf need the clamp.)
         if divergence.kind == REVERSE:
-            self.mean *= (self.lse - lse).clamp_(-1, 1).exp_()
+            taken = self.lse.high.double() + (0 if self.lse.low is None else self.lse.low)
+            self.mean *= (taken - lse).clamp_(-1, 1).exp_()
         if divergence.kind == JSD:
             self.mean /= self.total
+
+    def _add_impossible(self, lse: Tensor, lse_t: Tensor) -> None:
+        """Make the divergence infinite where a bias of -inf excludes what the other head may give.
+
+        The walk takes -inf for a large number, times which a small probability would be finite.
+        """
+        heads = [(self.student, self.s, lse), (self.teacher.projection, self.t, lse_t)]
+        if self.divergence.kind == REVERSE:
+            heads.reverse()
+        (head, _, _), (other, z, norm) = heads
+        if self.divergence.kind == JSD or head.bias is None or head.softcap is not None:
+            return
+        excluded = head.bias <= -NEVER
+        if other.bias is not None:
+            excluded &= other.bias > -NEVER
+        for some in chunks_of(excluded.nonzero()[:, 0], self.step):
+            given = (z[some].double() - norm).exp_().amax(0)  # above 0 as far as float64 goes
+            self.kl.masked_fill_(given > 0, math.inf)
 
     def losses(self) -> Tensor:
         """``(C,)`` float64, once all tiles were walked over."""
@@ -310,8 +346,8 @@ class _ToTeacher:
 
     def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
         tanh = torch.tanh(half, out=scratch)
-        q = s.sub_(self.lse).exp_()  # in s
-        both = t.sub_(self.lse_t).exp_().add_(q)  # p + q, in t
+        q = self.lse.taken_from(s).exp_()  # in s
+        both = self.lse_t.taken_from(t).exp_().add_(q)  # p + q, in t
         if self.divergence.kind == FORWARD:
             g = torch.mul(both, tanh, out=s)  # q - p, the gradient
             part = torch.sub(g, both, out=both)  # (p + q) * (tanh - 1), in t
@@ -324,7 +360,7 @@ class _ToTeacher:
 
     def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> None:
         beta = self.divergence.beta
-        big = torch.maximum(s.sub_(self.lse), t.sub_(self.lse_t), out=s).exp_()  # max(p, q), in s
+        big = torch.maximum(self.lse.taken_from(s), self.lse_t.taken_from(t), out=s).exp_()  # in s
         d = half.mul_(-2)  # log p - log q, in half
         minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         teacher = d > 0  # has the larger probability
@@ -394,7 +430,7 @@ class _ToTargets:
         z_loss = self.problem.z_loss
         of_all = total + of_label
         of_lse = 2 * z_loss * lse
-        self.lse = lse.to(h.dtype)
+        self.lse = _Lse.of(lse, h.dtype)
         self.alpha = (of_all + of_lse).to(h.dtype)
         self.at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(h.dtype)
         self.loss = of_all * nll + z_loss * lse.square()
@@ -414,7 +450,7 @@ class _ToTargets:
         t = self.scratch[1][: t.numel()].view_as(s).copy_(t)
         behind = torch.sub(self.z_label, s, out=self.scratch[0][: s.numel()].view_as(s))
         self.apart += behind.mul_(t).sum(0)
-        g = s.sub_(self.lse).exp_().mul_(self.alpha).sub_(t)
+        g = self.lse.taken_from(s).exp_().mul_(self.alpha).sub_(t)
         at, inside = label_entry(self.y, begin, len(g))
         g.scatter_(0, at, torch.where(inside, self.at_label, g.gather(0, at)[0])[None])
         if slope is not None:

@@ -9,18 +9,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.mean_logit import sample, sampled_mean_row
-from fusedce.backends.plan import Way
+from fusedce.backends.held import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
-OUTLIER_P = 0.125  # a probability; entries of that size are not rounded
-
 # Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
 # times gradients and weights of tokens of 1e-20.
-ABOVE = 30
-HIGHEST = math.exp(ABOVE)
+HIGHEST = math.exp(40)
 NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
+SAMPLE = 64  # classes of whose logits the first reference is the largest
 _ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
 
 
@@ -74,10 +71,6 @@ class Logits:
         w = self.head.weight[classes].to(self.products.logits)
         return self.finished(self._product(w, h, None), classes[:, None])
 
-    def mean_row(self) -> Tensor:
-        """``(H,)`` in ``acc``: about the mean of the weight's rows, a sample's."""
-        return sampled_mean_row(self.head.weight)
-
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""
         w = self.head.weight[begin:end]
@@ -116,92 +109,71 @@ def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
     return buffer if buffer.numel() >= elements else buffer.new_empty(elements)
 
 
-class ReferenceTooLow(Exception):
-    """A logit is so far above the reference that its exponential leaves its range.
+class Sums:
+    """Sums of the exponentials ``exp(z - k)`` of tiles of logits, each relative to a ``k (C,)``."""
 
-    :meth:`TileStats.add` raises it at most once for each object, and has destroyed the tile by
-    then. The caller computes the same tile again and calls ``add`` again, which now raises the
-    reference instead.
-    """
+    def __init__(self) -> None:
+        self.references: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
+        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; whether no sum is too large.
+
+        With ``out`` other than ``z`` a tile with too large a sum is left out, and may come again.
+        """
+        sums = torch.exp(torch.sub(z, k, out=out) if k.any() else z, out=out).sum(0)
+        fits = not bool((sums > HIGHEST).any())
+        if fits or out is z:
+            self.references.append(k)
+            self.sums.append(sums)
+        return fits
+
+    def lse(self, like: Tensor) -> Tensor:
+        """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
+        if not self.sums:
+            return torch.full_like(like, -math.inf, dtype=torch.float64)
+        k = torch.stack(self.references).double()  # (tiles, C)
+        top = k.amax(0)
+        return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
 
 
 class TileStats:
-    """Statistics gathered tile by tile: the labels' logits, sums and maxima of the others.
+    """Statistics gathered tile by tile: the labels' logits, and the log-sum-exp of the others.
 
-    Exponentials are ``exp(z - k)``. All tiles of a token share one reference ``k (C,)`` as long as
-    no logit is more than `ABOVE` above it; where one is, its tile and those that follow take its
-    logit as reference. Rows of NaN keep theirs.
-
-    With a first reference that fits nearly always, nobody looks for maxima before a sum of
-    exponentials shows that it did not fit.
+    Exponentials are ``exp(z - k)``, with a reference ``k (C,)`` of all tiles where one is given
+    (see :func:`references`), and with the maxima of each tile where not.
     """
 
     def __init__(
         self,
         y: Tensor,  # (C,) labels
         acc: torch.dtype,
+        k: Tensor | None = None,  # (C,)
         *,
         argmax: bool = False,
-        k: Tensor | None = None,  # (C,) the first reference; by default that of the first tile
     ) -> None:
-        self.y = y
-        self._trusted = k is not None and not argmax
-        self._refer_to(torch.full_like(y, torch.finfo(acc).min, dtype=acc) if k is None else k)
-        self.spans = [(0, self.k)]  # first classes, references
+        self.y, self.k = y, k
         # NaN stays where no tile holds the label.
-        self.z_label = torch.full_like(self.k, math.nan)
-        self.sums: list[Tensor] = []  # of each tile, relative to the reference of its span
-        self._total = torch.zeros_like(self.k, dtype=torch.float64)
+        self.z_label = torch.full_like(y, math.nan, dtype=acc)
+        self._sums = Sums()
         self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax else None
         self._in_order, self._tokens = y.sort()
         self._classes = self._in_order.tolist()
 
-    def _refer_to(self, k: Tensor) -> None:
-        self.k, self._limit = k, k + ABOVE
-        self._shifted = bool(k.any())
-
-    def add(self, z: Tensor, begin: int) -> Tensor | None:
+    def add(self, z: Tensor, begin: int) -> bool:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns what turns sums over earlier tiles, (C,), into those of a new reference; ``None``
-        where that is the old one.
-
-        Raises:
-            ReferenceTooLow: compute the tile again and call this again, once; only with ``k``.
+        Returns whether the reference fits: if not, start again with the next one.
         """
         first, last = (bisect.bisect_left(self._classes, x) for x in (begin, begin + len(z)))
         if first < last:
             tokens, rows = self._tokens[first:last], self._in_order[first:last] - begin
             self.z_label[tokens] = z[rows, tokens]
             z[rows, tokens] = -math.inf
-        ratio = None if self._trusted else self._raise_reference(z, begin)
-        if self._shifted:  # a tile of nothing but -inf gives exp(-inf) = 0: k is never -inf
-            z.sub_(self.k)
-        sums = z.exp_().sum(0)
-        if self._trusted and bool((sums > HIGHEST).any()):
-            self._trusted = False  # the next call looks for maxima, and cannot raise
-            raise ReferenceTooLow
-        self.sums.append(sums)
-        self._total += sums
-        return ratio
-
-    def _raise_reference(self, z: Tensor, begin: int) -> Tensor | None:
-        if self._likeliest is None:
-            top = z.amax(0)
-        else:  # costs as much as three exponentials on a CPU
+        if self._likeliest is not None:  # costs as much as three exponentials on a CPU
             top, best = z.max(0)
             self._likeliest.append((top, best + begin))
-        higher = top > self._limit
-        if not higher.any():
-            return None
-        k = torch.where(higher, top, self.k)
-        ratio = (self.k - k).exp_()
-        self._total *= ratio
-        self._refer_to(k)
-        if begin == self.spans[-1][0]:
-            self.spans.pop()
-        self.spans.append((begin, k))
-        return ratio
+        return self._sums.add(z, maxima(z) if self.k is None else self.k, z)
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
@@ -220,26 +192,34 @@ class TileStats:
         top, tile = tops.max(0)
         return torch.where(self.z_label > top, self.y, bests.gather(0, tile[None])[0])
 
-    def factors(self, lse: Tensor) -> list[tuple[int, Tensor]]:
-        """``exp(k - lse) (C,)`` float64 for each reference, and the first class that has it."""
-        return [(begin, (k.double() - lse).exp_()) for begin, k in self.spans]
-
     def others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
-        return self.k.double() + self._total.log()
+        return self._sums.lse(self.y)
 
 
-def first_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
-    """``(C,)``: the largest logit but the label's of some classes, evenly chosen.
+def maxima(z: Tensor) -> Tensor:
+    """``(C,)``: the largest of each column of ``z (v, C)``; a number where all are -inf."""
+    return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
-    With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. It
-    is 0 where that fits as well: there is nothing to subtract then. Half of a sample is enough.
+
+def references(logits: Logits, h: Tensor, y: Tensor, step: int) -> Iterator[Tensor]:
+    """References ``(C,)`` to try: one that fits nearly always, then one that fits.
+
+    With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. The
+    first is the largest logit but the label's of a few classes, evenly chosen, or 0 where that fits
+    as well: there is nothing to subtract then. The second takes a product of its own.
     """
-    classes = sample(logits.head.weight)[::2]
-    z = logits.of_classes(h, classes)
-    z.masked_fill_(classes[:, None] == y, -math.inf)
-    k = z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
-    return k.masked_fill_(k.abs() <= NEAR, 0)
+    V = len(logits.head.weight)
+    classes = torch.arange(0, V, -(-V // SAMPLE), device=h.device)
+    z = logits.of_classes(h, classes).masked_fill_(classes[:, None] == y, -math.inf)
+    k = maxima(z)
+    yield k.masked_fill_(k.abs() <= NEAR, 0)
+    k.fill_(torch.finfo(k.dtype).min)
+    for begin, end in tiles(V, step):
+        z = logits.tile(h, begin, end)
+        clear_labels(z, *label_entry(y, begin, end - begin), -math.inf)
+        k = torch.maximum(k, maxima(z))
+    yield k
 
 
 def nan_at_inf(z: Tensor) -> Tensor:

@@ -92,16 +92,6 @@ class Products(NamedTuple):
                 some.copy_(product)
         return out
 
-    def column_sums(self, x: Tensor) -> Tensor:
-        """``(n,)`` in ``acc``: the sums over the rows of ``x (m, n)``, whatever its dtype.
-
-        A product with ones takes half the time of a sum of bfloat16.
-        """
-        if x.dtype != torch.bfloat16 or not x.is_cpu:
-            return x.sum(0, dtype=self.acc)
-        sums = x.new_empty(1, x.shape[1], dtype=self.acc)
-        return self(x.new_ones(1, len(x)), x, sums)[0]
-
     def by_onednn(self, w: Tensor) -> bool:
         """Whether oneDNN multiplies for logits instead of BLAS: of bfloat16 that was widened.
 

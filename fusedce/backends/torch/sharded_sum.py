@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
-from fusedce.backends.plan import Call, way_of
+from fusedce.backends.held import Call
+from fusedce.backends.plan import way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import (
     RunningSums,

@@ -6,11 +6,6 @@ a tile of logits becomes its own gradient in place, and one product of it with t
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
 added up in float32 or better. Inside a tile, work goes by blocks of tokens.
 
-Where a tile is rounded to bfloat16, its labels' entries and others that are large beside their
-token's whole gradient are made good: alone in their size, they have no neighbours to average their
-rounding with. The errors of the rest reach d_hidden with the rows of the head, whose common part
-they would add up: it is taken away.
-
 The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
 (top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
 out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
@@ -24,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
+from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.logit_tiles import (
-    OUTLIER_P,
     Logits,
     clear_labels,
     label_entry,
@@ -104,7 +98,6 @@ def token_grads(
     )
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
-    mean_row = logits.mean_row() if gemm != acc else None
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
         sums = torch.empty(way.classes, H, dtype=acc, device=grads.weight.device)
@@ -115,30 +108,17 @@ def token_grads(
             hidden = problem.hidden[block.rows]  # (R, H)
             h = logits.operand(hidden)
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
-            if mean_row is None:
-                _add_classes(block, g, begin)
-            tile = g.to(gemm)
-            large = None if mean_row is None else _take_large(block, g, tile, begin)
+            if grads.bias is not None:
+                grads.bias[begin:end] += g.sum(1)
+            g = g.to(gemm)
             if grads.hidden is not None:
                 w = logits.rows(begin, end, gemm)
-                _add_to_rows(products, grads.hidden, block.rows, tile, w)
+                _add_to_rows(products, grads.hidden, block.rows, g, w)
             if d_weight is not None:
-                products(tile, hidden.to(gemm), d_weight, add=number > 0)
-            if grads.bias is not None:
-                if mean_row is not None:
-                    _add_classes(block, g, begin)
-                grads.bias[begin:end] += g.sum(1)
-            if mean_row is not None and large is not None:
-                _add_what_rounding_took(
-                    problem, grads.hidden, d_weight, block, hidden, large, mean_row, begin
-                )
+                products(g, hidden.to(gemm), d_weight, add=number > 0)
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
     return grads.written()
-
-
-_COLUMNS = 64  # tokens whose entries are looked through at a time
-_ENTRIES = 64  # and entries that are added at a time
 
 
 class _Block(NamedTuple):
@@ -152,7 +132,6 @@ class _Block(NamedTuple):
     gamma: Tensor | None
     at_label: Tensor
     temperature: Tensor | None
-    large: Tensor  # size of entries that are made good
     classes: Tensor | None  # (K, R) further classes, -1 for none
     at_classes: Tensor | None  # (K, R) more of their gradient, by their products
 
@@ -172,8 +151,6 @@ class _Block(NamedTuple):
             return x if again is None else x.masked_fill_(again, 0)
 
         temperature = problem.temperature
-        large = OUTLIER_P / 2 * (upstream.at_label.abs() + upstream.alpha.abs() * upstream.others)
-        large *= abs(problem.logit_scale)
         classes = upstream.classes
         return cls(
             rows,
@@ -184,7 +161,6 @@ class _Block(NamedTuple):
             factor(upstream.gamma),
             factor(upstream.at_label),  # type: ignore[arg-type]
             None if temperature is None else temperature[rows],
-            large[rows].to(head.acc).masked_fill_(large[rows] == 0, math.inf),
             None if classes is None else classes[rows].t(),
             factor(upstream.at_classes),
         )
@@ -214,7 +190,10 @@ def _gradient(
     g.scatter_(0, at, torch.where(inside, block.at_label, g.gather(0, at)[0])[None])
     if slope is not None:
         g.mul_(slope)
-    return g if head.scale == 1.0 else g.mul_(head.scale)
+    if head.scale != 1.0:
+        g.mul_(head.scale)
+    _add_classes(block, g, begin)
+    return g
 
 
 def _add_classes(block: _Block, g: Tensor, begin: int) -> None:
@@ -237,73 +216,6 @@ def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w:
         total.index_add_(0, rows, products(tile.t(), w, added))
     else:
         products(tile.t(), w, total[rows], add=True)
-
-
-class _Large(NamedTuple):
-    """Entries of a tile that go apart, and what rounding took from the others of each token."""
-
-    classes: Tensor  # (K,) rows of the tile
-    columns: Tensor  # (K,) tokens of the block
-    entries: Tensor  # (K,) in acc
-    left: Tensor  # (R,) in acc
-
-
-def _take_large(block: _Block, g: Tensor, tile: Tensor, begin: int) -> _Large:
-    """Set the labels' entries and large ones of ``tile``, ``g (v, R)`` rounded, to 0.
-
-    Alone in their size, they would round the sums of products that hold them. Those of further
-    classes, which are not in ``g``, go apart as well.
-    """
-    at, inside = label_entry(block.y, begin, len(g))
-    # (A norm of the columns costs 13 ns an element on a CPU, these two 0.1 each.)
-    holds = inside | (torch.maximum(g.amax(0), g.amin(0).neg_()) >= block.large)
-    found = [(at[0, :0], at[0, :0])]
-    for tokens in holds.nonzero()[:, 0].split(_COLUMNS):
-        some = g.index_select(1, tokens)
-        chosen = some.abs() >= block.large[tokens]
-        chosen.scatter_(0, at[:, tokens], chosen.gather(0, at[:, tokens]) | inside[tokens])
-        classes, column = chosen.nonzero().unbind(1)
-        found.append((classes, tokens[column]))
-    classes, columns = (torch.cat(x) for x in zip(*found, strict=True))
-    entries = g[classes, columns]
-    tile[classes, columns] = 0
-    left = g.sum(0).sub_(tile.sum(0, dtype=g.dtype)).index_add_(0, columns, entries, alpha=-1)
-    if block.classes is not None and block.at_classes is not None:
-        at, inside = label_entry(block.classes, begin, len(g))
-        which, column = inside.nonzero().unbind(1)
-        classes = torch.cat([classes, at[which, column]])
-        columns = torch.cat([columns, column])
-        entries = torch.cat([entries, block.at_classes[which, column]])
-    return _Large(classes, columns, entries, left)
-
-
-def _add_what_rounding_took(
-    problem: Problem,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,  # (v, H)
-    block: _Block,
-    hidden: Tensor,  # (R, H)
-    large: _Large,
-    mean_row: Tensor,  # (H,)
-    begin: int,
-) -> None:
-    """Add the entries that went apart, and the others' rounding as if of the head's mean row."""
-    where, acc = block.rows, large.entries.dtype
-    step = _ENTRIES if problem.memory_budget is not None or block.classes is None else 16 * _ENTRIES
-    for first in range(0, len(large.entries), step):
-        part = slice(first, first + step)
-        classes, columns, entries = large.classes[part], large.columns[part], large.entries[part]
-        if d_weight is not None:
-            add_rows(d_weight, classes, hidden[columns] * entries[:, None])
-        if d_hidden is not None:
-            rows = where[columns] if isinstance(where, Tensor) else where.start + columns
-            of_classes = problem.weight[begin + classes].to(acc)
-            add_rows(d_hidden, rows, of_classes.mul_(entries[:, None]))
-    if d_hidden is not None:
-        if isinstance(where, Tensor):
-            d_hidden.index_add_(0, where, large.left[:, None] * mean_row)
-        else:
-            d_hidden[where].addr_(large.left, mean_row)
 
 
 class _Seen:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedce.backends import plan
+from fusedce.backends import held
 
 KiB = 1024
 EVERY_H = 2**31
@@ -60,14 +60,14 @@ class Architecture(NamedTuple):
     shared_limit: int = 0  # bytes a program may use
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
-    exp_block_v: int = plan.EXP_BLOCK_V  # classes of a row that share one maximum in training
+    exp_block_v: int = held.EXP_BLOCK_V  # classes of a row that share one maximum in training
     exp_warps: int = 4
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
     divergence_warps: int = 8
     # Float32 products at a time.
-    tile_elements: tuple[int, int] = plan.TILE_ELEMENTS
-    tile_flops: int = plan.TILE_FLOPS
+    tile_elements: tuple[int, int] = held.TILE_ELEMENTS
+    tile_flops: int = held.TILE_FLOPS
     compact_block_n: int = 1024
     merge_block_n: int = 128
     scale_block: int = 8192
@@ -79,7 +79,7 @@ class Architecture(NamedTuple):
 
     def tile_shape(self, C: int, V: int, H: int, block: int) -> tuple[int, int]:
         """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        return plan.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
+        return held.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
 
 
 def _same(blocks: Blocks) -> Walks:
@@ -166,9 +166,9 @@ ARCHITECTURES = (
             stats_with_options=_HOPPER_NARROW,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_SMALL,
-            gemm_up_to=plan.EXP_GEMM_H,
+            gemm_up_to=held.EXP_GEMM_H,
             forward_narrow=_TWO_A_PROCESSOR,
-            narrow_up_to=plan.FORWARD_NARROW_H,
+            narrow_up_to=held.FORWARD_NARROW_H,
         ),
         _FOUR_BYTES,
         compiler=("cuda", 90, 32),
@@ -184,7 +184,7 @@ ARCHITECTURES = (
             stats_with_options=_HOPPER_NARROW,
             gemm=_HOPPER,
             gemm_with_options=_HOPPER_NARROW,
-            gemm_up_to=plan.EXP_GEMM_H,
+            gemm_up_to=held.EXP_GEMM_H,
         ),
         _BLACKWELL_FP32,
         compiler=("cuda", 100, 32),

@@ -6,7 +6,6 @@ from support.bounds import SAME_SUMS, logit_rounding
 from support.params import slow
 
 import fusedce
-from fusedce.backends import gradients as buffers
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import training
 from fusedce.backends.triton.launch import Rows
@@ -83,7 +82,6 @@ def test_bf16_gradients_are_as_exact_as_the_exact_ones_rounded(
     A soft-cap of 5 with logits of 8 makes several classes nearly the likeliest. Then none is kept
     apart: each is rounded, and so is the factor of its row's hidden state.
     """
-    monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
     hidden, weight, labels = inputs(torch.bfloat16, size, right)
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens, **options)
     found, exact = gradients(problem)
@@ -168,7 +166,6 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
     monkeypatch, chunk_tokens, dtype
 ):
     """A large head's float32 buffer would be twice its gradient."""
-    monkeypatch.setattr(buffers, "SMALL_HEAD", 0)
     seen = []
     add = training.add_head_gradients
 
