@@ -2,9 +2,7 @@
 
 Two entries of a row are far larger than the others, so that their rounding errors average out with
 no neighbour's: the label's, and that of another class whose probability is above 1/2, of which a
-row has one at most. They leave the tile, which holds 0 there, and are kept in float32. The sum of
-what rounding takes from the other entries is kept as well, since it reaches d_hidden with what all
-rows of the head share.
+row has one at most. They leave the tile, which holds 0 there, and are kept in float32.
 """
 
 import triton
@@ -30,7 +28,7 @@ def finished_label(products, bias, at, scale, softcap):
 @triton.jit(
     do_not_specialize=[
         "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries", "columns",
-        "lost", "first", "begin", "T", "stride_entry", "stride_lost",
+        "first", "begin", "T", "stride_entry",
     ]
 )  # fmt: skip
 def token_grad_kernel(
@@ -47,7 +45,6 @@ def token_grad_kernel(
     at_label,  # (C,) fp32: g at the label
     entries,  # (2, C) fp32 out: entries that leave the tile, without AMPLIFY: the label's, another
     columns,  # (2, C) int: the label; out: the other's class
-    lost,  # (blocks, C) fp32 out: sums of what rounding took, with AMPLIFY; or None
     count,  # () int32: rows from here on (counted from the first block's) are padding
     first,
     begin,
@@ -56,7 +53,6 @@ def token_grad_kernel(
     stride_pc,
     stride_gc,
     stride_entry,
-    stride_lost,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
@@ -70,8 +66,6 @@ def token_grad_kernel(
     out = grads + c * stride_gc + offs_t
     if first + c >= tl.load(count):
         tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_t)
-        if lost is not None:
-            tl.store(lost + tl.program_id(1) * stride_lost + c, 0.0)
         return
     products += c * stride_pc
     z = tl.load(products + offs_t, mask=mask_t, other=0.0)
@@ -110,8 +104,4 @@ def token_grad_kernel(
         single = tl.sum(tl.where(offs_t == found, g, 0.0), axis=0)
         tl.store(entries + stride_entry + c, single * (1.0 / AMPLIFY))
         g = tl.where(offs_t == found, 0.0, g)
-    rounded = g.to(grads.dtype.element_ty)
-    tl.store(out, rounded, mask=mask_t)
-    if lost is not None:
-        taken = tl.sum(tl.where(offs_t < T, g - rounded.to(tl.float32), 0.0), axis=0)
-        tl.store(lost + tl.program_id(1) * stride_lost + c, taken)
+    tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

@@ -52,7 +52,7 @@ _TYPES = dict.fromkeys(
     "to_plain": "fp32", "largest": "*i64", "smoothing": "fp32", "z_loss": "fp32",
 } | dict.fromkeys(
     ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
-     "z_label", "z_labels", "entries", "lost", "terms", "shifts", "row_factors", "token_weight",
+     "z_label", "z_labels", "entries", "terms", "shifts", "row_factors", "token_weight",
      "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
      "zmean", "d_bias", "merged", "row_sums", "table"),
     "*fp32",
@@ -245,8 +245,6 @@ def _softmax_grad(
             yield Variant(f"exp_tile {label_}", exp_tile_kernel, dtype, constants | more | own)
             yield from _softmax_rows(row, label_, dtype, option, extra, normalised, constants)
         unused = {} if extra else dict.fromkeys(("beta", "gamma", "class_weight", "temperature"))
-        if dtype != "bf16":
-            unused["lost"] = None
         unused |= {"num_warps": row.token_warps}
         yield Variant(f"token_grad {label}", token_grad_kernel, dtype, constants | unused)
 

@@ -212,12 +212,6 @@ MUTANTS = [
         "backends/triton/test_training.py -k as_exact",
     ),
     Mutant(
-        "tokens: what rounding took of a row is left out",
-        "tl.sum(tl.where(offs_t < T, g - rounded.to(tl.float32), 0.0), axis=0)",
-        "0.0",
-        "loss/test_one_rounding.py -k log_probabilities_on_triton",
-    ),
-    Mutant(
         "rows: hidden states without the rows' factors",
         "(h * factor).to(scaled",
         "h.to(scaled",

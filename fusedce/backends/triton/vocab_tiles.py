@@ -5,8 +5,7 @@ product of it with the hidden states is the whole of these rows of the weight gr
 rounded once, and no sum over chunks is held. Addends of ``d_hidden`` are summed in float32.
 
 A token's largest entries leave the tiles and reach the gradients in float32, as in training: the
-label's, and that of another class whose probability is above 1/2. Rounding the others to bfloat16
-changes their sum; the difference is added to d_hidden times the mean row of the head.
+label's, and that of another class whose probability is above 1/2.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
-from fusedce.backends.mean_logit import sampled_mean_row
 from fusedce.backends.plan import multiple_of_16, tiles_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.chunks import amplification
@@ -75,13 +73,9 @@ def token_grads(
             in_place = every_row and grads.hidden.dtype == torch.float32
             dh = grads.hidden if in_place else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
-            if problem.weight.dtype == torch.bfloat16:
-                walk.lost = dh.new_zeros(n)
         walk.add_tiles(grads, dh, way.tokens, way.classes)
         walk.add_classes(upstream)
         if grads.hidden is not None and dh is not None:
-            if walk.lost is not None:
-                dh.addr_(walk.lost, sampled_mean_row(problem.weight))
             walk.finish_hidden(dh, rows, grads.hidden)
         add_entries(grads, walk.columns, walk.entries, walk.h, 1.0)
         return grads.written()
@@ -91,7 +85,6 @@ class _Walk:
     """The tokens that are used, (n, ...) each, and the buffers of one tile after another."""
 
     count: Tensor  # () int32: rows from here on are padding
-    lost: Tensor | None = None  # (n,) fp32: sums of the rounding errors of a row
 
     def __init__(
         self,
@@ -180,18 +173,14 @@ class _Walk:
         product(w.device, w.dtype)(self.h[rows], w.t(), out=logits)
         cut = {name: None if x is None else x[rows] for name, x in self.of_rows.items()}
         bias = self.pointwise["bias"]
-        blocks, lost = -(-width // block), None
-        if self.lost is not None:
-            lost = torch.empty(blocks, C, dtype=torch.float32, device=w.device)
         run(
             token_grad_kernel,
-            (C, blocks),
+            (C, -(-width // block)),
             products=products,
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
             entries=self.entries[rows.start :],
             columns=self.columns[rows.start :],
-            lost=lost,
             count=self.count,
             first=rows.start,
             begin=begin,
@@ -200,14 +189,11 @@ class _Walk:
             stride_pc=width,
             stride_gc=stored.stride(0),
             stride_entry=len(self.h),
-            stride_lost=C,
             AMPLIFY=self.amplify,
             BLOCK_V=block,
             num_warps=self.arch.token_warps,
             **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),
         )
-        if self.lost is not None and lost is not None:
-            self.lost[rows] += lost.sum(0)
         return stored[:C, :T]
 
     def finish_hidden(self, dh: Tensor, rows: Tensor, d_hidden: Tensor) -> None:
