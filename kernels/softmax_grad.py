@@ -165,7 +165,7 @@ def softmax_rows_kernel(
     maxima,  # (blocks, rows) fp32
     sums,  # (blocks, rows) fp32
     z_label,  # (C,) fp32
-    merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks, from merge_shards
+    merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks
     losses,  # (C,) fp32 out, without merged, as lse and argmax below
     columns,  # (2, C) int out: entries of the gradient that are 0 in the chunk; -1 for none
     entries,  # (2, C) fp32 out: their values, without AMPLIFY and the row's factor

@@ -89,14 +89,14 @@ class Broken:
         wide[:, :16] = hidden
         self.inputs[1] = wide[:, :16], *others
         self.right = self._run()
-        self.text = device.texts["forward_kernel"]
+        self.text = device.texts["walk_kernel"]
 
     def all(self) -> Iterator[Breakage]:
         return breakages(self.text)
 
     def noticed(self, breakage: Breakage) -> str | None:
         """The failure that the breakage causes; ``None`` if there is none."""
-        self.device.edit = lambda name, text: breakage.text if name == "forward_kernel" else text
+        self.device.edit = lambda name, text: breakage.text if name == "walk_kernel" else text
         try:
             for a, b in zip(self._run(), self.right, strict=True):
                 if not a.equal(b):

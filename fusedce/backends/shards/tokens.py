@@ -73,12 +73,12 @@ class _Counted(NamedTuple):
 def stats(task: Task, shard: Shard) -> tuple[Tensor, ...]:
     """Compute statistics of this rank's tokens: the outputs of the operator ``stats``."""
     wanted, counted = task.wanted, _counted(task.problem, shard)
-    local = _local_problem(counted.problem, counted.rows, shard)
+    local = local_problem(counted.problem, counted.rows, shard)
     z = _class_logits(local, counted)
     if counted.classes.shape[1]:
         best = chosen.likeliest(z, counted.problem.but(labels=counted.classes).valid())
         local = local.with_labels(counted.classes.gather(1, best)[:, 0])
-    of_all = _stats_over_ranks(local, shard, wanted)
+    of_all = stats_over_ranks(local, shard, wanted)
     values = [
         counted.own(x) if want else x.new_empty(0)
         for x, want in (
@@ -104,7 +104,7 @@ def grads(
     upstreams = Upstreams(
         *(x[counted.rows] if x is not None and len(x) else None for x in upstreams)
     )
-    local = _local_problem(counted.problem, counted.rows, shard)
+    local = local_problem(counted.problem, counted.rows, shard)
     here = _classes_here(local, counted.classes)
     if here.shape[1]:
         best = chosen.likeliest(values.z, counted.problem.but(labels=counted.classes).valid())
@@ -141,7 +141,7 @@ def grads(
     )
 
 
-def _local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
+def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
     """The problem of the tokens at ``rows`` and the rows of ``weight`` that are classes."""
     real = shard.real(problem)
     classes = slice(shard.first, shard.first + real)
@@ -159,7 +159,7 @@ def _local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
     return _Local(local, y, y, shard.first).with_labels(y)
 
 
-def _stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
+def stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
     """Statistics over all ranks' classes; they are equal on all ranks.
 
     Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and mean

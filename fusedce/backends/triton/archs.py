@@ -150,7 +150,7 @@ ARCHITECTURES = (
             stats=_AMPERE,
             stats_with_options=Blocks(128, 64, 64, 8, 3),
             gemm=_AMPERE,
-            gemm_with_options=_AMPERE,
+            gemm_with_options=Blocks(128, 64, 64, 8, 3),
         ),
         _FOUR_BYTES,
         compiler=("cuda", 80, 32),

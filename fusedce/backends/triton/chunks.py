@@ -94,13 +94,18 @@ class Chunks:
         """Compute the chunk's logits, losses and gradient."""
         (V, H), C = self.weight.shape, h.shape[0]
         exponentials, grads = self.exponentials, self.grads
-        best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
-        merged = None
+        best = merged = None
         if self.peers is None:
+            if argmax is not None:
+                best = torch.empty_like(exponentials.sums, dtype=torch.int32)
             exponentials.fill(h, y, best)
         else:
             lse = None if options is None else options.lse
-            merged = self.peers.merged(exponentials, h, y, first, losses, lse, best, argmax, rows)
+            of_chunk = slice(first, first + C)
+            likeliest = None if argmax is None else torch.empty_like(y)
+            merged = self.peers.merged(exponentials, h, y, of_chunk, losses, lse, likeliest)
+            if argmax is not None and likeliest is not None:
+                argmax[rows[of_chunk].long()] = likeliest
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
@@ -130,9 +135,9 @@ class Chunks:
             shifts=None if terms is None or exponentials.out is grads else terms[3],
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
-            best=best if merged is None else None,
-            argmax=argmax,
-            rows=None if argmax is None else rows,
+            best=best,
+            argmax=None if best is None else argmax,
+            rows=None if best is None else rows,
             first=first,
             H=H,
             V=V,

@@ -28,10 +28,17 @@ from fusedce.backends.shards.collectives import (
     of_classes,
     sharded_way,
 )
+from fusedce.backends.shards.tokens import local_problem, stats_over_ranks
 from fusedce.backends.triton.chunks import Chunks, RowFactors
-from fusedce.backends.triton.exponentials import Peers, label_logits, merge
-from fusedce.backends.triton.forward import row_sums
-from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_on_cpu
+from fusedce.backends.triton.exponentials import Peers, label_logits
+from fusedce.backends.triton.launch import (
+    Rows,
+    compact,
+    contiguous,
+    on,
+    pointwise,
+    raise_on_cpu,
+)
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
 from fusedce.contract.problem import Problem, Wanted
@@ -42,31 +49,19 @@ _NOWHERE = -1  # the row of a label that lies on another rank
 
 def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64 over all ranks' tokens; holds O(N) numbers."""
-    problem, local = _problems(problem, shard)
-    n, device = shard.counted, problem.hidden.device
-    with on(device):
-        if not shard.real(problem):
-            packed = compact(problem, V=shard.V)
-            table = torch.zeros(3, n, dtype=torch.float32, device=device)
-            table[0] = -math.inf
-        else:
-            packed, table = row_sums(problem, local, shard.V)
-            table = table[:, :n].contiguous()
+    if shard.tokens is not None:
+        problem = all_tokens(problem, max(shard.tokens), shard.group)
+    problem = contiguous(problem)
+    with on(problem.hidden.device):
+        packed = compact(problem, V=shard.V)
         raise_on_cpu(packed.n_valid, problem, shard.V)
-        if n == 0:
-            return _total(packed.loss_sum, packed), packed.n_valid
-        rows = packed.rows[:n].long()
-        y = problem.labels[rows]
-        table[2] = table[2].masked_fill(local.labels[rows] == _NOWHERE, 0)
-        tables = all_gather(table.view(-1), shard.group)
-        z_label = _known(tables.view(-1, 3, n)[:, 2].sum(0), y, shard)
-        losses = torch.empty(n, dtype=torch.float32, device=device)
-        lse = None if problem.plain() else torch.empty_like(losses)
-        merge(tables, z_label, y, losses, lse, None, None, 0, shard)
-        if lse is not None:
-            mean = _mean_logit(problem, shard) if problem.label_smoothing else None
-            zmean = None if mean is None else mean.of(problem.hidden[rows].float())
-            losses = token_losses(problem.rows(rows), y, losses.double(), lse.double(), zmean)
+        rows = packed.rows[: shard.counted].long()
+        wanted = Wanted(lse=not problem.plain(), zmean=problem.label_smoothing > 0)
+        local = local_problem(problem.but(memory_budget=None), rows, shard)
+        found = stats_over_ranks(local, shard, wanted)
+        numbers = (x.double() for x in (found.nll, found.lse, found.zmean))
+        y = problem.labels[rows].long().clamp(0, shard.V - 1)
+        losses = token_losses(problem.rows(rows), y, *numbers)
         return _total(losses.sum(dtype=torch.float64).float(), packed), packed.n_valid
 
 

@@ -87,7 +87,7 @@ def test_training_compiles_nothing_inside_a_graph(
     warm = step()
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step() - warm == set()
-    exponentials = "exp_gemm_kernel" if gemm == "1" else "exp_tile_kernel"
+    exponentials = "walk_kernel" if gemm == "1" else "exp_tile_kernel"
     kernels = {"label_logit_kernel", exponentials, "softmax_rows_kernel", "label_grad_kernel"}
     assert kernels <= {name for name, _ in warm}
 
@@ -114,7 +114,7 @@ def test_forward_only_compiles_nothing_inside_a_graph(monkeypatch, launches, opt
     warm = step(31)
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step(0) == warm
-    assert {"forward_kernel", "stats_kernel"} <= {name for name, _ in warm}
+    assert {"walk_kernel", "merge_stats_kernel"} <= {name for name, _ in warm}
 
 
 def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
@@ -185,7 +185,7 @@ def test_few_kernels_are_launched(launches):
     hidden, weight, labels, _ = Case((96,), 32, 1111, torch.bfloat16).tensors()
     problem = Problem(hidden, weight, labels)
     backend.loss(problem)
-    assert [name for name, _ in launches] == ["compact_kernel", "forward_kernel"]
+    assert [name for name, _ in launches] == ["compact_kernel", "walk_kernel"]
     launches.clear()
     backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
     assert [name for name, _ in launches] == [
