@@ -25,7 +25,12 @@ from fusedce.backends.shards.collectives import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.shards.merge import entropy_of, nll_and_lse, of_ranks
+from fusedce.backends.shards.merge import (
+    entropy_of,
+    label_and_others,
+    nll_and_lse,
+    of_ranks,
+)
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats
@@ -73,12 +78,12 @@ class _Counted(NamedTuple):
 def stats(task: Task, shard: Shard) -> tuple[Tensor, ...]:
     """Compute statistics of this rank's tokens: the outputs of the operator ``stats``."""
     wanted, counted = task.wanted, _counted(task.problem, shard)
-    local = local_problem(counted.problem, counted.rows, shard)
+    local = _local_problem(counted.problem, counted.rows, shard)
     z = _class_logits(local, counted)
     if counted.classes.shape[1]:
         best = chosen.likeliest(z, counted.problem.but(labels=counted.classes).valid())
         local = local.with_labels(counted.classes.gather(1, best)[:, 0])
-    of_all = stats_over_ranks(local, shard, wanted)
+    of_all = _stats_over_ranks(local, shard, wanted)
     values = [
         counted.own(x) if want else x.new_empty(0)
         for x, want in (
@@ -104,7 +109,7 @@ def grads(
     upstreams = Upstreams(
         *(x[counted.rows] if x is not None and len(x) else None for x in upstreams)
     )
-    local = local_problem(counted.problem, counted.rows, shard)
+    local = _local_problem(counted.problem, counted.rows, shard)
     here = _classes_here(local, counted.classes)
     if here.shape[1]:
         best = chosen.likeliest(values.z, counted.problem.but(labels=counted.classes).valid())
@@ -141,7 +146,7 @@ def grads(
     )
 
 
-def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
+def _local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
     """The problem of the tokens at ``rows`` and the rows of ``weight`` that are classes."""
     real = shard.real(problem)
     classes = slice(shard.first, shard.first + real)
@@ -159,7 +164,7 @@ def local_problem(problem: Problem, rows: Tensor, shard: Shard) -> _Local:
     return _Local(local, y, y, shard.first).with_labels(y)
 
 
-def stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
+def _stats_over_ranks(local: _Local, shard: Shard, wanted: Wanted) -> Stats:
     """Statistics over all ranks' classes; they are equal on all ranks.
 
     Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and mean
@@ -197,13 +202,9 @@ def _of_here(local: _Local, shard: Shard, wanted: Wanted) -> list[Tensor]:
     argmax = torch.empty(n, dtype=torch.int64, device=device) if wanted.argmax else None
     backend = get_backend(local.problem.backend)
     found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
-    nll, lse = found.nll.double(), found.lse.double()
-    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # all classes masked
-    # log(exp(lse) - exp(z)), by the formula that is exact: for p of the label near 1, or far from 1
-    others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
-    others = others.masked_fill(lse == -math.inf, -math.inf)
+    z, others = label_and_others(found.nll, found.lse)
     mine = [
-        torch.where(local.here, others, lse),
+        torch.where(local.here, others, found.lse.double()),
         torch.where(local.here, z, -math.inf),
     ]
     if wanted.entropy:

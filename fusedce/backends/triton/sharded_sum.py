@@ -28,17 +28,11 @@ from fusedce.backends.shards.collectives import (
     of_classes,
     sharded_way,
 )
-from fusedce.backends.shards.tokens import local_problem, stats_over_ranks
+from fusedce.backends.shards.merge import label_and_others, nll_and_lse, of_ranks
 from fusedce.backends.triton.chunks import Chunks, RowFactors
 from fusedce.backends.triton.exponentials import Peers, label_logits
-from fusedce.backends.triton.launch import (
-    Rows,
-    compact,
-    contiguous,
-    on,
-    pointwise,
-    raise_on_cpu,
-)
+from fusedce.backends.triton.forward import token_stats
+from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_on_cpu
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
 from fusedce.contract.problem import Problem, Wanted
@@ -49,19 +43,29 @@ _NOWHERE = -1  # the row of a label that lies on another rank
 
 def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64 over all ranks' tokens; holds O(N) numbers."""
-    if shard.tokens is not None:
-        problem = all_tokens(problem, max(shard.tokens), shard.group)
-    problem = contiguous(problem)
+    problem, local = _problems(problem, shard)
     with on(problem.hidden.device):
         packed = compact(problem, V=shard.V)
         raise_on_cpu(packed.n_valid, problem, shard.V)
         rows = packed.rows[: shard.counted].long()
-        wanted = Wanted(lse=not problem.plain(), zmean=problem.label_smoothing > 0)
-        local = local_problem(problem.but(memory_budget=None), rows, shard)
-        found = stats_over_ranks(local, shard, wanted)
-        numbers = (x.double() for x in (found.nll, found.lse, found.zmean))
-        y = problem.labels[rows].long().clamp(0, shard.V - 1)
-        losses = token_losses(problem.rows(rows), y, *numbers)
+        y, of_rows = problem.labels[rows].long(), local.labels[rows]
+        # The first row stands in for a label that lies elsewhere.
+        local = local.but(
+            hidden=problem.hidden[rows], labels=of_rows.clamp(min=0), ignore_index=-100,
+            token_weight=None, memory_budget=None,
+        )  # fmt: skip
+        found = token_stats(local, Wanted(lse=True), None)
+        z_label, others = label_and_others(found.nll, found.lse)
+        here, nowhere = of_rows != _NOWHERE, -math.inf
+        others = torch.where(here, others, found.lse.double())
+        z_label = z_label.masked_fill(~here, nowhere)
+        if not shard.real(problem):
+            others, z_label = others.fill_(nowhere), z_label.fill_(nowhere)
+        of_all, z_labels = of_ranks([others, z_label], shard)
+        nll, lse = nll_and_lse(of_all.logsumexp(0), z_labels, (y >= 0) & (y < shard.V))
+        mean = _mean_logit(problem, shard) if problem.label_smoothing else None
+        zmean = None if mean is None else mean.of(local.hidden.float())
+        losses = token_losses(problem.rows(rows), y.clamp(0, shard.V - 1), nll, lse, zmean)
         return _total(losses.sum(dtype=torch.float64).float(), packed), packed.n_valid
 
 
