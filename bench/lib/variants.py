@@ -175,7 +175,7 @@ def variants(
                     "BLOCK_H": 1024,
                     "num_warps": row.exp_warps,
                     "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
-                    "ENTRIES": 1 if extra else 2,
+                    "ENTRIES": 2 if extra else 1,
                 }
                 if dtype == "fp16" and not extra:
                     constants["row_factors"] = None

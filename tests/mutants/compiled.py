@@ -54,12 +54,6 @@ MUTANTS = [
         f"{FORWARD} -k wherever_it_stands",
     ),
     Mutant(
-        "compiled: the likeliest class is taken out while its row is gone over",
-        "if (end == 0) & (likeliest >= 0):",
-        "if likeliest >= 0:",
-        f"{TRAINING} -k references_of_their_own",
-    ),
-    Mutant(
         "compiled: one GEMM of rows that are not aligned",
         "return blocks if whole and archs",
         "return blocks if archs",

@@ -191,30 +191,6 @@ MUTANTS = [
         "backends/triton/test_training.py -k far_above",
     ),
     Mutant(
-        "rows: the likeliest is rounded with the others",
-        "if p >= OUTLIER_P:",
-        "if p >= 2.0:",
-        "backends/triton/test_training.py -k as_exact",
-    ),
-    Mutant(
-        "rows: the likeliest counts twice",
-        "tl.store(exps + likeliest, 0.0)",
-        "tl.store(exps + likeliest, exp(m_others, reference))",
-        "backends/triton/test_training.py -k as_exact",
-    ),
-    Mutant(
-        "rows: the likeliest is not smoothed",
-        "of_likeliest = of_p * p * slope + smoothed",
-        "of_likeliest = of_p * p * slope",
-        "backends/triton/test_training.py -k as_exact",
-    ),
-    Mutant(
-        "rows: the likeliest is rounded where rows are smoothed",
-        "if grads.dtype.element_ty == tl.bfloat16:",
-        "if grads.dtype.element_ty == tl.bfloat16 and not NORMALISE:",
-        "backends/triton/test_training.py -k as_exact",
-    ),
-    Mutant(
         "rows: hidden states without the rows' factors",
         "(h * factor).to(scaled",
         "h.to(scaled",
@@ -224,7 +200,7 @@ MUTANTS = [
         "hidden_grad: every entry is the first",
         "g += tl.load(entries + entry * stride_row + c) * w",
         "g += tl.load(entries + c) * w",
-        "backends/triton/test_training.py -k as_exact",
+        "test_several_classes.py -k triton",
     ),
     Mutant(
         "launch: a tile's place is one Triton compiles anew for",
@@ -258,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "label_grad: entries are not added",
-        "    add_entries(grads, gradient.columns, gradient.entries, h, outer)\n",
+        "    add_entries(grads, gradient.labels, gradient.entries, h, outer)\n",
         "",
         TRITON,
     ),

@@ -30,14 +30,14 @@ from fusedce.kernels.softmax_grad import softmax_rows_kernel
 class ChunkGradient(NamedTuple):
     """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
 
-    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[k * C + c]`` (without ``amplify``) more
-    at ``columns[k * C + c]``.
+    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[c]`` (without ``amplify``) more at the
+    column ``labels[c]``.
     """
 
     logits: Tensor  # (C, V)
     factors: Tensor | None  # (C,) fp32
-    columns: Tensor  # (K * C,) int; out of range: none
-    entries: Tensor  # (K * C,) fp32
+    labels: Tensor  # (C,) int; out of range: none
+    entries: Tensor  # (C,) fp32
     scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
 
 
@@ -73,9 +73,7 @@ class Chunks:
             amplify=self.amplify,
             own_references=self.normalise,
         )
-        of_rows = torch.empty(3 * C, dtype=torch.float32, device=device)
-        self.entries, self.factors = of_rows.split_with_sizes((2 * C, C))
-        self.columns = torch.empty(2 * C, dtype=problem.labels.dtype, device=device)
+        self.entries, self.factors = torch.empty(2, C, device=device).unbind()
         self.scaled = None
         if of_weight and not self.normalise:
             self.scaled = torch.empty(C, H, dtype=weight.dtype, device=device)
@@ -109,8 +107,8 @@ class Chunks:
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
-            columns=span(self.columns, 0, 2 * C),
-            entries=span(self.entries, 0, 2 * C),
+            labels=y,
+            entries=span(self.entries, 0, C),
             scaled=None if self.scaled is None else span(self.scaled, 0, C),
         )
         terms = None if options is None else options.terms
@@ -128,7 +126,6 @@ class Chunks:
             z_label=exponentials.z_label,
             merged=merged,
             losses=losses,
-            columns=gradient.columns,
             entries=gradient.entries,
             count=count,
             terms=terms,
@@ -171,7 +168,7 @@ class Chunks:
             hidden_grad_kernel,
             products=self.tiles.products,
             weight=self.weight,
-            columns=gradient.columns,
+            columns=gradient.labels,
             entries=gradient.entries,
             row_factors=gradient.factors,
             rows=rows,
@@ -184,7 +181,7 @@ class Chunks:
             stride_row=C,
             factor=outer,
             AMPLIFY=self.amplify,
-            ENTRIES=gradient.columns.shape[0] // C,
+            ENTRIES=1,
             BLOCK_H=block,
             num_warps=self.arch.exp_warps,
         )
