@@ -12,7 +12,7 @@ from fusedce.backends import gradients, mean_logit
 from fusedce.backends.torch import logit_tiles, products
 
 # In the median, and in one of a hundred.
-BOUNDS = {"torch": (1.05, 1.1), "triton": (1.1, 1.3)}
+BOUNDS = {"torch": (1.05, 1.1), "triton": (1.2, 2.8)}
 # Allowed difference of a table computed anew: it has fewer draws, and CPUs add in other orders.
 TOLERANCES = (0.02, 0.05)
 
@@ -78,7 +78,7 @@ def test_log_probabilities_on_triton(logits):
     Eager, whose logits are bfloat16, errs 3.0 to 10 roundings there.
     """
     for name, ratios in rounding.errors(Draw(logits, 0.9, True, 0, 32, 32, 300), "triton", "log-p"):
-        assert max(ratios) <= 2.0, (name, ratios)
+        assert max(ratios) <= 3.0, (name, ratios)
 
 
 @pytest.mark.usefixtures("widened")

@@ -65,6 +65,7 @@ def launches(monkeypatch):
             monkeypatch.setattr(module, "on", lambda device: nullcontext(), raising=False)
     cpu = BY_NAME["interpreter"]
     monkeypatch.setattr(archs, "architecture", lambda device: cpu)
+    monkeypatch.setattr(archs, "processors", lambda device: 3)
 
     def again(self, grid, **changing):
         seen.append((self._kernel.name, grid))

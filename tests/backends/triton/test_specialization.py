@@ -180,6 +180,23 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
     assert step() - warm == set()
 
 
+@pytest.mark.parametrize("K", [0, 3])  # further classes of a token
+def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, launches, K):
+    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
+    one = torch.ones(96, dtype=torch.float64)
+    chosen = None, None
+    if K:
+        chosen = torch.randint(333, (96, K)), torch.ones(96, K, dtype=torch.float64)
+    upstream = Upstream(one, one, one / 333, -one / 2, labels != -100, one / 2, *chosen)
+    problem = Problem(hidden, weight, labels)
+    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
+    with Called() as called:
+        backend.token_grads(
+            problem, Wanted(hidden=True, weight=True), one * 6, upstream, of_inputs(problem)
+        )
+    assert not called.names & {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2"}
+
+
 def test_few_kernels_are_launched(launches):
     """Each costs the host as much as a small tile's work."""
     hidden, weight, labels, _ = Case((96,), 32, 1111, torch.bfloat16).tensors()
