@@ -42,8 +42,9 @@ def compile_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         if not compiled.available(arch):
             print(f"{arch}: this Triton has no compiler for it", file=sys.stderr)
             continue
+        row_of = compiled.TARGETS[arch].row.name
         for variant in variants.variants(
-            arch, args.kernel, args.config, candidates=args.candidates
+            row_of, args.kernel, args.config, candidates=args.candidates
         ):
             if not re.search(args.match, variant.label):
                 continue

@@ -1,10 +1,10 @@
 """Gradients of hidden states and head, where products alone do not give them.
 
 A chunk holds the gradient of its logits in two bytes. The label's entry of a row is alone in its
-size, and so is the likeliest other class's of a row that is sure and wrong; rounded with the others
-they would be most of the error of ``grads.T @ hidden``: ``p - 1`` may lie in the middle between two
-numbers. Of each row :mod:`fusedce.kernels.softmax_grad` keeps them in float32, outside of the
-matrix, and leaves out the row's own factor. `label_grad_kernel` adds the entries to the gradient of
+size; rounded with the others it would be most of the error of ``grads.T @ hidden``: ``p - 1`` may
+lie in the middle between two numbers. Of each row :mod:`fusedce.kernels.softmax_grad` keeps it in
+float32, outside of the matrix, without the row's own factor; the gradients of tokens have entries
+of further classes, that are asked for. `label_grad_kernel` adds the entries to the gradient of
 the head, `hidden_grad_kernel` to that of the hidden states, and `scale_kernel` multiplies a
 finished gradient by the factor that backward brings.
 

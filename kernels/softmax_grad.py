@@ -7,11 +7,11 @@ the same in all tiles: it goes to the small operands of the two products that fo
 is read by those alone. `softmax_rows` merges the sums of a row's blocks into its loss and that
 factor, and writes the hidden state times the factor, which the gradient of the head needs.
 
-Two entries of a row are far larger than the others, so that their rounding errors average out with
-no neighbour's: the label's, and that of the likeliest of the other classes. They leave the chunk,
-which holds 0 there, and reach the gradients in float32 (:mod:`fusedce.kernels.input_grads`). Errors
-of bfloat16 gradients, over that of rounding the exact ones once, are 1.00 to 1.09 in this way, and
-1.2 to 1.5 with both entries rounded like the others (peaked logits).
+The label's entry of a row is far larger than the others, so that its rounding error averages out
+with no neighbour's. It leaves the chunk, which holds 0 there, and reaches the gradients in float32
+(:mod:`fusedce.kernels.input_grads`). Errors of bfloat16 gradients, over that of rounding the exact
+ones once, are 1.0 to 1.5 in this way, and up to 2.5 where a wrong class has nearly all the
+probability; those of torch's bfloat16 logits are 3 to 15 there.
 
 References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above
 the label takes its own; then `softmax_rows` reads that row and brings all its blocks to the highest
@@ -42,10 +42,6 @@ from .tile import (
     logits_slope,
     token_loss,
 )
-
-# The least probability of a likeliest other class whose entry leaves the chunk. Smaller ones are
-# many, and half the rows of a batch may share the class: one program sums all entries of a class.
-OUTLIER_P: tl.constexpr = tl.constexpr(0.125)
 
 
 @triton.jit(do_not_specialize=["hidden", "labels", "rows", "z_label", "C", "stride_hn"])
@@ -150,8 +146,8 @@ def exp_tile_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "hidden", "labels", "maxima", "sums", "z_label", "merged", "losses", "columns", "entries",
-        "terms", "shifts", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
+        "hidden", "labels", "maxima", "sums", "z_label", "merged", "losses", "entries", "terms",
+        "shifts", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
         "stride_row", "stride_terms",
     ]
 )  # fmt: skip
@@ -165,10 +161,9 @@ def softmax_rows_kernel(
     maxima,  # (blocks, rows) fp32
     sums,  # (blocks, rows) fp32
     z_label,  # (C,) fp32
-    merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks, from merge_shards
+    merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks
     losses,  # (C,) fp32 out, without merged, as lse and argmax below
-    columns,  # (2, C) int out: entries of the gradient that are 0 in the chunk; -1 for none
-    entries,  # (2, C) fp32 out: their values, without AMPLIFY and the row's factor
+    entries,  # (C,) fp32 out: the label's, 0 in the chunk; without AMPLIFY and the row's factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
     shifts,  # (C,) fp32 or None: and shift * class_weight, taken before anything is rounded
@@ -182,7 +177,7 @@ def softmax_rows_kernel(
     V,
     width,  # V rounded up to a multiple of 16: stride of exps and grads
     stride_hn,
-    stride_row,  # of maxima, sums, best, columns and entries
+    stride_row,  # of maxima, sums, best and merged
     stride_terms,
     scale,  # None for 1
     softcap,  # or None
@@ -210,9 +205,7 @@ def softmax_rows_kernel(
                 none = tl.zeros((BLOCK_H,), dtype=scaled.dtype.element_ty)
                 tl.store(scaled + c * H + start + offs_h, none, mask=start + offs_h < H)
         tl.store(losses + c, 0.0)
-        for entry in tl.static_range(2):
-            tl.store(columns + entry * stride_row + c, -1)
-            tl.store(entries + entry * stride_row + c, 0.0)
+        tl.store(entries + c, 0.0)
         if row_factors is not None:
             tl.store(row_factors + c, 0.0)
         if terms is not None:
@@ -249,7 +242,6 @@ def softmax_rows_kernel(
     g_label = -others * inverse * logits_slope(z, scale, softcap)
     of_p = 1.0
     shift = 0.0
-    by_shift = 0.0  # shift before the row's size is taken out of it
     factor = to_p
 
     # Phase 2: options of the loss change the factor, the label's entry, and shift all entries.
@@ -273,7 +265,6 @@ def softmax_rows_kernel(
             if shifts is not None:  # (no soft-cap beside it: the slope is the scale)
                 if scale is not None:
                     shift *= scale
-                by_shift = shift
                 if class_weight is not None:
                     g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
                 else:
@@ -295,41 +286,14 @@ def softmax_rows_kernel(
         index = tl.load(best + tl.argmax(m, axis=0) * stride_row + c)
         index = tl.where(z > m_others, label, index)
         tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
-    tl.store(columns + c, label)
     tl.store(entries + c, g_label)
 
-    # Phase 4: the entry of the likeliest other class, if it is large. It is found in its block by
-    # the value stored for it. With a soft-cap another entry may be the largest there; then this one
-    # is no larger than its neighbours, and stays.
-    likeliest = tl.full((), -1, tl.int32)
-    of_likeliest = tl.zeros((), tl.float32)
-    if grads.dtype.element_ty == tl.bfloat16:
-        p = exp(m_others, top) * inverse
-        if p >= OUTLIER_P:
-            block = tl.argmax(m, axis=0)
-            slope = logits_slope(m_others, scale, softcap)
-            stored = exp(m_others, block_reference(m_others, own)) * slope
-            offs = block * BLOCK_V + offs_v
-            e = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
-            stored = stored.to(exps.dtype.element_ty).to(tl.float32)
-            found = tl.min(tl.where(e == stored, offs, V), axis=0)
-            if found < V:
-                likeliest = found
-                smoothed = by_shift
-                if class_weight is not None:
-                    smoothed *= tl.load(class_weight + found)
-                of_likeliest = of_p * p * slope + smoothed
-    tl.store(columns + stride_row + c, likeliest)
-    tl.store(entries + stride_row + c, of_likeliest)
-
-    # Phase 5: the row is read and rewritten where its blocks differ in their references, or where
-    # it has to be normalised; else only the likeliest entry becomes 0.
+    # Phase 4: the row is read and rewritten where its blocks differ in their references, or where
+    # it has to be normalised.
     end = width
     if not NORMALISE:
         lowest = tl.min(tl.where(empty, reference, references), axis=0)
         end = tl.where(lowest < reference, width, 0)
-        if (end == 0) & (likeliest >= 0):  # else the loop below stores it, and would race with this
-            tl.store(exps + likeliest, 0.0)
     for start in range(0, end, BLOCK_V):
         offs = start + offs_v
         of_block = tl.load(maxima + start // BLOCK_V * stride_row + c)
@@ -343,10 +307,10 @@ def softmax_rows_kernel(
                 g += shift * AMPLIFY * tl.load(class_weight + offs, mask=offs < width, other=0.0)
             else:
                 g += shift * AMPLIFY
-        g = tl.where((offs == label) | (offs == likeliest), 0.0, g)
+        g = tl.where(offs == label, 0.0, g)
         tl.store(grads + offs, g.to(grads.dtype.element_ty), mask=offs < width)
 
-    # Phase 6: the hidden state times the factor, for the product of the head's gradient.
+    # Phase 5: the hidden state times the factor, for the product of the head's gradient.
     if scaled is not None:
         for start in range(0, H, BLOCK_H):
             offs = start + offs_h

@@ -24,33 +24,11 @@ def program_of_grid(pid, N, splits, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr
 
 
 @triton.jit
-def packed_rows(
-    block,
-    rows,  # (N,) int32: valid rows, from compact_kernel
-    labels,  # (N,) int
-    n_valid,
-    V,
-    BLOCK_N: tl.constexpr,
-):
-    """``offs_n, mask_n, row, label`` of a row block, (BLOCK_N,); labels int32, -1 for bad ones.
-
-    A bad label must not read out of bounds. In 32 bits comparing it to a tile's columns costs half
-    the registers.
-    """
-    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < n_valid
-    row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)
-    label = tl.load(labels + row, mask=mask_n, other=-1)
-    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
-    return offs_n, mask_n, row, label
-
-
-@triton.jit
 def logits_tile(
     hidden_rows,  # (BLOCK_N,) pointers to the rows of hidden, all readable
     weight,  # (V, H)
     weight_tiles,  # tensor descriptor of weight with blocks (BLOCK_V, BLOCK_H): TMA, which pads
-    # with zeros past V and H; or None
+    # with zeros past V; or None
     bias,  # (V,) or None
     start_v,
     H,
@@ -60,8 +38,7 @@ def logits_tile(
     softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EVEN_H: tl.constexpr,  # H is a multiple of BLOCK_H
+    BLOCK_H: tl.constexpr,  # divides H
     INPUT_PRECISION: tl.constexpr,  # "ieee" or "tf32": how fp32 inputs are multiplied
     UPCAST: tl.constexpr,  # multiply in fp32: the interpreter's tl.dot gets bf16 wrong
 ):
@@ -76,19 +53,11 @@ def logits_tile(
     weight_rows = weight + offs_v.to(tl.int64) * stride_wv
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start_h in range(0, H, BLOCK_H):
-        mask_h = start_h + offs_h < H
-        h_ptrs = hidden_rows[:, None] + (start_h + offs_h)[None, :]
-        w_ptrs = weight_rows[None, :] + (start_h + offs_h)[:, None]
-        if EVEN_H:
-            h = tl.load(h_ptrs)
-        else:
-            h = tl.load(h_ptrs, mask=mask_h[None, :], other=0.0)
+        h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :])
         if weight_tiles is not None:
             w = weight_tiles.load([start_v, start_h]).T
-        elif EVEN_H:
-            w = tl.load(w_ptrs)
         else:
-            w = tl.load(w_ptrs, mask=mask_h[:, None], other=0.0)
+            w = tl.load(weight_rows[None, :] + (start_h + offs_h)[:, None])
         if UPCAST:
             h = h.to(tl.float32)
             w = w.to(tl.float32)

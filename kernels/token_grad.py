@@ -1,8 +1,7 @@
 """Kernel of the gradient of a tile of logits, with known log-sum-exp and factors per row.
 
-Two entries of a row are far larger than the others, so that their rounding errors average out with
-no neighbour's: the label's, and that of another class whose probability is above 1/2, of which a
-row has one at most. They leave the tile, which holds 0 there, and are kept in float32.
+The label's entry of a row leaves the tile, which holds 0 there, and is kept in float32, as in
+training (:mod:`fusedce.kernels.softmax_grad`).
 """
 
 import triton
@@ -10,9 +9,6 @@ import triton.language as tl
 
 from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
-
-# More than 1/2, so that rounding cannot give two classes of a row such a probability.
-OUTLIER_P: tl.constexpr = tl.constexpr(0.501)
 
 
 @triton.jit
@@ -27,8 +23,8 @@ def finished_label(products, bias, at, scale, softcap):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries", "columns",
-        "first", "begin", "T", "stride_entry",
+        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
+        "first", "begin", "T",
     ]
 )  # fmt: skip
 def token_grad_kernel(
@@ -43,8 +39,7 @@ def token_grad_kernel(
     beta,  # or None
     gamma,  # or None
     at_label,  # (C,) fp32: g at the label
-    entries,  # (2, C) fp32 out: entries that leave the tile, without AMPLIFY: the label's, another
-    columns,  # (2, C) int: the label; out: the other's class
+    entries,  # (C,) fp32 out: the label's, without AMPLIFY
     count,  # () int32: rows from here on (counted from the first block's) are padding
     first,
     begin,
@@ -52,13 +47,12 @@ def token_grad_kernel(
     width,  # T rounded up to a multiple of 16
     stride_pc,
     stride_gc,
-    stride_entry,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Store the gradient of one block of a row; move its single entries to ``entries``."""
+    """Store the gradient of one block of a row, and the label's entry apart."""
     c = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     offs_t = start + tl.arange(0, BLOCK_V)
@@ -97,11 +91,4 @@ def token_grad_kernel(
         exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
         tl.store(entries + c, exact)
     g = tl.where(offs_t == at, 0.0, g)
-    others = tl.where((offs_t < T) & (offs_t != at), p, 0.0)
-    if tl.max(others, axis=0) > OUTLIER_P:
-        found = start + tl.argmax(others, axis=0)
-        tl.store(columns + stride_entry + c, (begin + found).to(columns.dtype.element_ty))
-        single = tl.sum(tl.where(offs_t == found, g, 0.0), axis=0)
-        tl.store(entries + stride_entry + c, single * (1.0 / AMPLIFY))
-        g = tl.where(offs_t == found, 0.0, g)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

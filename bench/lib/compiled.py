@@ -30,17 +30,21 @@ class Target(NamedTuple):
     gpu: GPUTarget
     shared_limit: int  # bytes a block may use
     ptxas: str  # name of the architecture there; none for AMD
+    row: Architecture  # its blocks
 
 
-def _target(row: Architecture) -> Iterator[Target]:
+def _targets(row: Architecture) -> Iterator[tuple[str, Target]]:
+    """By name: of a row of AMD's, one for each of its devices."""
     if row.compiler is not None:
-        backend, arch, _ = row.compiler
+        backend, arch, warp = row.compiler
         own = "a" if isinstance(arch, int) and arch >= 90 else ""  # its own instructions, too
         ptxas = f"sm_{arch}{own}" if backend == "cuda" else ""
-        yield Target(GPUTarget(*row.compiler), row.shared_limit, ptxas)
+        for name in row.gcn or (row.name,):
+            gpu = GPUTarget(backend, name if row.gcn else arch, warp)
+            yield name, Target(gpu, row.shared_limit, ptxas, row)
 
 
-TARGETS = {row.name: target for row in ARCHITECTURES for target in _target(row)}
+TARGETS = {name: target for row in ARCHITECTURES for name, target in _targets(row)}
 _MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma"
 _ASYNC = r"cp\.async\.c[ga]\.|cp\.async\.bulk\.tensor|global_load_lds|buffer_load.* lds"
 _BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes of a SASS access
@@ -71,6 +75,7 @@ def compile_kernel(
     """Compile a variant; one row of the report, whose keys stand at the end."""
     constants = dict(constants)
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
+    options["enable_fp_fusion"] = True  # as in every launch
     place = kernel.arg_names.index
     special = {p.name for p in kernel.params if not p.do_not_specialize}
     source = ASTSource(
@@ -83,7 +88,7 @@ def compile_kernel(
             if k in aligned & special and k not in constants
         },
     )
-    gpu, limit, ptxas = TARGETS[target]
+    gpu, limit, ptxas, _ = TARGETS[target]
     compiled = triton.compile(source, target=gpu, options=options)
     if ptxas:
         asm = compiled.asm["ptx"]

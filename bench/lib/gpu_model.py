@@ -210,7 +210,7 @@ def fused_ce(
     assumed: Assumptions = NOW,
     memory_budget: int | None = None,
 ) -> Prediction:
-    """This library's loss: `forward_kernel`, or the way that the backend takes in the budget."""
+    """This library's loss: `walk_kernel`, or the way that the backend takes in the budget."""
     if not training:
         return _with_range(lambda assumed: _forward(N, H, V, device, assumed), assumed, "own_gemm")
     asked = call(N, H, V, 2, memory_budget, device=device)
@@ -253,7 +253,7 @@ def launches(way: Way, N: int, H: int, V: int, gemm_block: int = 0) -> dict[str,
     }
     products = count["hidden_grad_kernel"] + len(sizes)
     if gemm_block:
-        count["exp_gemm_kernel"] = len(sizes)
+        count["walk_kernel"] = len(sizes)
     else:
         rows, T = tile_shape(C, V, H, exp_block(V))
         count["exp_tile_kernel"] = sum(-(-n // rows) for n in sizes) * -(-V // T)

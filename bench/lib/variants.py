@@ -13,17 +13,15 @@ from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import power_of_2
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
-from fusedce.kernels.exp_gemm import exp_gemm_kernel
-from fusedce.kernels.forward import forward_kernel
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel, scale_kernel
-from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
     label_logit_kernel,
     softmax_rows_kernel,
 )
-from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
+from fusedce.kernels.stats import merge_stats_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
+from fusedce.kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 KERNELS = (
@@ -34,13 +32,12 @@ KERNELS = (
     "divergence",
     "scale",
     "compact",
-    "shards",
 )  # groups to choose from
 # Types of the arguments that are not constants: by name, or the dtype of the inputs.
 _TYPES = dict.fromkeys(
     ("N", "H", "V", "T", "most", "width", "n", "begin", "first", "first_block", "blocks",
      "tiles_per_split", "splits",
-     "ignore_index", "n_tickets", "C", "ranks", "first_class"),
+     "ignore_index", "n_tickets", "C"),
     "i32",
 ) | {
     "labels": "*i64", "columns": "*i64", "order": "*i64", "rows": "*i32", "count": "*i32",
@@ -51,15 +48,15 @@ _TYPES = dict.fromkeys(
     "rest": "fp32",
     "to_plain": "fp32", "largest": "*i64", "smoothing": "fp32", "z_loss": "fp32",
 } | dict.fromkeys(
-    ("partials", "lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
+    ("lse", "loss_sum", "losses", "products", "g", "maxima", "sums", "moments", "zsums",
      "z_label", "z_labels", "entries", "terms", "shifts", "row_factors", "token_weight",
      "class_weight", "temperature", "alpha", "beta", "gamma", "at_label", "nll", "entropy",
-     "zmean", "d_bias", "merged", "row_sums", "table"),
+     "zmean", "d_bias", "merged"),
     "*fp32",
 )  # fmt: skip
 # Arguments that are multiples of 16 where the sizes are what models have.
 ALIGNED = frozenset((
-    "hidden", "weight", "weight_tiles", "bias", "partials", "N", "n", "H", "V", "stride_hn",
+    "hidden", "weight", "weight_tiles", "bias", "N", "n", "H", "V", "stride_hn",
     "stride_wv", "most", "width", "exps", "grads", "stride_pc", "stride_ec", "stride_gc", "x",
     "labels", "rows", "products", "class_weight", "d_weight", "student", "teacher",
     "teacher_bias", "stride_g",
@@ -157,23 +154,20 @@ def variants(
                             yield variant._replace(candidate=True)
             if group in ("all", "exp_gemm") and precision == "ieee":
                 blocks = walks.gemm_with_options if option else walks.gemm
-                constants = _walk(blocks) | none | common
+                constants = none | common
                 constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
                 if not option:
                     constants["best"] = None
-                if not blocks.DESCRIPTOR:
-                    constants["weight_tiles"] = None
-                yield Variant(f"exp_gemm {name}", exp_gemm_kernel, dtype, constants)
+                constants |= dict.fromkeys(("rows", "count", *_OF_SUMS, *_OF_STATISTICS))
+                yield _walk(f"exp_gemm {name}", dtype, blocks, EXPONENTIALS, constants)
             if group in ("all", "softmax_grad") and precision == "ieee":
                 yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
                 blocks = walks.stats_with_options if option else walks.stats
-                constants = _walk(blocks) | none | common
-                if not blocks.DESCRIPTOR:
-                    constants["weight_tiles"] = None
+                constants = none | common | dict.fromkeys((*_OF_SUMS, *_OF_EXPONENTIALS))
                 if not option:
                     constants |= {"zsums": None, "class_weight": None, "temperature": None}
-                yield Variant(f"stats {name}", stats_kernel, dtype, constants)
+                yield _walk(f"stats {name}", dtype, blocks, STATISTICS, constants)
         if group in ("all", "softmax_grad"):
             for extra in (False, True):
                 # "terms": gradients of a loss without a sum, token by token
@@ -181,7 +175,7 @@ def variants(
                     "BLOCK_H": 1024,
                     "num_warps": row.exp_warps,
                     "AMPLIFY": 16384.0 if dtype == "fp16" else 1.0,
-                    "ENTRIES": 1 if extra else 2,
+                    "ENTRIES": 2 if extra else 1,
                 }
                 if dtype == "fp16" and not extra:
                     constants["row_factors"] = None
@@ -202,29 +196,28 @@ def variants(
     if group in ("all", "stats"):
         constants = {"BLOCK_N": row.merge_block_n}
         yield Variant("merge_stats", merge_stats_kernel, "i64", constants)
-    if group in ("all", "shards"):
-        yield from _shards(row)
 
 
-def _walk(blocks: archs.Blocks) -> dict[str, Any]:
-    return _without(blocks._asdict(), "MAX_SPLITS", "DESCRIPTOR") | {"EVEN_H": True}
+_OF_SUMS = ("block_losses", "tickets", "loss_sum", "lse")
+_OF_STATISTICS = ("class_weight", "temperature", "moments", "zsums")
+_OF_EXPONENTIALS = ("exps", "width", "stride_ec")
+
+
+def _walk(
+    label: str, dtype: str, blocks: archs.Blocks, epilogue: Any, constants: dict[str, Any]
+) -> Variant:
+    walk = _without(blocks._asdict(), "MAX_SPLITS", "DESCRIPTOR") | {"EPILOGUE": epilogue.value}
+    if not blocks.DESCRIPTOR:
+        walk["weight_tiles"] = None
+    return Variant(label, walk_kernel, dtype, {"AMPLIFY": 1.0} | constants | walk)
 
 
 def _forward(
     label: str, dtype: str, blocks: archs.Blocks, common: dict[str, Any]
 ) -> Iterator[Variant]:
-    """Variants for a whole vocabulary and for a shard, with TMA where the row asks for it.
-
-    Rows of a weight that are not aligned to 16 bytes force narrow loads, which no block was chosen
-    for: without TMA these are candidates.
-    """
-    constants = _walk(blocks) | common | {"lse": None, "row_sums": None}
-    if blocks.DESCRIPTOR:
-        yield Variant(f"{label} TMA", forward_kernel, dtype, constants)
-        of_shard = _without(constants, "row_sums")
-        yield Variant(f"{label} TMA shard", forward_kernel, dtype, of_shard)
-    without = constants | {"weight_tiles": None}
-    yield Variant(label, forward_kernel, dtype, without, candidate=blocks.DESCRIPTOR)
+    constants = common | dict.fromkeys(("lse", "best", *_OF_STATISTICS, *_OF_EXPONENTIALS))
+    label = f"{label} TMA" if blocks.DESCRIPTOR else label
+    yield _walk(label, dtype, blocks, SUMS, constants)
 
 
 def _softmax_grad(
@@ -343,17 +336,6 @@ def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
         yield Variant(f"{label} sum", label_grad_kernel, dtype, constants | more, wide=sums)
         if dtype == "bf16":
             yield Variant(label, label_grad_kernel, dtype, constants | more)
-
-
-def _shards(row: archs.Architecture) -> Iterator[Variant]:
-    for extra in (False, True):
-        constants: dict[str, Any] = {"BLOCK_C": row.merge_block_n, "num_warps": 4}
-        label = " terms" if extra else ""
-        of_sums = constants | {"OWN_REFERENCES": extra} | ({} if extra else {"best": None})
-        yield Variant(f"shard_sums{label}", shard_sums_kernel, "fp32", of_sums)
-        none = {} if extra else dict.fromkeys(("labels", "lse", "argmax", "rows"))
-        of_merge = constants | none | {"PLANES": 4 if extra else 2}
-        yield Variant(f"merge_shards{label}", merge_shards_kernel, "fp32", of_merge)
 
 
 def _named(blocks: archs.Blocks) -> str:

@@ -74,9 +74,9 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location({metadata["id"]!r}, {str(variant / "__init__.py")!r})
 loss = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(loss)
-import torch, fusedce.kernels.forward
+import torch, fusedce.kernels.walk
 assert fusedce.__file__.startswith({str(variant)!r}), fusedce.__file__
-assert fusedce.kernels.forward.__file__.startswith({str(variant)!r})
+assert fusedce.kernels.walk.__file__.startswith({str(variant)!r})
 print(loss.fused_ce(torch.zeros(3, 4), torch.zeros(7, 4), torch.tensor([1, -100, 6])).n_valid)
 """
     done = run(load)
@@ -257,7 +257,7 @@ def test_building_leaves_nothing_behind(tmp_path):
     with tarfile.open(sdist) as archive:  # an sdist with some of the tests would be incomplete
         assert not [n for n in archive.getnames() if "/tests" in n]
     names = zipfile.ZipFile(wheel).namelist()
-    assert "fusedce/kernels/forward.py" in names
+    assert "fusedce/kernels/walk.py" in names
     assert "fusedce/py.typed" in names
     assert {n.split("/")[0] for n in names} == {
         "fusedce", f"fusedce-{fusedce.__version__}.dist-info"

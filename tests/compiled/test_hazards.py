@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from support.ptx import grid  # noqa: F401  all forms
-from support.ptx.assembly import run
-from support.ptx.cta import Fault
-from support.ptx.tensor_map import TensorMap
+from ptx import grid  # noqa: F401  all forms
+from ptx.assembly import run
+from ptx.cta import Fault
+from ptx.tensor_map import TensorMap
 
 U32 = np.uint32
 X = np.arange(64, dtype=U32)

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from support.ptx import grid  # noqa: F401  all forms
-from support.ptx.assembly import run
-from support.ptx.decode import decode
-from support.ptx.parse import NotUnderstood, parse
+from ptx import grid  # noqa: F401  all forms
+from ptx.assembly import run
+from ptx.decode import decode
+from ptx.parse import NotUnderstood, parse
 
 INTS = np.array([0, 1, -1, 7, -7, 31, 100, -100, 2**31 - 1, -(2**31), 12345, -54321] + [3] * 20,
                 np.int32)  # fmt: skip

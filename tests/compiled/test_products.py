@@ -9,9 +9,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.ptx.device import on_device
-from support.ptx.matrices import fragment
-from support.ptx.tensor_map import ATOM, Descriptor, TensorMap, swizzled
+from ptx.device import on_device
+from ptx.matrices import fragment
+from ptx.tensor_map import ATOM, Descriptor, TensorMap, swizzled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

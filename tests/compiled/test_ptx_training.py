@@ -66,15 +66,15 @@ def test_gradients_by_one_gemm(on, arch, descriptor):
         pytest.skip("sm_80 has no TMA")
     else:
         by_gemm(gpu)
-    check(train, case(24, 136, 515, logits="peaked"))
-    assert gpu.ran("exp_gemm_kernel") == 1
+    check(train, case(24, 192, 515, logits="peaked"))
+    assert gpu.ran("walk_kernel") == 1
 
 
 def test_a_small_hidden_size_takes_one_gemm_by_default(on):
     gpu = on("sm_90")
     gpu.row = archs.BY_NAME["sm_90"]
-    check(train, case(24, 40, 300, with_bias=True, options=OPTIONS))
-    assert gpu.ran("exp_gemm_kernel") == 1
+    check(train, case(24, 64, 300, with_bias=True, options=OPTIONS))
+    assert gpu.ran("walk_kernel") == 1
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_options(on, arch, dtype, gemm, logits, options):
     if gemm:
         by_gemm(gpu)
     V, weighted = (140 if dtype == FP32 and gemm else 515), "z_loss" in options
-    check(train, case(20, 40, V, dtype, logits=logits, ignored=0.2, with_bias=bool(options),
+    check(train, case(20, 64, V, dtype, logits=logits, ignored=0.2, with_bias=bool(options),
                       options=options, token_weight=weighted, class_weight=weighted))  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_rows_that_are_not_aligned_are_multiplied_by_cublas(on):
     gpu = on("sm_90")
     by_gemm(gpu)
     check(train, case(40, 65, 333))
-    assert gpu.ran("exp_gemm_kernel") == 0
+    assert gpu.ran("walk_kernel") == 0
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 15])
@@ -180,7 +180,7 @@ def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
 def test_gradients_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, arch):
     gpu = on(arch)
     by_gemm(gpu)
-    hidden, weight, labels, _ = case(24, 72, 515).tensors()
+    hidden, weight, labels, _ = case(24, 128, 515).tensors()
     labels[::3] = 17
     problem = Problem(hidden, weight, labels, expected_upstream=torch.ones(()))
 
@@ -213,5 +213,5 @@ def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
     for blocks in choices:
         walks = row.two_bytes._replace(gemm_up_to=2**31, gemm=blocks, gemm_with_options=blocks)
         gpu.row = row._replace(two_bytes=walks)
-        check(train, case(blocks.BLOCK_N + 12, 136, 2 * blocks.BLOCK_V + 3, options=options))
-    assert gpu.ran("exp_gemm_kernel") == len(choices)
+        check(train, case(blocks.BLOCK_N + 12, 128, 2 * blocks.BLOCK_V + 3, options=options))
+    assert gpu.ran("walk_kernel") == len(choices)

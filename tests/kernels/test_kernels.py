@@ -116,7 +116,7 @@ def test_every_kernel_compiles(arch):
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "label_logit", "exp_tile", "softmax_rows", "hidden_grad",
         "label_grad", "token_grad", "stats", "merge_stats", "scale", "compact",
-        "divergence_rows", "target_rows", "shard_sums", "merge_shards",
+        "divergence_rows", "target_rows",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(
@@ -132,7 +132,7 @@ def test_every_kernel_compiles(arch):
     if not known:
         pytest.skip("registers were chosen with Triton 3.6 and 3.7")
     for name in (
-        "forward bf16 TMA", "forward bf16", "forward fp16 TMA", "forward fp32 tf32", "stats bf16",
+        "forward bf16 TMA", "forward fp16 TMA", "forward fp32 tf32", "stats bf16",
         "forward bf16 bias+scale+cap TMA", "forward fp16 bias+scale+cap TMA",
     ):  # fmt: skip
         assert "wgmma.mma_async" in rows[name]["matrix"], name
@@ -145,21 +145,23 @@ def test_every_kernel_compiles(arch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_slow_cases_say_so_once(dtype):
+def test_rows_that_are_copied_are_said_to_be_once(dtype):
     from fusedce.backends.triton import forward, launch
 
     launch.say_once.cache_clear()
-    hidden, weight, labels, _ = Case((20,), 24, 70, dtype).tensors()
+    hidden, weight, labels, _ = Case((20,), 64, 70, dtype).tensors()
     exact = forward.loss(Problem(hidden, weight, labels))[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
-    wide = hidden.new_empty(20, 48)[:, ::2].copy_(hidden)
+    wide = hidden.new_empty(20, 128)[:, ::2].copy_(hidden)
     for h, w, message in (
-        (hidden, shifted, "rows of weight are not aligned to 16 bytes"),
-        (wide, weight, "hidden has stride 2 in its last dimension"),
+        (hidden, shifted, "weight is copied on .* not aligned to 16 bytes"),
+        (wide, weight, "hidden is copied on .* not aligned to 16 bytes"),
+        (hidden[:, :40], weight[:, :40], "hidden is copied on .* no multiple of 32 long"),
     ):
         with pytest.warns(UserWarning, match=message):
             first = forward.loss(Problem(h, w, labels))[0]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             forward.loss(Problem(h, w, labels))
-        assert first == exact  # with and without tensor descriptors, to the bit
+        if h.shape == hidden.shape:
+            assert first == exact  # to the bit

@@ -85,9 +85,9 @@ MUTANTS = [
         "test_launch.py -k fused",
     ),
     Mutant(
-        "exp_gemm: compiled again where the number of valid rows is a multiple of 16",
-        '"best", "N", "stride_block"]',
-        '"best", "N"]',
+        "walk: compiled again where the number of valid rows is a multiple of 16",
+        '"z_label", "stride_split"]',
+        '"z_label"]',
         "test_specialization.py -k inside_a_graph",
     ),
     Mutant(

@@ -12,8 +12,8 @@ TILES = "test_ptx_tokens.py -k by_tiles_of"
 MUTANTS = [
     Mutant(
         "compiled: rows past the last one are read",
-        "mask=mask_n, other=0).to(tl.int64)\n    label = tl.load(labels + row, mask",
-        ").to(tl.int64)\n    label = tl.load(labels + row, mask",
+        "row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)\n    # A bad",
+        "row = tl.load(rows + offs_n).to(tl.int64)\n    # A bad",
         f"{FORWARD} -k wherever_it_stands",
     ),
     Mutant(
@@ -54,15 +54,9 @@ MUTANTS = [
         f"{FORWARD} -k wherever_it_stands",
     ),
     Mutant(
-        "compiled: the likeliest class is taken out while its row is gone over",
-        "if (end == 0) & (likeliest >= 0):",
-        "if likeliest >= 0:",
-        f"{TRAINING} -k references_of_their_own",
-    ),
-    Mutant(
         "compiled: one GEMM of rows that are not aligned",
-        "if not wide or not archs",
-        "if not archs",
+        "return blocks if whole and archs",
+        "return blocks if archs",
         f"{TRAINING} -k not_aligned",
     ),
     Mutant(

@@ -149,8 +149,8 @@ MUTANTS = [
     ),
     Mutant(
         "temperature: the label's logit as it was",
-        "z_label /= t_row",
-        "z_label /= 1.0",
+        "z /= t_row\n                z = ",
+        "z /= 1.0\n                z = ",
         "test_temperature.py -k gradients",
     ),
     Mutant(

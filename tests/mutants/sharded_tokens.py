@@ -44,8 +44,8 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of shards: the label is among the others",
-        "torch.where(local.here, others, lse),",
-        "lse,",
+        "torch.where(local.here, others, found.lse.double()),",
+        "found.lse.double(),",
         TOKENS,
     ),
     Mutant(

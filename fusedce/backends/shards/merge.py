@@ -43,6 +43,16 @@ def nll_and_lse(
     return nll, torch.logaddexp(z_label, others)
 
 
+def label_and_others(nll: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """``(n,)`` float64 each: the label's logit, and the log-sum-exp of the others'."""
+    nll, lse = nll.double(), lse.double()
+    masked = lse == -math.inf  # all classes are
+    z = (lse - nll).masked_fill(masked, -math.inf)
+    # log(exp(lse) - exp(z)), by the formula that is exact: for p of the label near 1, or far from 1
+    others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
+    return z, others.masked_fill(masked, -math.inf)
+
+
 def entropy_of(
     lses: Tensor,  # (ranks, n) log-sum-exp of each shard
     lse: Tensor,  # (n,)

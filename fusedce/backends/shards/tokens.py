@@ -25,7 +25,12 @@ from fusedce.backends.shards.collectives import (
     sharded_call,
     sum_over_ranks,
 )
-from fusedce.backends.shards.merge import entropy_of, nll_and_lse, of_ranks
+from fusedce.backends.shards.merge import (
+    entropy_of,
+    label_and_others,
+    nll_and_lse,
+    of_ranks,
+)
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats
@@ -197,13 +202,9 @@ def _of_here(local: _Local, shard: Shard, wanted: Wanted) -> list[Tensor]:
     argmax = torch.empty(n, dtype=torch.int64, device=device) if wanted.argmax else None
     backend = get_backend(local.problem.backend)
     found = backend.token_stats(local.problem, wanted.but(lse=True), argmax)
-    nll, lse = found.nll.double(), found.lse.double()
-    z = (lse - nll).masked_fill(lse == -math.inf, -math.inf)  # all classes masked
-    # log(exp(lse) - exp(z)), by the formula that is exact: for p of the label near 1, or far from 1
-    others = torch.where(nll < 1, z + nll.expm1().log(), lse + (-nll.neg().exp()).log1p())
-    others = others.masked_fill(lse == -math.inf, -math.inf)
+    z, others = label_and_others(found.nll, found.lse)
     mine = [
-        torch.where(local.here, others, lse),
+        torch.where(local.here, others, found.lse.double()),
         torch.where(local.here, z, -math.inf),
     ]
     if wanted.entropy:

@@ -77,9 +77,32 @@ class Architecture(NamedTuple):
         """Blocks for inputs of ``element_size`` bytes."""
         return self.two_bytes if element_size == 2 else self.four_bytes
 
-    def tile_shape(self, C: int, V: int, H: int, block: int) -> tuple[int, int]:
+    def tile_shape(
+        self, C: int, V: int, H: int, block: int, processors: int = 1
+    ) -> tuple[int, int]:
         """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        return held.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
+        rows, T = held.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
+        return rows_in_waves(C, T, rows, processors), T
+
+    def rows_of_hidden(self, C: int, H: int, processors: int = 1) -> int:
+        """Rows of the products of d_hidden of ``C`` tokens that are held at a time."""
+        return rows_in_waves(C, H, held.rows_of_hidden(H, self.tile_elements), processors)
+
+
+def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
+    """Rows, ``most`` or down to half of them, of products that leave the fewest waves half empty.
+
+    ``C`` rows by ``columns`` are computed in blocks of 128 x 256 (what cuBLAS takes, assumed),
+    one a processor at a time.
+    """
+
+    def waves(rows: int) -> int:
+        parts = [rows] * (C // rows) + ([C % rows] if C % rows else [])
+        return sum(-(-(-(-n // 128) * -(-columns // 256)) // processors) for n in parts)
+
+    if most >= C:
+        return C
+    return min(range(most // 128 * 128, most // 2, -128), key=waves, default=most)
 
 
 def _same(blocks: Blocks) -> Walks:
@@ -150,7 +173,7 @@ ARCHITECTURES = (
             stats=_AMPERE,
             stats_with_options=Blocks(128, 64, 64, 8, 3),
             gemm=_AMPERE,
-            gemm_with_options=_AMPERE,
+            gemm_with_options=Blocks(128, 64, 64, 8, 3),
         ),
         _FOUR_BYTES,
         compiler=("cuda", 80, 32),

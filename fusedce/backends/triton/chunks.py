@@ -30,14 +30,14 @@ from fusedce.kernels.softmax_grad import softmax_rows_kernel
 class ChunkGradient(NamedTuple):
     """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
 
-    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[k * C + c]`` (without ``amplify``) more
-    at ``columns[k * C + c]``.
+    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[c]`` (without ``amplify``) more at the
+    column ``labels[c]``.
     """
 
     logits: Tensor  # (C, V)
     factors: Tensor | None  # (C,) fp32
-    columns: Tensor  # (K * C,) int; out of range: none
-    entries: Tensor  # (K * C,) fp32
+    labels: Tensor  # (C,) int; out of range: none
+    entries: Tensor  # (C,) fp32
     scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
 
 
@@ -73,9 +73,7 @@ class Chunks:
             amplify=self.amplify,
             own_references=self.normalise,
         )
-        of_rows = torch.empty(3 * C, dtype=torch.float32, device=device)
-        self.entries, self.factors = of_rows.split_with_sizes((2 * C, C))
-        self.columns = torch.empty(2 * C, dtype=problem.labels.dtype, device=device)
+        self.entries, self.factors = torch.empty(2, C, device=device).unbind()
         self.scaled = None
         if of_weight and not self.normalise:
             self.scaled = torch.empty(C, H, dtype=weight.dtype, device=device)
@@ -94,18 +92,23 @@ class Chunks:
         """Compute the chunk's logits, losses and gradient."""
         (V, H), C = self.weight.shape, h.shape[0]
         exponentials, grads = self.exponentials, self.grads
-        best = None if argmax is None else torch.empty_like(exponentials.sums, dtype=torch.int32)
-        merged = None
+        best = merged = None
         if self.peers is None:
+            if argmax is not None:
+                best = torch.empty_like(exponentials.sums, dtype=torch.int32)
             exponentials.fill(h, y, best)
         else:
             lse = None if options is None else options.lse
-            merged = self.peers.merged(exponentials, h, y, first, losses, lse, best, argmax, rows)
+            of_chunk = slice(first, first + C)
+            likeliest = None if argmax is None else torch.empty_like(y)
+            merged = self.peers.merged(exponentials, h, y, of_chunk, losses, lse, likeliest)
+            if argmax is not None and likeliest is not None:
+                argmax[rows[of_chunk].long()] = likeliest
         gradient = ChunkGradient(
             logits=span(span(grads, 0, C), 0, V, dim=1),
             factors=None if self.normalise and options is None else span(self.factors, 0, C),
-            columns=span(self.columns, 0, 2 * C),
-            entries=span(self.entries, 0, 2 * C),
+            labels=y,
+            entries=span(self.entries, 0, C),
             scaled=None if self.scaled is None else span(self.scaled, 0, C),
         )
         terms = None if options is None else options.terms
@@ -123,16 +126,15 @@ class Chunks:
             z_label=exponentials.z_label,
             merged=merged,
             losses=losses,
-            columns=gradient.columns,
             entries=gradient.entries,
             count=count,
             terms=terms,
             shifts=None if terms is None or exponentials.out is grads else terms[3],
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
-            best=best if merged is None else None,
-            argmax=argmax,
-            rows=None if argmax is None else rows,
+            best=best,
+            argmax=None if best is None else argmax,
+            rows=None if best is None else rows,
             first=first,
             H=H,
             V=V,
@@ -166,7 +168,7 @@ class Chunks:
             hidden_grad_kernel,
             products=self.tiles.products,
             weight=self.weight,
-            columns=gradient.columns,
+            columns=gradient.labels,
             entries=gradient.entries,
             row_factors=gradient.factors,
             rows=rows,
@@ -179,7 +181,7 @@ class Chunks:
             stride_row=C,
             factor=outer,
             AMPLIFY=self.amplify,
-            ENTRIES=gradient.columns.shape[0] // C,
+            ENTRIES=1,
             BLOCK_H=block,
             num_warps=self.arch.exp_warps,
         )

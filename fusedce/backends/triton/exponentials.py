@@ -10,37 +10,35 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.shards.collectives import all_gather
+from fusedce.backends.shards.merge import nll_and_lse, of_ranks
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import (
     CachedLaunch,
     aligned,
     has_options,
-    operands,
     power_of_2,
     run,
+    walk,
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.problem import Problem
 from fusedce.contract.task import Shard
-from fusedce.kernels.exp_gemm import exp_gemm_kernel
-from fusedce.kernels.shards import merge_shards_kernel, shard_sums_kernel
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel
+from fusedce.kernels.tile import LOG2E
+from fusedce.kernels.walk import EXPONENTIALS
 
 
 def gemm_blocks(problem: Problem) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     walks = archs.architecture(weight.device).walks(weight.element_size())
-    wide = aligned(weight) and weight.shape[1] * weight.element_size() % 16 == 0
-    if not wide or not archs.by_one_gemm(walks, weight.shape[1]):
-        return None  # cuBLAS reads other rows better
-    return walks.gemm_with_options if has_options(problem) else walks.gemm
+    blocks = walks.gemm_with_options if has_options(problem) else walks.gemm
+    whole = weight.stride(1) == 1 and aligned(weight) and weight.shape[1] % blocks.BLOCK_H == 0
+    # cuBLAS reads other rows better
+    return blocks if whole and archs.by_one_gemm(walks, weight.shape[1]) else None
 
 
 class Exponentials:
@@ -122,18 +120,14 @@ class Exponentials:
             launch((rows, -(-T // block), 1), first=first, first_block=begin // block)
 
     def _by_gemm(self, h: Tensor, blocks: archs.Blocks, shared: dict[str, Any]) -> None:
-        """Launch one product, whose epilogue makes the exponentials."""
-        problem = self.problem._replace(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
-        walk = operands(problem, blocks) | self.pointwise
-        tiles = -(-len(h) // blocks.BLOCK_N) * walk["splits"]
-        for name in ("tiles_per_split", "splits"):
-            del walk[name]
-        run(
-            exp_gemm_kernel,
-            (min(tiles, archs.processors(h.device)),),
-            width=multiple_of_16(walk["V"]),
-            **(walk | shared),
-        )
+        """Launch one walk, whose epilogue makes the exponentials."""
+        problem = self.problem.but(hidden=h, weight=self.tiles.weight, labels=shared["labels"])
+        stride = shared.pop("stride_block")
+        width = multiple_of_16(len(self.tiles.weight))
+        walk(
+            problem, blocks, EXPONENTIALS, stride_split=stride, width=width,
+            **(shared | self.pointwise),
+        )  # fmt: skip
 
 
 def label_logits(
@@ -173,7 +167,7 @@ class Peers:
     def __init__(
         self,
         shard: Shard,
-        y: Tensor,  # (n,) int labels among all classes
+        y: Tensor,  # (n,) int64 labels among all classes
         z_label: Tensor,  # (n,) fp32 their logits, NaN for bad labels
         *,
         empty: bool,  # no class lies here
@@ -185,82 +179,55 @@ class Peers:
         exponentials: Exponentials,  # of this rank's classes, to fill
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,) labels as rows here; -1 for those elsewhere
-        first: int,  # number of the chunk's first row
+        rows: slice,  # the chunk's among those that count
         losses: Tensor,  # (C,) fp32 to fill
         lse: Tensor | None,  # (C,) fp32 to fill
-        best: Tensor | None,  # (blocks * C,) int32 to overwrite; needed for argmax
-        argmax: Tensor | None,  # (N,) int64 to fill at `rows`
-        rows: Tensor,  # (N,) int32
+        argmax: Tensor | None,  # (C,) int64 to fill
     ) -> Tensor:
-        """``(2, C)``: reference and sum of the rows' exponentials over all ranks.
+        """``(2, C)`` fp32: reference and sum of the rows' exponentials over all ranks.
 
-        Fills ``exponentials`` with those of this rank's classes; its ``z_label`` becomes that of
-        all ranks, which the gradient kernel reads next. Fills ``losses``, and ``lse`` and
-        ``argmax`` where they are given, with values over all ranks.
-
-        One all-gather of 2 float32 a row, 4 with argmax.
+        ``exponentials.z_label`` becomes that of all ranks, which the gradient kernel reads next.
+        One all-gather of a float64 a row, 3 with argmax.
         """
-        C = len(h)
-        z_label = self.z_label[first : first + C]
+        C, z_label = len(h), self.z_label[rows]
+        maxima, sums = (
+            x[: exponentials.blocks * C].view(-1, C)
+            for x in (exponentials.maxima, exponentials.sums)
+        )
+        best = None if argmax is None else torch.zeros_like(maxima, dtype=torch.int32)
         if self.empty:
             exponentials.clear()
             exponentials.z_label = z_label
-            if best is not None:
-                best.zero_()
         else:
             exponentials.fill(h, y, best, z_label)
-        planes, block = 2 if best is None else 4, archs.architecture(h.device).merge_block_n
-        mine = z_label.new_empty(planes * C)
-        run(
-            shard_sums_kernel,
-            (triton.cdiv(C, block),),
-            maxima=exponentials.maxima,
-            sums=exponentials.sums,
-            z_label=z_label,
-            best=best,
-            table=mine,
-            C=C,
-            blocks=exponentials.blocks,
-            first_class=self.shard.first,
-            OWN_REFERENCES=exponentials.own_references,
-            BLOCK_C=block,
-            num_warps=4,
+        own = None if exponentials.own_references else z_label
+        references = block_references(maxima, own).double() / LOG2E.value
+        mine = [(sums.double().log() + references).logsumexp(0)]
+        if best is not None:
+            top, block = maxima.max(0, keepdim=True)
+            mine += [top[0], best.gather(0, block)[0] + self.shard.first]
+        of_all, *more = of_ranks(mine, self.shard)
+        others, z = of_all.logsumexp(0), z_label.double()
+        nll, log_sum = nll_and_lse(others, z[None], z == z)
+        losses.copy_(nll)
+        if lse is not None:
+            lse.copy_(log_sum)
+        if argmax is not None:
+            tops, classes = more
+            top, rank = tops.max(0, keepdim=True)
+            likeliest = classes.gather(0, rank)[0].long()
+            argmax.copy_(torch.where(z > top[0], self.y[rows], likeliest))
+        reference = (torch.fmax(others, z) * LOG2E.value).float()
+        reference = reference.nan_to_num(0, 0, 0)  # finite, as a kernel's
+        return torch.stack(
+            [reference, torch.exp2(others * LOG2E.value - reference.double()).float()]
         )
-        table = all_gather(mine, self.shard.group)
-        return merge(table, z_label, self.y, losses, lse, argmax, rows, first, self.shard)
 
 
-def merge(
-    table: Tensor,  # (ranks * planes * C,) fp32
-    z_label: Tensor,  # (C,) fp32
-    y: Tensor,  # (n,) int labels among all classes
-    losses: Tensor,  # (C,) fp32 to fill
-    lse: Tensor | None,  # (C,) fp32 to fill
-    argmax: Tensor | None,  # (N,) int64 to fill at rows
-    rows: Tensor | None,  # (N,) int32
-    first: int,
-    shard: Shard,
-) -> Tensor:
-    """``(2, C)`` reference and sum over all ranks; the losses, the same bits on each of them."""
-    C, ranks = len(z_label), dist.get_world_size(shard.group)
-    merged = torch.empty(2 * C, dtype=torch.float32, device=table.device)
-    block = archs.architecture(table.device).merge_block_n
-    run(
-        merge_shards_kernel,
-        (triton.cdiv(C, block),),
-        table=table,
-        z_label=z_label,
-        labels=None if argmax is None else y[first : first + C],
-        merged=merged,
-        losses=losses,
-        lse=lse,
-        argmax=argmax,
-        rows=None if argmax is None else rows,
-        C=C,
-        ranks=ranks,
-        first=first,
-        PLANES=len(table) // (ranks * C),
-        BLOCK_C=block,
-        num_warps=4,
-    )
-    return merged
+def block_references(maxima: Tensor, z_label: Tensor | None) -> Tensor:
+    """References of blocks' sums, as the kernels take them (:func:`tile.block_reference`)."""
+    own = maxima.nan_to_num(neginf=0.0, posinf=math.inf, nan=math.nan) * LOG2E.value
+    if z_label is None:
+        return own
+    own, label = own.ceil(), (z_label * LOG2E.value).floor()
+    return torch.where(own > label + 30.0, own, label)

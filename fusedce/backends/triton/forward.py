@@ -5,26 +5,27 @@ They allocate and launch, and never wait for the GPU. The logits stay in registe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.archs import Blocks
+from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.backends.triton.launch import (
-    Rows,
     compact,
+    contiguous,
     has_options,
     on,
-    operands,
     raise_on_cpu,
     run,
-    with_unit_strides,
+    walk,
 )
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.forward import forward_kernel
-from fusedce.kernels.stats import merge_stats_kernel, stats_kernel
+from fusedce.kernels.stats import merge_stats_kernel
+from fusedce.kernels.walk import STATISTICS, SUMS
 
 
 def loss(
@@ -34,118 +35,86 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
-    packed = _walk(problem, problem, blocks, lse=lse)
-    raise_on_cpu(packed.n_valid, problem)
-    return packed.loss_sum, packed.n_valid
-
-
-def row_sums(
-    problem: Problem,
-    local: Problem,  # the same with this rank's classes; labels are rows here, or -1
-    V: int,  # classes
-) -> tuple[Rows, Tensor]:
-    """The rows that count, and ``(3, N)`` fp32: reference, sum, the label's logit or NaN.
-
-    The sum is of the exponentials of this rank's classes, without the label's.
-    """
-    out = torch.empty(3, len(problem.labels), dtype=torch.float32, device=problem.hidden.device)
-    return _walk(problem, local, None, V=V, row_sums=out), out
-
-
-def _walk(
-    problem: Problem,
-    local: Problem,
-    blocks: Blocks | None,
-    *,
-    V: int | None = None,
-    lse: Tensor | None = None,
-    row_sums: Tensor | None = None,
-) -> Rows:
-    """Launch the kernel for the rows of ``problem`` that count, with the classes of ``local``."""
-    local = with_unit_strides(local)
+    problem = contiguous(problem)
+    (N, H), device = problem.hidden.shape, problem.hidden.device
     if blocks is None:
-        walks = archs.architecture(local.hidden.device).walks(local.hidden.element_size())
-        blocks = archs.forward_blocks(walks, local.hidden.shape[1], has_options(local))
-    shared = operands(local, blocks)
-    N, splits, device = shared["N"], shared["splits"], local.hidden.device
+        walks = archs.architecture(device).walks(problem.hidden.element_size())
+        blocks = archs.forward_blocks(walks, H, has_options(problem))
+    _, splits = vocabulary_splits(len(problem.weight), blocks)
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
     with on(device):
-        packed = compact(problem.but(labels=problem.labels.contiguous()), tickets, V=V)
+        packed = compact(problem, tickets)
         if N:
-            run(
-                forward_kernel,
-                (row_blocks * splits,),
+            partials = torch.empty(2 * splits + 1, N, dtype=torch.float32, device=device)
+            walk(
+                problem,
+                blocks,
+                SUMS,
                 rows=packed.rows,
                 count=packed.used,
-                partials=torch.empty((2 * splits + 1) * N, dtype=torch.float32, device=device),
+                maxima=partials,
+                sums=partials[splits:],
+                z_label=partials[-1],
                 block_losses=torch.empty(row_blocks, dtype=torch.float64, device=device),
                 tickets=tickets,
                 loss_sum=packed.loss_sum,
                 lse=lse,
-                row_sums=row_sums,
-                **shared,
             )
-    return packed
+    raise_on_cpu(packed.n_valid, problem)
+    return packed.loss_sum, packed.n_valid
 
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
     check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
-    problem = with_unit_strides(problem)
+    problem = contiguous(problem)
     N, device = len(problem.hidden), problem.hidden.device
     arch = archs.architecture(device)
     walks = arch.walks(problem.hidden.element_size())
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
-    shared = operands(problem, blocks)
-    splits = shared["splits"]
-    class_weight = problem.class_weight
-    if class_weight is not None:
-        class_weight = class_weight.float().contiguous() if wanted.zmean else None
-
-    temperature = problem.temperature
-    if temperature is not None:
-        temperature = temperature.float().contiguous()
+    _, splits = vocabulary_splits(len(problem.weight), blocks)
 
     def zeros(wanted: bool) -> Tensor:
         return torch.zeros(N if wanted else 0, dtype=torch.float32, device=device)
 
+    def plane(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(splits, N, dtype=dtype, device=device) if wanted else None
+
+    def row(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.float().contiguous()
+
     nll, lse, entropy, zmean = (zeros(x) for x in (True, wanted.lse, wanted.entropy, wanted.zmean))
+    top = None
     if argmax is not None:
         argmax.fill_(-1)
-    best = top = None
-    if argmax is not None:
         top = zeros(True)
-        best = torch.empty(splits, N, dtype=torch.int32, device=device)
-    planes = iter(
-        torch.empty(
-            2 + wanted.entropy + wanted.zmean, splits, N, dtype=torch.float32, device=device
-        ).unbind()
-    )
-    partials = {
-        "maxima": next(planes),
-        "sums": next(planes),
-        "moments": next(planes) if wanted.entropy else None,
-        "zsums": next(planes) if wanted.zmean else None,
-        "best": best,
-        "z_labels": torch.empty(N, dtype=torch.float32, device=device),
+    partials: dict[str, Any] = {
+        "maxima": plane(True),
+        "sums": plane(True),
+        "moments": plane(wanted.entropy),
+        "zsums": plane(wanted.zmean),
+        "best": plane(argmax is not None, torch.int32),
     }
+    z_labels = torch.empty(N, dtype=torch.float32, device=device)
     with on(device):
         packed = compact(problem)
         if N:
-            run(
-                stats_kernel,
-                (-(-N // blocks.BLOCK_N) * splits,),
-                class_weight=class_weight,
-                temperature=temperature,
+            walk(
+                problem,
+                blocks,
+                STATISTICS,
+                class_weight=row(problem.class_weight) if wanted.zmean else None,
+                temperature=row(problem.temperature),
                 rows=packed.rows,
                 count=packed.used,
+                z_label=z_labels,
                 **partials,
-                **shared,
             )
             run(
                 merge_stats_kernel,
                 (-(-N // arch.merge_block_n),),
+                z_labels=z_labels,
                 labels=problem.labels,
                 rows=packed.rows,
                 count=packed.used,
@@ -156,7 +125,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 argmax=argmax,
                 highest=top,
                 N=N,
-                V=shared["V"],
+                V=len(problem.weight),
                 splits=splits,
                 BLOCK_N=arch.merge_block_n,
                 num_warps=4,

@@ -39,11 +39,10 @@ def add_head_gradients(
         add_to_bias(bias, g, factors, alpha)
     if weight is not None:
         _add_product(weight, gradient, h, alpha, first=first)
-    add_entries(grads, gradient.columns, gradient.entries, h, outer)
+    add_entries(grads, gradient.labels, gradient.entries, h, outer)
     if weight is not None and weight.element_size() == 2:
-        (C, V), columns = g.shape, gradient.columns
-        K = columns.shape[0] // C
-        compile_for_sums(h.device, h.dtype, columns.dtype, K, V, h.shape[1], bias is not None)
+        labels = gradient.labels.dtype
+        compile_for_sums(h.device, h.dtype, labels, g.shape[1], h.shape[1], bias is not None)
 
 
 def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -> None:
@@ -96,7 +95,6 @@ def compile_for_sums(
     device: torch.device,
     dtype: torch.dtype,
     of_columns: torch.dtype,
-    K: int,
     V: int,
     H: int,
     biased: bool,
@@ -112,9 +110,9 @@ def compile_for_sums(
 
     _launch(
         zeros(1, H, dtype=dtype),
-        zeros(K, dtype=of_columns) - 1,  # no column: nothing is added
-        zeros(K, dtype=torch.int64),
-        zeros(K),
+        zeros(1, dtype=of_columns) - 1,  # no column: nothing is added
+        zeros(1, dtype=torch.int64),
+        zeros(1),
         zeros(1, H),
         zeros(1) if biased else None,
         V,

@@ -1,7 +1,6 @@
 """Arguments of kernels, packing of the rows that count, and launches on the right device.
 
-The arguments of the kernels that read the whole vocabulary are derived here and nowhere else
-(:func:`operands`).
+The arguments of the walk over the vocabulary are derived here and nowhere else (:func:`walk`).
 """
 
 from __future__ import annotations
@@ -22,39 +21,58 @@ from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem
 from fusedce.kernels.compact import compact_kernel
+from fusedce.kernels.walk import walk_kernel
 
 
-def operands(problem: Problem, blocks: Blocks) -> dict[str, Any]:
-    """Arguments that ``forward_kernel`` and ``stats_kernel`` share, launch options included."""
-    hidden, weight = problem.hidden, problem.weight
-    V, H = weight.shape
+def walk(
+    problem: Problem,
+    blocks: Blocks,
+    epilogue: Any,
+    *,
+    stride_split: int | None = None,
+    **given: Any,
+) -> None:
+    """Launch the walk over the vocabulary; arguments that are not given are None.
+
+    ``stride_split``: of what there is of each split; None: N.
+    """
+    hidden = of_whole_steps("hidden", problem.hidden, blocks.BLOCK_H)
+    weight = of_whole_steps("weight", problem.weight, blocks.BLOCK_H)
+    (V, H), N = weight.shape, len(hidden)
     tiles_per_split, splits = vocabulary_splits(V, blocks)
-    tma = blocks.DESCRIPTOR and aligned(weight)
-    return {
+    tiles = None
+    if blocks.DESCRIPTOR:
+        tiles = TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
+    common = {
         "hidden": hidden,
         "weight": weight,
-        "weight_tiles": TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
-        if tma
-        else None,
+        "weight_tiles": tiles,
         "labels": problem.labels,
-        "N": len(hidden),
+        "N": N,
         "H": H,
         "V": V,
         "stride_hn": hidden.stride(0),
         "stride_wv": weight.stride(0),
+        "stride_split": N if stride_split is None else stride_split,
         "tiles_per_split": tiles_per_split,
         "splits": splits,
         **pointwise(problem),
+        "EPILOGUE": epilogue.value,
+        "AMPLIFY": 1.0,
         "BLOCK_N": blocks.BLOCK_N,
         "BLOCK_V": blocks.BLOCK_V,
         "BLOCK_H": blocks.BLOCK_H,
         "GROUP_N": blocks.GROUP_N,
-        "EVEN_H": H % blocks.BLOCK_H == 0,
         "INPUT_PRECISION": input_precision(hidden),
         "UPCAST": interpreted(hidden.device),
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
+    run(
+        walk_kernel,
+        (-(-N // blocks.BLOCK_N) * splits,),
+        **(dict.fromkeys(walk_kernel.arg_names) | common | given),
+    )
 
 
 def pointwise(problem: Problem) -> dict[str, Any]:
@@ -86,26 +104,23 @@ def padded(x: Tensor) -> Tensor:
     return pad(x, (0, multiple_of_16(len(x)) - len(x)))
 
 
-def with_unit_strides(problem: Problem) -> Problem:
-    """The problem with tensors whose last dimension has stride 1; copies are made where needed."""
-    bias = problem.bias
-    problem = problem._replace(
-        hidden=_unit_stride("hidden", problem.hidden),
-        weight=_unit_stride("weight", problem.weight),
-        labels=problem.labels.contiguous(),
-        bias=None if bias is None else bias.contiguous(),
-    )
-    for name, x in (("hidden", problem.hidden), ("weight", problem.weight)):
-        if not aligned(x):
-            say_once(f"rows of {name} are not aligned to 16 bytes, so loads are narrow")
-    return problem
+def contiguous(problem: Problem) -> Problem:
+    """The problem with labels and bias that have no gaps."""
+    labels, bias = problem.labels.contiguous(), problem.bias
+    return problem.but(labels=labels, bias=None if bias is None else bias.contiguous())
 
 
-def _unit_stride(name: str, x: Tensor) -> Tensor:
-    if x.stride(-1) == 1:
+def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
+    """``x (n, H)``, or a copy, so that rows are aligned and a multiple of ``step`` long.
+
+    What is added to a row is zeros. The main loop then needs no masks, and its loads are wide.
+    """
+    more = -x.shape[1] % step
+    if x.stride(1) == 1 and aligned(x) and not more:
         return x
-    say_once(f"{name} has stride {x.stride(-1)} in its last dimension: it is copied on every call")
-    return x.contiguous()
+    why = f"rows are no multiple of {step} long" if more else "rows are not aligned to 16 bytes"
+    say_once(f"{name} is copied on every call without gradients, since its {why}")
+    return pad(x, (0, more)) if more else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(x: Tensor) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16, rows_of_hidden
+from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16
+from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Architecture
 from fusedce.backends.triton.launch import say_once, span
 
@@ -132,10 +133,11 @@ class Tiles:
         V, H = weight.shape
         self.weight, self._product = weight, product(weight.device, weight.dtype)
         self.block = exp_block(V, arch.exp_block_v)
-        self.most_rows, self.most = arch.tile_shape(C, V, H, self.block)
+        processors = archs.processors(weight.device)
+        self.most_rows, self.most = arch.tile_shape(C, V, H, self.block, processors)
         self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
         self._columns = weight.t().split_with_sizes(self._sizes, 1)
-        self._rows_of_hidden = rows_of_hidden(H, arch.tile_elements)
+        self._rows_of_hidden = arch.rows_of_hidden(C, H, processors)
         self.products = torch.empty(
             max(
                 self.most_rows * multiple_of_16(self.most) if of_logits else 0,

@@ -28,9 +28,10 @@ from fusedce.backends.shards.collectives import (
     of_classes,
     sharded_way,
 )
+from fusedce.backends.shards.merge import label_and_others, nll_and_lse, of_ranks
 from fusedce.backends.triton.chunks import Chunks, RowFactors
-from fusedce.backends.triton.exponentials import Peers, label_logits, merge
-from fusedce.backends.triton.forward import row_sums
+from fusedce.backends.triton.exponentials import Peers, label_logits
+from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_on_cpu
 from fusedce.backends.triton.training import add_chunks, walkable
 from fusedce.contract.objective import expected_upstream, token_losses
@@ -43,30 +44,28 @@ _NOWHERE = -1  # the row of a label that lies on another rank
 def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64 over all ranks' tokens; holds O(N) numbers."""
     problem, local = _problems(problem, shard)
-    n, device = shard.counted, problem.hidden.device
-    with on(device):
-        if not shard.real(problem):
-            packed = compact(problem, V=shard.V)
-            table = torch.zeros(3, n, dtype=torch.float32, device=device)
-            table[0] = -math.inf
-        else:
-            packed, table = row_sums(problem, local, shard.V)
-            table = table[:, :n].contiguous()
+    with on(problem.hidden.device):
+        packed = compact(problem, V=shard.V)
         raise_on_cpu(packed.n_valid, problem, shard.V)
-        if n == 0:
-            return _total(packed.loss_sum, packed), packed.n_valid
-        rows = packed.rows[:n].long()
-        y = problem.labels[rows]
-        table[2] = table[2].masked_fill(local.labels[rows] == _NOWHERE, 0)
-        tables = all_gather(table.view(-1), shard.group)
-        z_label = _known(tables.view(-1, 3, n)[:, 2].sum(0), y, shard)
-        losses = torch.empty(n, dtype=torch.float32, device=device)
-        lse = None if problem.plain() else torch.empty_like(losses)
-        merge(tables, z_label, y, losses, lse, None, None, 0, shard)
-        if lse is not None:
-            mean = _mean_logit(problem, shard) if problem.label_smoothing else None
-            zmean = None if mean is None else mean.of(problem.hidden[rows].float())
-            losses = token_losses(problem.rows(rows), y, losses.double(), lse.double(), zmean)
+        rows = packed.rows[: shard.counted].long()
+        y, of_rows = problem.labels[rows].long(), local.labels[rows]
+        # The first row stands in for a label that lies elsewhere.
+        local = local.but(
+            hidden=problem.hidden[rows], labels=of_rows.clamp(min=0), ignore_index=-100,
+            token_weight=None, memory_budget=None,
+        )  # fmt: skip
+        found = token_stats(local, Wanted(lse=True), None)
+        z_label, others = label_and_others(found.nll, found.lse)
+        here, nowhere = of_rows != _NOWHERE, -math.inf
+        others = torch.where(here, others, found.lse.double())
+        z_label = z_label.masked_fill(~here, nowhere)
+        if not shard.real(problem):
+            others, z_label = others.fill_(nowhere), z_label.fill_(nowhere)
+        of_all, z_labels = of_ranks([others, z_label], shard)
+        nll, lse = nll_and_lse(of_all.logsumexp(0), z_labels, (y >= 0) & (y < shard.V))
+        mean = _mean_logit(problem, shard) if problem.label_smoothing else None
+        zmean = None if mean is None else mean.of(local.hidden.float())
+        losses = token_losses(problem.rows(rows), y.clamp(0, shard.V - 1), nll, lse, zmean)
         return _total(losses.sum(dtype=torch.float64).float(), packed), packed.n_valid
 
 

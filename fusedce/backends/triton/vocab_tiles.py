@@ -4,8 +4,7 @@ The log-sum-exp is known, so a tile of logits becomes its own gradient by one ke
 product of it with the hidden states is the whole of these rows of the weight gradient: they are
 rounded once, and no sum over chunks is held. Addends of ``d_hidden`` are summed in float32.
 
-A token's largest entries leave the tiles and reach the gradients in float32, as in training: the
-label's, and that of another class whose probability is above 1/2.
+The label's entry of a token leaves the tiles and reaches the gradients in float32, as in training.
 """
 
 from __future__ import annotations
@@ -116,12 +115,11 @@ class _Walk:
             "lse": lse[chosen].float(),
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
-        # Columns of the labels and of the likeliest others; -1 stands for none.
-        self.columns = torch.cat([labels, torch.full_like(labels, -1)])
-        self.entries = torch.zeros(2 * n, dtype=torch.float32, device=weight.device)
+        self.columns = labels
+        self.entries = torch.zeros(n, dtype=torch.float32, device=weight.device)
 
     def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
-        """Blocks of ``R`` tokens by tiles of ``T`` classes; finds the single entries."""
+        """Blocks of ``R`` tokens by tiles of ``T`` classes."""
         V, n, dtype = len(self.weight), len(self.h), self.weight.dtype
         device = self.weight.device
         products = torch.empty(R * multiple_of_16(T), dtype=torch.float32, device=device)
@@ -151,7 +149,7 @@ class _Walk:
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
         if self.factors is not None:
-            self.entries.view(2, n).mul_(self.factors)
+            self.entries.mul_(self.factors)
 
     def add_classes(self, upstream: Upstream) -> None:
         """Entries of further classes, beside the labels'."""
@@ -180,7 +178,6 @@ class _Walk:
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
             entries=self.entries[rows.start :],
-            columns=self.columns[rows.start :],
             count=self.count,
             first=rows.start,
             begin=begin,
@@ -188,7 +185,6 @@ class _Walk:
             width=width,
             stride_pc=width,
             stride_gc=stored.stride(0),
-            stride_entry=len(self.h),
             AMPLIFY=self.amplify,
             BLOCK_V=block,
             num_warps=self.arch.token_warps,

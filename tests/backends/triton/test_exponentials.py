@@ -36,7 +36,7 @@ def gradients(monkeypatch, problem, argmax, *, by_gemm):
 )
 def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):
     hidden, weight, labels, bias = Case(
-        (37,), 40, 333, dtype, logits=logits, ignored=0.2, with_bias=bool(options)
+        (37,), 64, 333, dtype, logits=logits, ignored=0.2, with_bias=bool(options)
     ).tensors()
     problem = Problem(hidden, weight, labels, bias=bias, chunk_tokens=20, **options)
     best, other = torch.empty(2, 37, dtype=torch.int64).unbind()
@@ -71,7 +71,7 @@ def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
     """The loss then holds no tile of products, as the plan says."""
     from fusedce.backends.triton import training
 
-    hidden, weight, labels, _ = Case((37,), 40, 333, torch.bfloat16).tensors()
+    hidden, weight, labels, _ = Case((37,), 64, 333, torch.bfloat16).tensors()
     asked = []
 
     def way(call, **more):
@@ -89,7 +89,7 @@ def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
 
 
 def test_a_bad_label_poisons_its_row_alone(monkeypatch):
-    hidden, weight, labels, _ = Case((37,), 40, 333).tensors()
+    hidden, weight, labels, _ = Case((37,), 64, 333).tensors()
     labels[5] = 333
     monkeypatch.setattr("fusedce.backends.triton.training.raise_on_cpu", lambda *args: None)
     found = gradients(monkeypatch, Problem(hidden, weight, labels), None, by_gemm=True)

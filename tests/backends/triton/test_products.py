@@ -67,6 +67,19 @@ def test_tiles_are_wider_where_they_are_less_work(H):
     assert rows * T * 4 <= 2**27
 
 
+@pytest.mark.parametrize(
+    ("processors", "least"), [(108, 0.95), (114, 0.89), (132, 0.96), (128, 1.0), (148, 0.86)]
+)
+def test_rows_of_tiles_fill_the_processors(processors, least):
+    """Of an A100, H100 PCIe, H200, RTX 4090 and B200; 4096 rows fill 0.79 of the A100."""
+    C, V = 8192, 128256
+    rows, T = archs.BY_NAME["sm_90"].tile_shape(C, V, 4096, 2048, processors)
+    parts = [rows] * (C // rows) + [C % rows] * (C % rows > 0)
+    blocks = [-(-n // 128) * -(-T // 256) for n in parts]
+    assert sum(blocks) >= least * sum(-(-n // processors) for n in blocks) * processors
+    assert archs.rows_in_waves(100, V, 4096, processors) == 100
+
+
 @pytest.mark.parametrize("operation", ["mm", "addmm"])
 @pytest.mark.parametrize("wrong", [None, "a factor", "raises"])
 def test_an_interface_that_gives_something_wrong_is_not_taken(monkeypatch, operation, wrong):

@@ -85,7 +85,7 @@ def test_training_compiles_nothing_inside_a_graph(
     warm = step()
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step() - warm == set()
-    exponentials = "exp_gemm_kernel" if gemm == "1" else "exp_tile_kernel"
+    exponentials = "walk_kernel" if gemm == "1" else "exp_tile_kernel"
     kernels = {"label_logit_kernel", exponentials, "softmax_rows_kernel", "label_grad_kernel"}
     assert kernels <= {name for name, _ in warm}
 
@@ -112,7 +112,7 @@ def test_forward_only_compiles_nothing_inside_a_graph(monkeypatch, launches, opt
     warm = step(31)
     monkeypatch.setattr(training, "capturing", lambda device: True)
     assert step(0) == warm
-    assert {"forward_kernel", "stats_kernel"} <= {name for name, _ in warm}
+    assert {"walk_kernel", "merge_stats_kernel"} <= {name for name, _ in warm}
 
 
 def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
@@ -178,6 +178,23 @@ def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, c
     assert step() - warm == set()
 
 
+@pytest.mark.parametrize("K", [0, 3])  # further classes of a token
+def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, launches, K):
+    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
+    one = torch.ones(96, dtype=torch.float64)
+    chosen = None, None
+    if K:
+        chosen = torch.randint(333, (96, K)), torch.ones(96, K, dtype=torch.float64)
+    upstream = Upstream(one, one, one / 333, -one / 2, labels != -100, one / 2, *chosen)
+    problem = Problem(hidden, weight, labels)
+    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
+    with Called() as called:
+        backend.token_grads(
+            problem, Wanted(hidden=True, weight=True), one * 6, upstream, of_inputs(problem)
+        )
+    assert not called.names & {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2"}
+
+
 def test_few_kernels_are_launched(launches):
     """Each costs the host as much as a small tile's work."""
     hidden, weight, labels, _ = Case((96,), 32, 1111, torch.bfloat16).tensors()
@@ -185,7 +202,7 @@ def test_few_kernels_are_launched(launches):
     backend.loss_and_grads(Task(problem, Wanted(weight=True)), None)  # compiles for later sums
     launches.clear()
     backend.loss(problem)
-    assert [name for name, _ in launches] == ["compact_kernel", "forward_kernel"]
+    assert [name for name, _ in launches] == ["compact_kernel", "walk_kernel"]
     launches.clear()
     backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
     assert [name for name, _ in launches] == [

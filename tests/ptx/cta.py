@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from support.ptx.copies import Copies
-from support.ptx.decode import Kernel, form
-from support.ptx.shared_memory import Shared
-from support.ptx.wgmma import WarpGroups
+from ptx.copies import Copies
+from ptx.decode import Kernel, form
+from ptx.shared_memory import Shared
+from ptx.wgmma import WarpGroups
 
 if TYPE_CHECKING:
-    from support.ptx.grid import Grid
+    from ptx.grid import Grid
 
 
 class Fault(RuntimeError):
@@ -25,7 +25,7 @@ class Fault(RuntimeError):
 
 
 class Cta:
-    """State of a CTA, which the steps of :mod:`support.ptx.decode` read and write."""
+    """State of a CTA, which the steps of :mod:`ptx.decode` read and write."""
 
     def __init__(self, kernel: Kernel, grid: Grid, number: int, index: tuple[int, ...]) -> None:
         T = kernel.program.threads

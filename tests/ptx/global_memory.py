@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from support.ptx.races import GRANULE, Touched, granules, store_once
+from ptx.races import GRANULE, Touched, granules, store_once
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 BASE = 1 << 32
 _ROOM = 512  # bytes around a tensor that no access may touch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 # Swizzling modes as a matrix descriptor numbers them: bytes of a row of an atom of 8 rows.
 ATOM = {0: 16, 1: 128, 2: 64, 3: 32}

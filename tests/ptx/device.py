@@ -22,11 +22,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from support.ptx.decode import Kernel, decode
-from support.ptx.global_memory import GlobalMemory
-from support.ptx.grid import Grid
-from support.ptx.parse import parse
-from support.ptx.tensor_map import TensorMap
+from ptx.decode import Kernel, decode
+from ptx.global_memory import GlobalMemory
+from ptx.grid import Grid
+from ptx.parse import parse
+from ptx.tensor_map import TensorMap
 
 # Compilations are kept between runs, apart from the user's own: these hold no machine code.
 _CACHE = Path(tempfile.gettempdir()) / f"fusedce-ptx-{getpass.getuser()}"

@@ -6,7 +6,7 @@ the first product to that wait; whoever touches them before is a fault, which pt
 (C7514), and cure by waiting after every product.
 
 Fragments as in the PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Register Fragments
-and Shared Memory Matrix Layouts": those of a warp (see :mod:`support.ptx.matrices`), 16 rows each.
+and Shared Memory Matrix Layouts": those of a warp (see :mod:`ptx.matrices`), 16 rows each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from support.ptx.decode import Step, form
-from support.ptx.matrices import fragment, numbers
-from support.ptx.races import GRANULE
-from support.ptx.tensor_map import Descriptor
+from ptx.decode import Step, form
+from ptx.matrices import fragment, numbers
+from ptx.races import GRANULE
+from ptx.tensor_map import Descriptor
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 _LANES = 128  # of a warp group
 

@@ -4,8 +4,8 @@ import struct
 
 import numpy as np
 
-from support.ptx.decode import TYPES, form
-from support.ptx.parse import Address
+from ptx.decode import TYPES, form
+from ptx.parse import Address
 
 # ---- registers --------------------------------------------------------------------------------
 

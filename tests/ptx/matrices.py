@@ -7,8 +7,8 @@ Products are exact and sums are in float64, rounded once to float32; tensor core
 
 import numpy as np
 
-from support.ptx.arithmetic import from_bf16
-from support.ptx.decode import form
+from ptx.arithmetic import from_bf16
+from ptx.decode import form
 
 LANES = np.arange(32)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from support.ptx.parse import Address, Instruction, NotUnderstood, Program
+from ptx.parse import Address, Instruction, NotUnderstood, Program
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 Value = Callable[["Cta"], np.ndarray]  # of all lanes
 Put = Callable[["Cta", np.ndarray], None]

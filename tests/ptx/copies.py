@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from support.ptx.decode import form
-from support.ptx.parse import Address
-from support.ptx.races import GRANULE
-from support.ptx.tensor_map import ATOM, swizzled
+from ptx.decode import form
+from ptx.parse import Address
+from ptx.races import GRANULE
+from ptx.tensor_map import ATOM, swizzled
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 
 class Barrier:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from support.ptx.races import GRANULE, Touched, granules, store_once
+from ptx.races import GRANULE, Touched, granules, store_once
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 
 class Shared:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from support.ptx.cta import Cta
+    from ptx.cta import Cta
 
 GRANULE = 2  # bytes: an access of one byte stands for both
 NOBODY, SEVERAL = -1, -2  # instead of a warp

@@ -1,7 +1,7 @@
 """PTX text to a :class:`Program`: registers, parameters, instructions with their labels resolved.
 
 Only the grammar is read here; the meaning of an instruction is for
-:mod:`support.ptx.decode`. Text around the one kernel of a module is skipped.
+:mod:`ptx.decode`. Text around the one kernel of a module is skipped.
 """
 
 import re

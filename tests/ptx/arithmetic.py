@@ -6,7 +6,7 @@ Rounding is to nearest even, as the instructions here say or imply. Approximate 
 
 import numpy as np
 
-from support.ptx.decode import TYPES, form
+from ptx.decode import TYPES, form
 
 INTEGERS = r"[su](?:16|32|64)"
 _SMALLEST = np.float32(2.0**-126)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from support.ptx.decode import decode
-from support.ptx.global_memory import GlobalMemory
-from support.ptx.grid import Grid
-from support.ptx.parse import parse
+from ptx.decode import decode
+from ptx.global_memory import GlobalMemory
+from ptx.grid import Grid
+from ptx.parse import parse
 
 _HEAD = """
 .version 8.7

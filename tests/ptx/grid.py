@@ -7,11 +7,11 @@ import itertools
 
 import numpy as np
 
-from support.ptx import arithmetic, data, matrices  # noqa: F401  their forms of instructions
-from support.ptx.cta import Cta
-from support.ptx.decode import Kernel
-from support.ptx.global_memory import GlobalMemory
-from support.ptx.tensor_map import TensorMap
+from ptx import arithmetic, data, matrices  # noqa: F401  their forms of instructions
+from ptx.cta import Cta
+from ptx.decode import Kernel
+from ptx.global_memory import GlobalMemory
+from ptx.tensor_map import TensorMap
 
 TIMINGS = ("late", "early", "random")  # of asynchronous copies and of wgmma's reads
 

@@ -6,7 +6,7 @@ In the order of reading: `parse` (text to instructions), `decode` (instructions 
 bytes are), `grid` (one launch), `device` (under Triton's own launcher). By hand: `assembly`; broken
 on purpose: `breakages`.
 
-A :class:`~support.ptx.cta.Fault` ends the run for
+A :class:`~ptx.cta.Fault` ends the run for
 
 - an access out of bounds, misaligned, or to shared memory that was never written;
 - a race: of warps between two barriers, in shared or global memory; of the threads of one
@@ -19,5 +19,5 @@ A :class:`~support.ptx.cta.Fault` ends the run for
 - a part of a warp at an instruction for whole warps.
 
 An instruction, modifier or operand that is not known is a
-:class:`~support.ptx.parse.NotUnderstood`, with its line. docs/kernels.md lists what is not covered.
+:class:`~ptx.parse.NotUnderstood`, with its line. docs/kernels.md lists what is not covered.
 """

@@ -1,0 +1,293 @@
+"""The walk over the vocabulary: logits of a block of rows, tile by tile, and an epilogue for each.
+
+A program owns ``BLOCK_N`` rows and one split of the vocabulary. It makes one product after another
+(:func:`fusedce.kernels.tile.logits_tile`: the main loop, over H). A tile's logits stay in
+registers, and one of three epilogues, chosen at compile time, takes what it needs of them:
+
+* ``SUMS``, of a loss without gradients, adds up the exponentials of all logits but the label's. The
+  reference follows the row's maximum from tile to tile (online softmax, Milakov and Gimelshein,
+  arXiv:1805.02867), rounded up to a whole power of two: rescaling a sum, and merging the splits'
+  sums, is then exact. One launch returns the sum of the losses: each program takes a ticket; the
+  one that draws the last ticket of a row block merges its splits, and the one that draws the last
+  of all adds up the losses. No program waits for another.
+* ``STATISTICS``, of every row, carries along, relative to the running maximum ``m``, ``others``:
+  the sum of exponentials without the maximum's own 1, and ``moment``: the sum of
+  ``exp(z - m) * (m - z)``. Both are sums of what is not negative, and entropy and loss are
+  functions of them without cancellation where one class has nearly all the probability:
+  ``entropy = log1p(others) + moment / (1 + others)``. :mod:`fusedce.kernels.stats` merges splits.
+* ``EXPONENTIALS``, of training with a small hidden size, stores them in two bytes, with each tile's
+  maximum and sum. The numbers are those of a product by cuBLAS and ``exp_tile_kernel`` after it.
+
+The first split also computes the label's logit, a dot product a row; for ``EXPONENTIALS`` it is
+known. Bits do not depend on which program comes last: splits are merged in their order, rows are
+added in theirs, in float64. The split depends on V alone, so a row's results do not depend on the
+batch around it.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    LOG2E,
+    block_reference,
+    exp,
+    finite_max,
+    label_logits,
+    logits_slope,
+    logits_tile,
+    others_of_tile,
+    program_of_grid,
+    token_loss,
+)
+
+SUMS: tl.constexpr = tl.constexpr(0)
+STATISTICS: tl.constexpr = tl.constexpr(1)
+EXPONENTIALS: tl.constexpr = tl.constexpr(2)
+# The reference of a row whose tiles so far are empty. (-inf - -inf would be NaN.)
+NO_REFERENCE: tl.constexpr = tl.constexpr(-1e30)
+# References stay finite beside a logit of +inf, so that its exponential is +inf and not NaN.
+HIGHEST: tl.constexpr = tl.constexpr(2.0**127)
+
+
+@triton.jit
+def add_sums(z, m, s):
+    """Sums with a tile's exponentials, in units of 2 ** m: m is whole, and no maximum is above."""
+    highest = tl.maximum(m, tl.ceil(tl.max(z, axis=1) * LOG2E))
+    highest = tl.minimum(highest, HIGHEST)
+    return highest, s * tl.exp2(m - highest) + tl.sum(exp(z, highest[:, None]), axis=1)
+
+
+@triton.jit
+def add_logits(z, zsum, class_weight, start_v, V, BLOCK_V: tl.constexpr):
+    """Sums with a tile's logits, each times its class's weight."""
+    offs_v = start_v + tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    if class_weight is not None:
+        c = tl.load(class_weight + offs_v, mask=mask_v, other=0.0)[None, :]
+        return zsum + tl.sum(tl.where(c != 0.0, c * z, 0.0), axis=1)  # 0 * inf is 0 here
+    else:
+        return zsum + tl.sum(tl.where(mask_v[None, :], z, 0.0), axis=1)
+
+
+@triton.jit
+def add_statistics(z, m, others, moment, index, start_v, moments, best):
+    """Maximum, ``others``, ``moment`` and index of the maximum, with those of a tile."""
+    m_tile = tl.max(z, axis=1)
+    if best is not None:
+        index = tl.where(m_tile > m, start_v + tl.argmax(z, axis=1), index)
+    m_new = tl.maximum(m, m_tile)
+    m_safe = finite_max(m_new)
+    a = tl.exp2((m - m_safe) * LOG2E)
+    if moments is not None:
+        empty = m_tile == float("-inf")
+        d = tl.maximum(z - finite_max(m_tile)[:, None], -1e30)  # e = 0 there, and 0 * inf NaN
+        e = tl.exp2(d * LOG2E)
+        top = z == m_tile[:, None]  # each but one of equal maxima counts among the others
+        ties = tl.where(empty, 0.0, tl.sum(top.to(tl.float32), axis=1) - 1.0)
+        e = tl.where(top, 0.0, e)
+        others_tile = tl.sum(e, axis=1) + ties
+        moment_tile = -tl.sum(e * d, axis=1)
+        t = tl.exp2((m_tile - m_safe) * LOG2E)
+        drop = tl.where(a == 0.0, 0.0, m_safe - m)  # by how much the maximum rises
+        moment = (moment + (1.0 + others) * drop) * a
+        drop_tile = tl.where(t == 0.0, 0.0, m_safe - m_tile)
+        moment += (moment_tile + (1.0 + others_tile) * drop_tile) * t
+        others = others * a + others_tile * t + tl.minimum(a, t)
+    else:
+        others = others * a + tl.sum(tl.exp2((z - m_safe[:, None]) * LOG2E), axis=1)
+    return m_new, others, moment, index
+
+
+@triton.jit
+def store_exponentials(
+    z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
+    stride_split, AMPLIFY: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's exponentials, and its maximum and sum of each row."""
+    m_tile = tl.max(z, axis=1)
+    own = None
+    if z_label is not None:
+        own = tl.load(z_label + row)
+    e = exp(z, block_reference(m_tile, own)[:, None])
+    at = start_v // BLOCK_V * stride_split + row
+    tl.store(maxima + at, m_tile, mask=mask_n)
+    tl.store(sums + at, tl.sum(e, axis=1), mask=mask_n)
+    if best is not None:
+        tl.store(best + at, start_v + tl.argmax(z, axis=1), mask=mask_n)
+    g = e * slope
+    if AMPLIFY != 1.0:
+        g *= AMPLIFY
+    offs_v = start_v + tl.arange(0, BLOCK_V)
+    mask = mask_n[:, None] & (offs_v < width)[None, :]
+    out = exps + row[:, None] * stride_ec + offs_v[None, :]
+    tl.store(out, g.to(exps.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_sums(
+    block, offs_n, mask_n, row, n, maxima, sums, z_label, block_losses, tickets, loss_sum, lse,
+    stride_split, splits, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a row block, and add up the losses, if all others have arrived."""
+    # Phase 2: the last split of this row block to arrive merges all of them. The barrier orders
+    # the whole program's stores before the one thread that takes the ticket; .cg loads below
+    # bypass L1, which may hold what another program has since overwritten.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + 1 + block, 1, sem="acq_rel", scope="gpu")
+    if ticket != splits - 1:
+        return
+    tl.debug_barrier()
+    m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+    for i in range(0, splits):
+        at = i * stride_split + offs_n
+        m_i = tl.load(maxima + at, mask=mask_n, other=0.0, cache_modifier=".cg")
+        m = tl.maximum(m, m_i)
+    m_safe = finite_max(m)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for i in range(0, splits):
+        at = i * stride_split + offs_n
+        m_i = tl.load(maxima + at, mask=mask_n, other=0.0, cache_modifier=".cg")
+        s_i = tl.load(sums + at, mask=mask_n, other=1.0, cache_modifier=".cg")
+        s += s_i * tl.exp2(m_i - m_safe)
+    z = tl.load(z_label + offs_n, mask=mask_n, other=0.0, cache_modifier=".cg")
+    loss = token_loss(m_safe, s, z)
+    if lse is not None:
+        # Beside +inf, or -inf alone, a loss is NaN but its log-sum-exp is not.
+        infinite = tl.maximum(s, z, propagate_nan=tl.PropagateNan.ALL)
+        infinite = tl.where(s == 0.0, z, infinite)
+        total = tl.where(loss == loss, (z + loss).to(tl.float32), infinite)
+        tl.store(lse + row, total, mask=mask_n)
+    tl.store(block_losses + block, tl.sum(tl.where(mask_n, loss, 0.0), axis=0))
+
+    # Phase 3: the last row block to arrive adds up the losses.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
+    if ticket != tl.cdiv(n, BLOCK_N) - 1:
+        return
+    tl.debug_barrier()
+    total = tl.zeros((), dtype=tl.float64)
+    for start in range(0, tl.cdiv(n, BLOCK_N), 128):
+        offs = start + tl.arange(0, 128)
+        mask = offs < tl.cdiv(n, BLOCK_N)
+        some = tl.load(block_losses + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        total += tl.sum(some, axis=0)
+    tl.store(loss_sum, total.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["N", "labels", "maxima", "sums", "best", "z_label", "stride_split"])
+def walk_kernel(
+    hidden,  # (N, H), as weight with rows at multiples of 16 bytes
+    weight,  # (V, H)
+    weight_tiles,  # tensor descriptor of weight, or None
+    bias,  # (V,) or None
+    labels,  # (N,) int
+    rows,  # (N,) int32: valid rows, from compact_kernel; None: all
+    count,  # () int32: how many; or None
+    maxima,  # (splits, N) fp32 out, the label's logit left out; SUMS: references
+    sums,  # (splits, N) fp32 out, of their exponentials
+    best,  # (splits, N) int32 out, or None: where the maximum is. EXPONENTIALS: all three by tile
+    z_label,  # (N,) fp32 out; EXPONENTIALS: in, or None: every tile has references of its own
+    block_losses,  # (blocks,) fp64 scratch of SUMS
+    tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
+    loss_sum,  # () fp32 out
+    lse,  # (N,) fp32 out at valid rows, or None
+    class_weight,  # (V,) fp32 or None: of STATISTICS, weights of the sum of the logits
+    temperature,  # (N,) fp32 or None: divisor of the logits of a row
+    moments,  # (splits, N) fp32 out, or None: no entropy
+    zsums,  # (splits, N) fp32 out, or None
+    exps,  # (N, width) out of EXPONENTIALS: times the slope of their logits, 0 at the label
+    width,  # V rounded up to a multiple of 16
+    stride_ec,
+    N,
+    H,
+    V,
+    stride_hn,
+    stride_wv,
+    stride_split,  # of maxima and what is like them
+    scale,  # None for 1
+    softcap,  # or None
+    tiles_per_split,
+    splits,
+    EPILOGUE: tl.constexpr,
+    AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # divides H
+    GROUP_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Tiles of one split for a block of rows; what is merged of it afterwards."""
+    block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
+    n = N
+    if count is not None:
+        n = tl.load(count)
+        if block * BLOCK_N >= n:
+            return
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < n
+    row = tl.where(mask_n, offs_n, 0).to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + offs_n, mask=mask_n, other=0).to(tl.int64)
+    # A bad label must not read out of bounds. In 32 bits comparing it costs half the registers.
+    label = tl.load(labels + row, mask=mask_n, other=-1)
+    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+    hidden_rows = hidden + row * stride_hn
+    stride_split = tl.cast(stride_split, tl.int64)
+    t_row = None
+    if temperature is not None:
+        t_row = tl.load(temperature + row, mask=mask_n, other=1.0)
+
+    # Phase 1: the tiles of this split.
+    begin = split * tiles_per_split * BLOCK_V
+    end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
+    m = tl.full((BLOCK_N,), NO_REFERENCE if EPILOGUE == SUMS else float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    moment = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    zsum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    index = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    for start_v in tl.range(begin, end, BLOCK_V):
+        z = logits_tile(
+            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
+            BLOCK_N, BLOCK_V, BLOCK_H, INPUT_PRECISION, UPCAST,
+        )  # fmt: skip
+        if t_row is not None:
+            z /= t_row[:, None]
+        if zsums is not None:
+            zsum = add_logits(z, zsum, class_weight, start_v, V, BLOCK_V)
+        if EPILOGUE == SUMS:
+            m, s = add_sums(others_of_tile(z, label, start_v, V, BLOCK_V), m, s)
+        elif EPILOGUE == STATISTICS:
+            z = others_of_tile(z, label, start_v, V, BLOCK_V)
+            m, s, moment, index = add_statistics(z, m, s, moment, index, start_v, moments, best)
+        else:
+            slope = logits_slope(z, scale, softcap)
+            z = others_of_tile(z, label, start_v, V, BLOCK_V)
+            store_exponentials(
+                z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
+                stride_split, AMPLIFY, BLOCK_V,
+            )  # fmt: skip
+    if EPILOGUE != EXPONENTIALS:
+        at = split * stride_split + offs_n
+        tl.store(maxima + at, m, mask=mask_n)
+        tl.store(sums + at, s, mask=mask_n)
+        if moments is not None:
+            tl.store(moments + at, moment, mask=mask_n)
+        if zsums is not None:
+            tl.store(zsums + at, zsum, mask=mask_n)
+        if best is not None:
+            tl.store(best + at, index, mask=mask_n)
+        if split == 0:
+            z = label_logits(
+                hidden_rows, weight, bias, label, H, stride_wv, scale, softcap, BLOCK_N, BLOCK_H
+            )
+            if EPILOGUE == STATISTICS:
+                if t_row is not None:
+                    z /= t_row
+                z = tl.where(z != float("inf"), z, float("nan"))
+            tl.store(z_label + offs_n, z, mask=mask_n)
+        if EPILOGUE == SUMS:
+            finish_sums(
+                block, offs_n, mask_n, row, n, maxima, sums, z_label, block_losses, tickets,
+                loss_sum, lse, stride_split, splits, BLOCK_N,
+            )  # fmt: skip
