@@ -9,37 +9,6 @@ from support.loops import a_loss, batches, distance, new_weight, run_window, wei
 
 from fusedce import LossAccumulator, LossSum, fused_ce
 
-
-@pytest.mark.parametrize(
-    ("kwargs", "error"),
-    [
-        ({"grad_reduction": "avg"}, ValueError),
-        ({"on_empty": "ignore"}, ValueError),
-        ({"backward_divisor": 0}, ValueError),
-        ({"backward_divisor": "2"}, TypeError),
-        ({"process_group": "world"}, TypeError),
-        ({"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, ValueError),
-    ],
-)
-def test_of_the_constructor(kwargs, error):
-    with pytest.raises(error, match=next(iter(kwargs))):
-        LossAccumulator(**kwargs)
-
-
-def test_of_methods():
-    acc, optimizer = LossAccumulator(), torch.optim.SGD([new_weight()], lr=0.1)
-    for call, words in (
-        (lambda: acc.guard("adam"), r"optimizer must be a torch\.optim\.Optimizer, got str"),
-        (lambda: acc.guard(optimizer, new_weight()), r"module must be a torch\.nn\.Module"),
-        (lambda: acc.discard_window("model"), r"module must be a torch\.nn\.Module"),
-        (lambda: acc.without_repeats([1]), "batch must be a mapping"),
-        (lambda: LossAccumulator.from_mesh("dp", "dp"), "mesh must be a DeviceMesh, got str"),
-        (lambda: acc.finish(), "parameters"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            call()
-
-
 # ---- counts -------------------------------------------------------------------------------------
 
 

@@ -236,19 +236,6 @@ def test_two_models_in_turns():
         assert_exact(models[i])
 
 
-def test_a_parameter_that_goes_inside_a_window_is_not_missed():
-    """A known one of an earlier window, whose gradient was never of this one."""
-    old, acc = new_model(), LossAccumulator()
-    step(acc, old, True)
-    model = new_model()
-    first, second = batches(SIZES)
-    acc.backward(loss_of(model, first))
-    old = None
-    acc.backward(loss_of(model, second))
-    acc.finish(model.parameters())
-    assert_exact(model)
-
-
 def test_finish_knows_the_parameters_that_are_guarded():
     """Those of the optimizer, of the loss and, by name, of the module."""
     model, acc = new_model(), LossAccumulator()

@@ -118,14 +118,13 @@ class Split(torch.nn.Module):
         return fused_ce(hidden, self.head.weight, labels)
 
 
-def replicas(guarded, right, dim, rank):
+def replicas(right, rank):
     """A model split over two ranks that hold the same tokens, counted once or twice."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dim,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     model = Split()
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     acc = LossAccumulator.from_mesh(mesh, []) if right else LossAccumulator()
-    if guarded:
-        acc.guard(sgd(model.parameters()), model)
+    acc.guard(sgd(model.parameters()), model)
 
     def loop():
         for step in range(2):
@@ -182,8 +181,6 @@ def sharded(case, rank):
         (hidden, labels), *_ = batches([5])
         if case == "other hidden" and rank:
             hidden = hidden.roll(1, 0)
-        if case == "rounding" and rank:
-            hidden = hidden * (1 + torch.finfo(torch.bfloat16).eps)
         for _ in range(2):
             weight.grad = None
             acc.backward(fused_ce(hidden, weight, labels, process_group=dist.group.WORLD))
@@ -193,9 +190,8 @@ def sharded(case, rank):
 
 
 REPLICAS = {
-    "counted twice": functools.partial(replicas, True, False, "tp"),
-    "counted twice, another name": functools.partial(replicas, True, False, "model"),
-    "counted once": functools.partial(replicas, True, True, "tp"),
+    "counted twice": functools.partial(replicas, False),
+    "counted once": functools.partial(replicas, True),
     "experts": experts,
     "one batch": one_batch,
     **{name: functools.partial(sharded, name) for name in ("right", "twice", "other hidden")},
@@ -207,10 +203,7 @@ def found_replicas():
     return ranks.run(REPLICAS)
 
 
-TWICE = ["counted twice", "counted twice, another name", "twice"]
-
-
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", ["counted twice", "twice"])
 def test_ranks_that_hold_the_same_tokens_are_refused(name):
     found = [x if isinstance(x, str) else x[0] for x in ranks.of(found_replicas(), name)]
     assert found[0] == found[1]

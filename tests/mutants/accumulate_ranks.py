@@ -61,7 +61,7 @@ MUTANTS = [
         "ranks: settings are not compared",
         '"purpose": purpose, **settings',
         '"purpose": purpose',
-        "test_faults_between_ranks.py -k settings",
+        "test_faults_between_ranks.py -k error_of_one",
     ),
     Mutant(
         "ranks: micro-batches are not compared",
