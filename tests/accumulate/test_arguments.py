@@ -173,12 +173,6 @@ def test_a_loss_without_a_graph_is_not_trained():
 
 def test_auxiliary_losses():
     acc = LossAccumulator()
-    for wrong, error in (
-        (1.0, TypeError), (torch.tensor(1), TypeError), (torch.ones(2), ValueError)
-    ):  # fmt: skip
-        with pytest.raises(error, match="auxiliary must be"):
-            with acc.window([2]):
-                acc.add_auxiliary(wrong)
     with pytest.raises(RuntimeError, match="1 auxiliary losses were added after the last"):
         with acc.window([2]):
             acc.backward(a_loss(2))
@@ -202,10 +196,7 @@ def test_auxiliary_losses():
             r"parameters: .*not named_parameters\(\).*it holds tuple",
         ),
         (lambda m, o: m.state_dict(), "parameters: .*not .*a state_dict.*it holds str"),
-        (lambda m, o: None, "parameters: .*got NoneType"),
         (lambda m, o: m, r"parameters: .*model.parameters\(\).*, got Linear"),
-        (lambda m, o: m.weight, r"iterable of tensors, such as .*, got Parameter"),
-        (lambda m, o: [3], "parameters: .*it holds int"),
     ],
 )
 def test_finish_says_what_it_needs(wrong, words):

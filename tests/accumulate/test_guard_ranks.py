@@ -258,26 +258,6 @@ def outside_of_forward(guarded, rank):
     return found
 
 
-def zeroed_at_the_end(rank):
-    """Rank 1 sets its gradients to zero between its last backward and the window's end."""
-    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
-    acc.guard(sgd(model.parameters()), model)
-    found = []
-    for zeroed in (False, True):
-        micro, counts = micro_of(rank)
-
-        def loop(zeroed=zeroed, micro=micro, counts=counts):
-            with acc.window(counts):
-                for one in micro:
-                    acc.backward(model(*one))
-                if rank and zeroed:
-                    model.zero_grad(set_to_none=False)
-
-        found.append(ranks.error_of(loop))
-        model.zero_grad()
-    return found
-
-
 def joined(guarded, rank):
     """DDP's ``Join``, with and without a model that the accumulator guards."""
     model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
@@ -364,7 +344,6 @@ ENGINES = {  # FSDP1 first: where FSDP2 is in use, no parameters are read from a
     },
     **{f"outside, {x}": functools.partial(outside_of_forward, x) for x in EITHER},
     **{f"joined, {x}": functools.partial(joined, x) for x in EITHER},
-    "zeroed": zeroed_at_the_end,
     "never synchronised": never_synchronised,
     **{
         f"dropped, {x}, {dtype}": functools.partial(dropped, x, dtype)
@@ -384,13 +363,6 @@ def test_a_loss_outside_of_ddps_forward_is_refused_under_the_guard():
         for found in ranks.of(engines(), f"outside, {guarded}"):
             words = "DDP has not reduced the gradients of this window over its ranks"
             assert [words in (error or "") for error in found] == [guarded, guarded, False, False]
-
-
-def test_gradients_that_one_rank_sets_to_zero_at_the_end():
-    [a, b], [c, d] = ranks.of(engines(), "zeroed")
-    assert (a, c) == (None, None)
-    assert b == d
-    assert "zero_grad() was called inside a window" in b
 
 
 @pytest.mark.parametrize("guarded", EITHER)

@@ -3,13 +3,9 @@
 Each test names the reports it stands for; those of models are in ``tests/trainer``.
 """
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support import parallel, ranks
 from support.bounds import SAME_SUMS, STATISTIC
 from support.loops import (
     H,
@@ -22,7 +18,6 @@ from support.loops import (
     run_window,
     weight_and_grad,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
 
@@ -108,32 +103,3 @@ def test_counted_before_the_shift():
     with acc.window([count_valid(labels)]):
         acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
     assert acc.metrics()["loss"] == pytest.approx(exact, rel=STATISTIC)
-
-
-def two_ranks(rank):
-    """Distances from the big batch: means of ranks, ours; and what a skipped backward raises."""
-    micro, found = parallel.micro_batches(1, rank)[:1], []
-    parts = [parallel.micro_batches(1, r)[0] for r in range(2)]
-    exact = parallel.Model()
-    exact(*(torch.cat(x) for x in zip(*parts, strict=True))).mean().backward()
-    for naive in (True, False):
-        model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
-        if naive:
-            model(*micro[0]).mean().backward()
-        else:
-            with acc.window([(y != -100).sum() for _, y in micro]):  # rank 1 has none
-                acc.backward(model(*micro[0]))
-        found.append(distance(model.module.head.weight.grad, exact.head.weight.grad))
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    model = DistributedDataParallel(parallel.Model(), process_group=group)
-    found.append(None if rank else ranks.error_of(model(*micro[0]).mean().backward))
-    dist.barrier()
-    return found
-
-
-def test_means_of_ranks_and_a_rank_that_skips_its_backward():
-    """transformers#34242, Automodel#3796, #2468."""
-    (naive, ours, waits), (same_naive, same, _) = ranks.of(ranks.run({"two": two_ranks}), "two")
-    assert naive == same_naive > 0.3
-    assert ours == same <= SAME_SUMS
-    assert "RuntimeError" in waits
