@@ -442,7 +442,7 @@ def alone(rank):
 def mistakes():
     cases = {name: functools.partial(mistaken, name) for name in MISTAKES | TOLD}
     cases |= {"on a device": on_a_device, "alone": alone}
-    return ranks.run({"warm up": warm_up, **cases}, RANKS)
+    return ranks.run({"warm up": warm_up, **cases}, RANKS, timeout=LATE)
 
 
 @pytest.mark.parametrize("name", MISTAKES | TOLD)

@@ -83,29 +83,9 @@ def test_a_function_before_the_head_that_writes_into_its_gradient(m, x, y):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(
-    "of_logits",
-    [
-        lambda z, y: ce(z.float() * 0.5, y),
-        lambda z, y: z.log_softmax(-1).gather(-1, y[..., None]).mean(),
-        lambda z, y: ce(z, y) + z.square().mean(),
-        lambda z, y: Squares.apply(z[:, 1:]),
-    ],
-    ids=["loss", "log_softmax", "both", "function"],
-)
-def test_a_checkpoint_of_what_follows_the_head(of_logits, reentrant):
-    both(lambda m, x, y: checkpoint(of_logits, m(x), y, use_reentrant=reentrant))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
 @same
 def test_a_checkpoint_around_the_head(m, x, y, reentrant):
     return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
-
-
-def test_vmap():
-    both(lambda m, x, y: torch.vmap(lambda z: z.softmax(-1).square().sum())(m(x)).sum())
-    both(lambda m, x, y: torch.vmap(F.cross_entropy)(m(x), y).sum())
 
 
 @same

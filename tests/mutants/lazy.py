@@ -103,7 +103,7 @@ MUTANTS = [
         "gradient: of one loss alone",
         "for x in given for y in x.loads]",
         "for x in given[:1] for y in x.loads]",
-        "head/test_hooks.py -k several_losses",
+        "head/test_programs.py",
     ),
     Mutant(
         "gradient: gradients outlive their use",
@@ -127,7 +127,7 @@ MUTANTS = [
         "gradient: strides of the logits",
         'meta = torch.empty(expr.after, dtype=z.dtype, device="meta")',
         "meta = z.meta",
-        "head/test_hooks.py -k transposed",
+        "head/test_programs.py",
     ),
     Mutant(
         "gradient: that of labels written later",
