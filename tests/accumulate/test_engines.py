@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce import LossAccumulator, fused_ce
 
 # ---- DDP and FSDP2 ----------------------------------------------------------------------------
 
@@ -75,23 +75,8 @@ def accelerate_streaming(rank):
 def accelerate_window(rank):
     """Micro-batches are drawn first: `accumulate` would take each of the last ones for an end."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
-    model = parallel.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
-    model, optimizer = engine.prepare(model, optimizer)
-    stream = iter(loader(engine))
-    acc = LossAccumulator.from_accelerator(engine)
-    grads = []
-    for per_rank in parallel.WINDOWS:
-        micro = [next(stream) for _ in per_rank[rank]]
-        with acc.window([count_valid(labels, offset=0) for _, labels in micro]):
-            for i, (hidden, labels) in enumerate(micro):
-                last = i == len(micro) - 1
-                with contextlib.nullcontext() if last else engine.no_sync(model):
-                    acc.backward(model(hidden, labels))
-        grads.append([p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+    model = engine.prepare(parallel.Model())
+    return train(model, LossAccumulator.from_accelerator(engine), rank, False, silent=no_sync)
 
 
 def loader(engine):
