@@ -22,7 +22,7 @@ from support.loops import (
     windowed,
 )
 
-from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce import LossAccumulator, count_valid
 from fusedce.accumulate import faults as _faults
 from fusedce.contract.labels import bad_label_code
 
@@ -63,27 +63,6 @@ def test_any_split_is_the_big_batch(run, windows):
         assert m["perplexity"] == pytest.approx(math.exp(m["loss"]))
     else:
         assert math.isnan(m["loss"])
-
-
-def test_metrics_do_not_depend_on_the_split():
-    """The same tokens as 1, 2, 3 and 6 micro-batches and windows, trained and evaluated."""
-    sizes = [5, 0, 11, 1, 8, 2]
-    micro, weight = batches(sizes), new_weight().detach()
-    seen = []
-    for size, windows in ((6, 1), (1, 6), (2, 3), (3, 2)):
-        acc, evaluation = LossAccumulator(), LossAccumulator()
-        for i in range(windows):
-            part = slice(i * size, (i + 1) * size)
-            with acc.window(sizes[part]):
-                for h, y in micro[part]:
-                    acc.scale(fused_ce(h, weight, y))
-            evaluation.add(sum(fused_ce(h, weight, y) for h, y in micro[part]))
-        seen += [acc.metrics(), evaluation.metrics(reset=True)]
-        assert seen[-2]["n_windows"] == windows
-        assert evaluation.metrics()["n_tokens"] == 0
-    for m in seen:
-        assert m["n_tokens"] == 27
-        assert m["loss"] == pytest.approx(seen[0]["loss"], rel=STATISTIC)
 
 
 def test_auxiliary_loss_is_divided_by_micro_batches():
