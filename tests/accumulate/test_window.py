@@ -5,11 +5,13 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, SAME_SUMS, STATISTIC
 from support.coverage import covered
 from support.loops import (
+    H,
     V,
     a_loss,
     batches,
@@ -63,6 +65,21 @@ def test_any_split_is_the_big_batch(run, windows):
         assert m["perplexity"] == pytest.approx(math.exp(m["loss"]))
     else:
         assert math.isnan(m["loss"])
+
+
+@RUNS
+def test_neither_training_nor_evaluation_reports_a_mean_of_means(run):
+    """transformers#35204, #39241, #41898, axolotl#2262, LlamaFactory#7443, Liger-Kernel#802."""
+    micro = batches([1, 20, 3, 8])
+    weight, _, exact = weight_and_grad(micro)
+    losses = [out_of(weight, one).mean().item() for one in micro]
+    assert abs(sum(losses) / len(losses) - exact) > 0.05
+    acc, evaluation = LossAccumulator(), LossAccumulator()
+    run(acc, weight, micro)
+    for one in micro:
+        evaluation.add(out_of(weight.detach(), one))
+    for m in (acc.metrics(), evaluation.metrics()):
+        assert m["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_auxiliary_loss_is_divided_by_micro_batches():
@@ -166,6 +183,30 @@ def test_other_micro_batches_than_declared(declared, sizes, words):
     _, exact, _ = weight_and_grad(batches(sizes[: len(declared)]))
     if len(sizes) > len(declared):  # refused before its gradient
         assert distance(weight.grad, exact) <= SAME_SUMS
+
+
+def test_counted_before_the_shift():
+    """transformers#46204: a causal model trains T - 1 of T tokens. 8 rows: 201 for 193."""
+    lengths = [40, 33, 12, 30, 25, 41, 9, 11]
+    labels = torch.full((8, 41), -100)
+    for row, length in zip(labels, lengths, strict=True):
+        row[:length] = torch.arange(length) % V
+    naive = int((labels != -100).sum())
+    assert (naive, int(count_valid(labels))) == (201, 193)
+
+    hidden, weight = torch.randn(8, 41, H), new_weight()
+    out = fused_ce(hidden, weight, shift_labels(labels))
+    exact = F.cross_entropy(
+        (hidden[:, :-1] @ weight.T).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    ).item()
+    assert out.loss_sum.item() / naive < 0.97 * exact
+    acc = LossAccumulator()
+    with pytest.raises(RuntimeError, match=r"declared with 201 .* counts 193\. .*shift_labels"):
+        with acc.window([naive]):  # the same mistake is an error here
+            acc.backward(out)
+    with acc.window([count_valid(labels)]):
+        acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
+    assert acc.metrics()["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_what_needs_a_closed_window():
