@@ -24,7 +24,7 @@ from support.loops import (
     windowed,
 )
 
-from fusedce import LossAccumulator, count_valid
+from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
 from fusedce.accumulate import faults as _faults
 from fusedce.contract.labels import bad_label_code
 
