@@ -1,7 +1,6 @@
 """The suite gives the same results on every machine and day, in any order."""
 
 import ast
-import gc
 import os
 import subprocess
 import sys
@@ -169,27 +168,3 @@ def test_jitter_changes_the_order_of_every_product():
         env=os.environ | {"PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-
-
-def test_a_forked_process_leaves_its_parents_garbage_alone():
-    class Group:
-        ends = True
-
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            if Group.ends:
-                os._exit(1)
-
-    gc.disable()
-    try:
-        Group()
-        child = os.fork()
-        if not child:
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-    finally:
-        Group.ends = False
-        gc.enable()

@@ -171,7 +171,8 @@ EQUAL = {
 
 
 EQUAL |= {"accelerate, streaming": accelerate_streaming, "accelerate, window": accelerate_window}
-FOUR = {name: EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
+
+FOUR = {f"{name}, four": EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
 
 
 @functools.cache
@@ -179,17 +180,11 @@ def results(world):
     return ranks.run({2: EQUAL, 4: FOUR}[world], world)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", marked(EQUAL, FSDP2_MEAN, "fsdp2, mean"))
-def test_two_processes_equal_one(name):
-    for found in ranks.of(results(2), name):
-        parallel.assert_equal_to_single_process(found, 2)
-
-
-@pytest.mark.parametrize("name", marked(FOUR, FSDP2_MEAN, "fsdp2, mean"))
-def test_four_processes_equal_one(name):
-    for found in ranks.of(results(4), name):
-        parallel.assert_equal_to_single_process(found, 4)
+@pytest.mark.parametrize("name", marked([*EQUAL, *FOUR], FSDP2_MEAN, "fsdp2, mean"))
+def test_several_processes_equal_one(name):
+    world = 4 if name in FOUR else 2
+    for found in ranks.of(results(world), name):
+        parallel.assert_equal_to_single_process(found, world)
 
 
 @functools.cache

@@ -12,17 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from fusedce import replace_loss_head
 
 
-class Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z.pow(2).sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * ctx.saved_tensors[0] * g
-
-
 def function(forward, backward):
     """An ``autograd.Function`` of a formula and of a backward that need not be its derivative."""
     methods = {
@@ -51,21 +40,6 @@ def test_a_backward_that_is_no_derivative(m, x, y, name):
     with torch.no_grad():
         seen = z.argmax(-1).float() + z.amax(-1)
     return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()]), seen
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda z: z,
-        lambda z: z[:, :-1].contiguous().view(-1, V),
-        lambda z: z.chunk(3)[1],
-        lambda z: z.transpose(1, 2),
-    ],
-)
-@same
-def test_a_function_of_any_view_and_a_loss_of_the_same_logits(m, x, y, view):
-    z = m(x)
-    return ce(z, y) + Squares.apply(view(z)) + ce(z[:, 1:], y[:, 1:])
 
 
 @same
