@@ -72,6 +72,18 @@ def test_a_hook_before_and_after_a_write_in_place(bias):
     both(program, bias=bias)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_hook_that_reads_the_gradient_of_transposed_logits(bias):
+    """The gradient has the strides that views behind the hook expect."""
+
+    def program(m, x, y):
+        z = m(x)
+        z.register_hook(lambda g: None if g.abs().sum() >= 0 else g)
+        return F.cross_entropy(z.mT, y)
+
+    both(program, bias=bias)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_weight_that_also_made_the_hidden_state_gets_both_gradients(hooked):
     def program(m, x, y):

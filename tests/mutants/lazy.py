@@ -127,7 +127,7 @@ MUTANTS = [
         "gradient: strides of the logits",
         'meta = torch.empty(expr.after, dtype=z.dtype, device="meta")',
         "meta = z.meta",
-        "head/test_programs.py",
+        "head/test_hooks.py -k transposed",
     ),
     Mutant(
         "gradient: that of labels written later",
