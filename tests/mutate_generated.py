@@ -54,7 +54,7 @@ FIRST = {
     "accumulate/guard": "accumulate/test_guard.py accumulate/test_guard_ranks.py",
     "accumulate/gradients": "accumulate/test_streaming.py accumulate/test_guard_ranks.py",
     "accumulate": "accumulate/test_window.py accumulate/test_micro_batches.py "
-    "accumulate/test_state.py accumulate/test_rank_errors.py",
+    "accumulate/test_state.py test_faults_between_ranks.py",
     "head/loss": "head/test_losses.py head/test_hooks.py head/test_functions.py",
     "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
     "head/observe": "head/test_report.py head/test_losses.py",

@@ -84,19 +84,14 @@ def test_a_weight_of_more_than_2_to_the_31_entries_has_the_gradient_of_its_last_
     assert d_hidden.isfinite().all()
 
 
-def test_memory_is_flat_over_a_thousand_steps():
+def steps():
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(64, 32, generator=rng), torch.randn(5000, 32, generator=rng)
     labels = torch.randint(5000, (64,), generator=rng)
-    for _ in range(100):
-        training_step(hidden, weight, labels)
-    before = resident()
-    for _ in range(1000):
-        training_step(hidden, weight, labels)
-    assert resident() - before < 8 * 2**20
+    return lambda: training_step(hidden, weight, labels)
 
 
-def test_a_hundred_thousand_windows_of_an_accumulator_leave_nothing():
+def windows():
     weight = torch.zeros(7, 3, requires_grad=True)
     hidden, labels = torch.ones(2, 3), torch.tensor([1, 2])
     accumulator = LossAccumulator()
@@ -106,24 +101,27 @@ def test_a_hundred_thousand_windows_of_an_accumulator_leave_nothing():
         with accumulator.window([2]):
             accumulator.backward(fused_ce(hidden, weight, labels))
 
-    for _ in range(1000):
-        window()
-    before = resident()
-    for _ in range(100_000):
-        window()
-    assert resident() - before < 8 * 2**20
+    return window
 
 
-def test_a_thousand_replaced_models_made_and_dropped_leave_nothing():
+def replaced_models():
     x = tokens(2, 5)
 
     def use():
         model = replace_loss_head(plain_model())
         torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
 
-    for _ in range(50):
+    return use
+
+
+@pytest.mark.parametrize(
+    ("make", "times"), [(steps, 1000), (windows, 100_000), (replaced_models, 1000)]
+)
+def test_memory_does_not_grow(make, times):
+    use = make()
+    for _ in range(max(times // 100, 100)):
         use()
     before = resident()
-    for _ in range(1000):
+    for _ in range(times):
         use()
     assert resident() - before < 8 * 2**20

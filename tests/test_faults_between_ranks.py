@@ -1,10 +1,13 @@
 """One rank of three fails in each way: the others raise an error soon, or the step is right.
 
-A step is a whole one: forward, backward, gradients reduced, parameters changed. It happens on all
-living ranks or on none, and one that happens is that of one process with all tokens and the whole
-vocabulary. The table of `docs/trust.md` holds what happens, and names the test of each cell.
+`FAULTS` are what may happen to a whole step: forward, backward, gradients reduced, parameters
+changed. It happens on all living ranks or on none, and one that happens is that of one process with
+all tokens and the whole vocabulary. The table of `docs/trust.md` holds what happens, and names the
+test of each cell. `MISTAKES` are what else the loop of one rank may do with its accumulator: all
+ranks raise one error. `tests/accumulate/test_schedules.py` draws such windows at random.
 """
 
+import copy
 import functools
 import time
 from pathlib import Path
@@ -12,14 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import ranks
+from support import parallel, ranks
 from support.bounds import SAME_SUMS, STATISTIC
-from support.loops import batches, distance, new_weight, raising
+from support.loops import (
+    a_loss,
+    batches,
+    distance,
+    new_weight,
+    raising,
+    run_streaming,
+    run_window,
+    warm_up,
+)
+from support.versions import FSDP2_MEAN
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, LossSum, fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.accumulate import faults as _faults
+from fusedce.contract.labels import bad_label_code
 
 RANKS, BAD = 3, 1  # the rank that fails is one in the middle
-TIMEOUT, LATE = 4, 14  # seconds of the process group's timeout, and until an error must be raised
+TIMEOUT, LATE = 4, 20  # seconds of a short timeout of the group, and until its error is raised
 RATE = 0.5
 PAGE = Path(__file__).parents[1] / "docs/trust.md"
 SIZES = [3, 5]  # valid tokens of each rank's micro-batches
@@ -247,3 +264,313 @@ def test_a_rank_that_dies_between_forward_and_backward():
         assert done is None
         assert GONE["sharded tokens"] in error
         assert seconds < LATE
+
+
+# ---- mistakes of one rank's loop ----------------------------------------------------------------
+
+
+def train(acc, counts, sizes=None, weight=None):
+    with acc.window(counts):
+        for n in sizes or counts:
+            acc.backward(a_loss(n, weight))
+
+
+def stream(acc, sizes, parameters=None):
+    weight = new_weight()
+    for n in sizes:
+        acc.backward(a_loss(n, weight))
+    acc.finish([weight] if parameters is None else parameters)
+
+
+def inside(acc, action, before=0):
+    """A window of two micro-batches, in which something else is done after some of them."""
+    with acc.window([2, 2]):
+        for _ in range(before):
+            acc.backward(a_loss(2))
+        action(acc)
+
+
+def raises(acc):
+    raise ZeroDivisionError("a bug in the loop")
+
+
+def reads_while_streaming(acc):
+    acc.backward(a_loss(2))
+    acc.metrics()
+
+
+def divides(acc):
+    for _ in range(2):
+        (acc.scale(a_loss(2)) / 4).backward()
+
+
+def evaluates(acc, n_valid=3):
+    acc.add((torch.tensor(1.0), torch.tensor(n_valid)))
+    acc.metrics()
+
+
+def bad_label(acc):
+    with acc.window([2]):
+        acc.backward((torch.tensor(1.0, requires_grad=True), torch.tensor(BAD_LABEL)))
+
+
+def several(acc, names, weights=None):
+    with acc.window({name: [1] for name in names}, weights=weights):
+        acc.scale({name: a_loss(1) for name in names})
+
+
+BAD_LABEL = bad_label_code(5, 99)
+USES = {
+    "window": lambda acc: train(acc, [2]),
+    "streaming": lambda acc: stream(acc, [2, 2]),
+    "metrics": LossAccumulator.metrics,
+}
+one, streams, reads = USES.values()
+right = functools.partial(train, counts=[2, 2])
+SETTINGS = {
+    "grad_reduction": ("mean", "sum"),
+    "on_empty": ("zero", "skip"),
+    "backward_divisor": (1, 2.5),
+}
+# What the failing rank does, what the others do meanwhile, and the error that all of them raise.
+MISTAKES = {
+    "bad counts": (lambda acc: train(acc, [2, -1]), right, "counts[1] must be >= 0, got -1"),
+    "no counts": (lambda acc: train(acc, []), right, "one number per micro-batch, got none at all"),
+    "other number": (
+        right, one, "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1",
+    ),
+    "finishes": (lambda acc: acc.finish([]), streams, "no micro-batch since the last one"),
+    "reads": (reads, right, "2 to open a window, 1 to read metrics"),
+    "reads inside": (
+        lambda acc: inside(acc, reads, 1), right, "cannot read metrics: 1 of 2 declared",
+    ),
+    "reads while streaming": (
+        reads_while_streaming, reads,
+        "cannot read metrics: 1 micro-batches since the last finish() are",
+    ),
+    "other count": (
+        lambda acc: train(acc, [2, 5], [2, 2]), lambda acc: train(acc, [2, 3], [2, 2]),
+        "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
+    ),
+    "fewer": (
+        lambda acc: train(acc, [2, 2], [2]), right, "2 micro-batches were declared, 1"
+    ),
+    "bad label": (bad_label, one, "got 99 at flattened position 5"),
+    "bad label in evaluation": (
+        lambda acc: evaluates(acc, BAD_LABEL), evaluates, "got 99 at flattened position 5",
+    ),
+    "no parameters": (lambda acc: stream(acc, [2], []), streams, "no parameter given has a .grad"),
+    "factor": (
+        lambda acc: inside(acc, divides), right, "the loss was multiplied by 0.25 after scale()",
+    ),
+    "other losses": (
+        lambda acc: several(acc, "ac"), lambda acc: several(acc, "ab"),
+        "the ranks' windows hold different losses",
+    ),
+    "other weights": (
+        lambda acc: several(acc, "a", {"a": 2}), lambda acc: several(acc, "a"),
+        "the ranks' windows hold different losses",
+    ),
+    **{
+        f"{name} of {how}": (
+            lambda _, name=name, other=other, use=use: use(LossAccumulator(**{name: other})),
+            lambda _, name=name, usual=usual, use=use: use(LossAccumulator(**{name: usual})),
+            f"{name} must be the same on all ranks: it is {usual!r} on 2 and {other!r} on 1 of the",
+        )
+        for name, (usual, other) in SETTINGS.items()
+        for how, use in USES.items()
+    },
+}  # fmt: skip
+# The failing rank raises its own error, the others hear of it.
+TOLD = {
+    "raises": (lambda acc: inside(acc, raises), right, "ZeroDivisionError: a bug in the loop"),
+    "more": (
+        lambda acc: train(acc, [2, 2], [2, 2, 2]), right,
+        "2 micro-batches were declared, this is number 3",
+    ),
+}  # fmt: skip
+
+
+def mistaken(name, rank):
+    """``(error, seconds, norm of a gradient of a window that follows)``."""
+    wrong, meanwhile, _ = (MISTAKES | TOLD)[name]
+    acc = LossAccumulator()
+    error, seconds = ranks.timed(wrong if rank == BAD else meanwhile, acc)
+    acc.discard_window()
+    weight = new_weight()
+    train(LossAccumulator(), [3], weight=weight)
+    return error, seconds, float(weight.grad.norm())
+
+
+def on_a_device(rank):
+    """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
+    bad = rank == BAD
+    readable, _faults.readable = _faults.readable, lambda device: False
+    try:
+        acc = LossAccumulator()
+        train(acc, [2 + bad], [2])
+        counted = ranks.error_of(acc.metrics)
+        acc.metrics(reset=True)
+        acc = LossAccumulator()
+        train(acc, [2] * (1 + bad))
+        differ = ranks.error_of(acc.metrics)
+        acc = LossAccumulator()
+        left = ranks.error_of(train, acc, [2.5] if bad else [2], [2])
+        if not bad:
+            left = left or ranks.error_of(acc.metrics)
+    finally:
+        _faults.readable = readable
+    return counted, differ, left
+
+
+def alone(rank):
+    """Rank 0 makes, copies and pickles accumulators by itself, before and between."""
+    first = LossAccumulator()
+    kept = [LossAccumulator(), copy.deepcopy(first)] if rank == 0 else []
+    second, weight = LossAccumulator(), new_weight()
+    for acc in (first, second, first):
+        run_streaming(acc, weight, batches([3]))
+    kept += [copy.deepcopy(first)] if rank == 0 else []
+    third = LossAccumulator()
+    for acc in (third, second, third):
+        run_streaming(acc, weight, batches([3]))
+    swapped = [third, first] if rank else [first, third]
+    return len(kept), [ranks.error_of(run_streaming, acc, weight, batches([3])) for acc in swapped]
+
+
+@functools.cache
+def mistakes():
+    cases = {name: functools.partial(mistaken, name) for name in MISTAKES | TOLD}
+    cases |= {"on a device": on_a_device, "alone": alone}
+    return ranks.run({"warm up": warm_up, **cases}, RANKS, timeout=LATE)
+
+
+@pytest.mark.parametrize("name", MISTAKES | TOLD)
+def test_all_ranks_raise_the_error_of_one(name):
+    found = ranks.of(mistakes(), name)
+    own = found[BAD][0]
+    assert (MISTAKES | TOLD)[name][2] in own
+    for told, seconds, after in found[:BAD] + found[BAD + 1 :]:
+        if name in MISTAKES:
+            assert ranks.anywhere(told) == ranks.anywhere(own)
+        else:
+            words = f"{own.removeprefix('RuntimeError: ')} (on rank {BAD})"
+            assert told.removeprefix("RuntimeError: ") == words
+        assert seconds < ranks.SOON
+        assert after > 0
+
+
+def test_on_a_device_it_is_raised_where_metrics_are_read():
+    a, *others = ranks.of(mistakes(), "on a device")
+    assert all(a[:2] == b[:2] for b in others)
+    assert "micro-batch 0 was declared with 3 valid tokens, its loss counts 2" in a[0]
+    assert "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1" in a[1]
+    for _, _, left in (a, *others):
+        assert "TypeError: counts[0] must be an integer" in left
+
+
+def test_one_rank_may_make_accumulators_alone_but_not_use_them_in_another_order():
+    for n, errors in ranks.of(mistakes(), "alone"):
+        assert n in (0, 3)
+        assert all("messages of different accumulators have met" in error for error in errors)
+
+
+class OutOfMemoryError(RuntimeError):
+    """A stand-in for torch.OutOfMemoryError, with a class of its own."""
+
+
+ERRORS = [None, KeyError("labels"), None, OutOfMemoryError("CUDA out of memory")]
+
+
+def raised_inside(rank):
+    """Class and message of the error that leaves the block; a window follows."""
+    acc = LossAccumulator()
+    caught = None
+    try:
+        with acc.window([2]):
+            acc.backward(a_loss(2))
+            if ERRORS[rank] is not None:
+                raise ERRORS[rank]
+    except Exception as error:
+        caught = type(error), str(error)
+    run_window(acc, new_weight(), batches([2]))
+    return caught
+
+
+def test_an_error_leaves_the_block_as_itself_and_others_raise_the_first():
+    found = ranks.of(ranks.run({"raised": raised_inside}, len(ERRORS), timeout=LATE), "raised")
+    for mine, caught in zip(ERRORS, found, strict=True):
+        told = RuntimeError, "KeyError: 'labels' (on rank 1)"
+        assert caught == (told if mine is None else (type(mine), str(mine)))
+
+
+# ---- the very first exchange, whose group is not made yet; a rank that never comes --------------
+
+FIRST = {
+    "metrics": (lambda acc, w: acc.metrics(), "cannot read metrics"),
+    "finish": (lambda acc, w: acc.finish([("name", w)]), "named_parameters"),
+    "window": (lambda acc, w: acc.window([-1]).__enter__(), "must be >= 0"),
+}
+
+
+def fails_first(name, rank):
+    acc, weight = LossAccumulator(), new_weight()
+    if name != "window":
+        acc.backward(a_loss(3, weight))
+    right = (lambda: acc.finish([weight])) if name != "window" else acc.window([3]).__enter__
+    found = ranks.timed(FIRST[name][0], acc, weight) if rank else ranks.timed(right)
+    acc = LossAccumulator()
+    run_streaming(acc, weight, batches([3]))
+    return *found, acc.metrics()["n_tokens"]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_an_error_of_one_rank_in_the_very_first_exchange(name):
+    found = ranks.of(ranks.run({name: functools.partial(fails_first, name)}), name)
+    for words, seconds, n_tokens in found:
+        assert FIRST[name][1] in words
+        assert seconds < ranks.SOON
+        assert n_tokens == 6
+    assert ranks.anywhere(found[0][0]) == found[1][0]
+
+
+def comes_late(engine, rank):
+    """Rank 1 has more micro-batches than rank 0, under an engine that waits in each of them."""
+    model = engine(parallel.Model())
+    acc, one = LossAccumulator(), parallel.micro_batches(0, 0)[0]
+
+    def loop():
+        for _ in range(2 + rank):
+            acc.backward(model(*one))
+        acc.finish(model.parameters())
+
+    return ranks.timed(loop)
+
+
+def never_comes(rank):
+    if rank:
+        time.sleep(2 * TIMEOUT)  # not in a window, and not gone either
+        return None, 0
+    return ranks.timed(run_window, LossAccumulator(), new_weight(), batches([2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "purpose", "backend"),
+    [
+        (functools.partial(comes_late, DistributedDataParallel), "finish", None),
+        pytest.param(
+            functools.partial(comes_late, fully_shard), "finish", "cpu:gloo", marks=FSDP2_MEAN
+        ),
+        (never_comes, "open", "gloo"),
+    ],
+    ids=["ddp", "fsdp2", "never"],
+)
+def test_waiting_ends_with_the_groups_timeout_in_words(case, purpose, backend):
+    first = {"first": lambda rank: run_window(LossAccumulator(), new_weight(), batches([2]))}
+    found = ranks.run({**first, "late": case}, timeout=TIMEOUT, backend=backend)
+    (waits, seconds), (_, other) = ranks.of(found, "late")
+    assert f"this rank has come to {purpose} a window, and not all others have" in waits
+    assert f"the process group's timeout ({TIMEOUT} s) is over" in waits
+    assert "the same number of micro-batches" in waits
+    assert TIMEOUT - 1 < max(seconds, other) < LATE

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce import LossAccumulator, fused_ce
 
 # ---- DDP and FSDP2 ----------------------------------------------------------------------------
 
@@ -75,23 +75,8 @@ def accelerate_streaming(rank):
 def accelerate_window(rank):
     """Micro-batches are drawn first: `accumulate` would take each of the last ones for an end."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
-    model = parallel.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
-    model, optimizer = engine.prepare(model, optimizer)
-    stream = iter(loader(engine))
-    acc = LossAccumulator.from_accelerator(engine)
-    grads = []
-    for per_rank in parallel.WINDOWS:
-        micro = [next(stream) for _ in per_rank[rank]]
-        with acc.window([count_valid(labels, offset=0) for _, labels in micro]):
-            for i, (hidden, labels) in enumerate(micro):
-                last = i == len(micro) - 1
-                with contextlib.nullcontext() if last else engine.no_sync(model):
-                    acc.backward(model(hidden, labels))
-        grads.append([p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return grads, [p.detach() for p in model.parameters()], acc.metrics()
+    model = engine.prepare(parallel.Model())
+    return train(model, LossAccumulator.from_accelerator(engine), rank, False, silent=no_sync)
 
 
 def loader(engine):
@@ -186,7 +171,8 @@ EQUAL = {
 
 
 EQUAL |= {"accelerate, streaming": accelerate_streaming, "accelerate, window": accelerate_window}
-FOUR = {name: EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
+
+FOUR = {f"{name}, four": EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
 
 
 @functools.cache
@@ -194,17 +180,11 @@ def results(world):
     return ranks.run({2: EQUAL, 4: FOUR}[world], world)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", marked(EQUAL, FSDP2_MEAN, "fsdp2, mean"))
-def test_two_processes_equal_one(name):
-    for found in ranks.of(results(2), name):
-        parallel.assert_equal_to_single_process(found, 2)
-
-
-@pytest.mark.parametrize("name", marked(FOUR, FSDP2_MEAN, "fsdp2, mean"))
-def test_four_processes_equal_one(name):
-    for found in ranks.of(results(4), name):
-        parallel.assert_equal_to_single_process(found, 4)
+@pytest.mark.parametrize("name", marked([*EQUAL, *FOUR], FSDP2_MEAN, "fsdp2, mean"))
+def test_several_processes_equal_one(name):
+    world = 4 if name in FOUR else 2
+    for found in ranks.of(results(world), name):
+        parallel.assert_equal_to_single_process(found, world)
 
 
 @functools.cache

@@ -209,19 +209,6 @@ def test_gradients_may_be_changed_by_hand_after_the_last_micro_batch(streaming):
     assert acc.metrics()["n_windows"] == 2
 
 
-@WAYS
-def test_gradients_may_be_zero_between_micro_batches(streaming):
-    weight, acc = new_weight(), LossAccumulator()
-    acc.guard(torch.optim.SGD([weight], lr=0.1))
-
-    def loop():
-        for factor in (0, 1):
-            for hidden, labels in batches([3, 5]):
-                acc.backward(fused_ce(hidden * factor, weight, labels))
-
-    windowed(acc, streaming, weight, [3, 5, 3, 5], loop)
-
-
 def test_a_backward_of_its_own_in_a_window_of_declared_counts_is_right():
     model, _, acc = guarded()
     step(acc, model, False, lambda: regularise(model))
@@ -234,19 +221,6 @@ def test_two_models_in_turns():
         models[i].zero_grad()
         step(acc, models[i], True)
         assert_exact(models[i])
-
-
-def test_a_parameter_that_goes_inside_a_window_is_not_missed():
-    """A known one of an earlier window, whose gradient was never of this one."""
-    old, acc = new_model(), LossAccumulator()
-    step(acc, old, True)
-    model = new_model()
-    first, second = batches(SIZES)
-    acc.backward(loss_of(model, first))
-    old = None
-    acc.backward(loss_of(model, second))
-    acc.finish(model.parameters())
-    assert_exact(model)
 
 
 def test_finish_knows_the_parameters_that_are_guarded():

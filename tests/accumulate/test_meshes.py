@@ -58,7 +58,7 @@ class CausalModel(torch.nn.Module):
         return fused_ce(torch.tanh(means), self.head.weight, labels)
 
 
-SEQUENCES = [[16, 8], [40, 4], [24, 12]]  # lengths of the two micro-batches of each data rank
+SEQUENCES = [[16, 8], [40, 4]]  # lengths of the two micro-batches of each data rank
 
 
 def sequences(data_rank):
@@ -70,22 +70,18 @@ def sequences(data_rank):
         yield tokens, labels
 
 
-def causal_single_process(data_ranks):
+def causal_single_process():
     model = CausalModel()
-    outs = [
-        model(tokens, shift_labels(labels))
-        for r in range(data_ranks)
-        for tokens, labels in sequences(r)
-    ]
-    n = sum(int(out.n_valid) for out in outs)
-    (sum(out.loss_sum for out in outs) / n).backward()
-    return [p.grad for p in model.parameters()], n
+    whole = [one for data_rank in range(2) for one in sequences(data_rank)]
+    out = sum(model(tokens, shift_labels(labels)) for tokens, labels in whole)
+    out.mean().backward()
+    return [p.grad for p in model.parameters()], int(out.n_valid)
 
 
-def context_parallel(data_ranks, reduction, streaming, rank):
-    """Each rank holds a slice of every sequence; labels are shifted before the split."""
-    cp = dist.get_world_size() // data_ranks
-    mesh = init_device_mesh("cpu", (data_ranks, cp), mesh_dim_names=("dp", "cp"))
+def context_parallel(reduction, streaming, rank):
+    """2 x 2: each rank holds a slice of every sequence; labels are shifted before the split."""
+    cp = 2
+    mesh = init_device_mesh("cpu", (2, cp), mesh_dim_names=("dp", "cp"))
     group = mesh["cp"].get_group()
     model = CausalModel()
     acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], grad_reduction=reduction)
@@ -157,111 +153,6 @@ def flattened(rank):
     return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
 
 
-TENSOR = {
-    "tensor parallel, window": functools.partial(tensor_parallel, False),
-    "tensor parallel, streaming": functools.partial(tensor_parallel, True),
-}
-CONTEXT = {
-    f"context parallel, {reduction}, {'streaming' if streaming else 'window'}": functools.partial(
-        context_parallel, data_ranks, reduction, streaming
-    )
-    for data_ranks, reduction, streaming in ((1, "sum", False), (1, "mean", True))
-}
-CONTEXT_4 = {
-    "data x context parallel, window": functools.partial(context_parallel, 2, "mean", False),
-    "data x context parallel, streaming": functools.partial(context_parallel, 2, "sum", True),
-}
-TWO = CONTEXT
-FOUR = {"meshes": meshes, "flattened": flattened, "accelerate, mesh": accelerate_mesh}
-FOUR |= TENSOR | CONTEXT_4
-
-
-@functools.cache
-def results(world):
-    return ranks.run({2: TWO, 4: FOUR}[world], world)
-
-
-@FSDP2_MEAN
-@pytest.mark.parametrize("name", TENSOR)
-def test_tensor_parallel_replicas_are_not_counted_twice(name):
-    for found in ranks.of(results(4), name):
-        parallel.assert_equal_to_single_process(found, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "data_ranks"),
-    [*((name, 2, 1) for name in CONTEXT), *((name, 4, 2) for name in CONTEXT_4)],
-)
-def test_context_parallel_slices_are_all_counted(name, world, data_ranks):
-    exact, tokens = causal_single_process(data_ranks)
-    found = ranks.of(results(world), name)
-    for grads, counted, _ in found:
-        assert counted == tokens
-        for a, b in zip(grads, exact, strict=True):
-            assert distance(a, b) <= SAME_SUMS
-    # Shifting after the split loses the token at every border inside a sequence's answer.
-    assert sum(after for *_, after in found) < tokens
-
-
-def test_accelerate_mesh():
-    for found in ranks.of(results(4), "accelerate, mesh"):
-        assert ["(2 ranks" in found[0], "(1 rank," in found[1]] == [True, True]
-
-
-def test_meshes():
-    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(4), "meshes")):
-        dp, tp = divmod(rank, 2)
-        assert tokens == {
-            "dp": (tp + 1) + (tp + 3),
-            "both": 1 + 2 + 3 + 4,
-            "none": rank + 1,
-            "1-D": (2 * dp + 1) + (2 * dp + 2),
-        }
-        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
-        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
-
-
-def test_dimensions_that_were_flattened():
-    for tokens, unknown in ranks.of(results(4), "flattened"):
-        assert tokens == 10
-        assert "token_dims must name dimensions of the mesh" in unknown
-
-
-def timeouts(rank):
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "dp", "tp"))
-    groups = [Ranks(submesh(mesh, dims)).group() for dims in ("dp", ["a", "tp"], ["dp", "tp"])]
-    own = [own_group(group) for group in (*groups, dist.group.WORLD)]
-    assert not {*own} & {*groups, dist.group.WORLD}  # gradients may be on their way in those
-    made = (*groups[1:], *own)  # torch has made that of "dp"
-    return [timeout_of(group).total_seconds() for group in made]
-
-
-@pytest.mark.parametrize("backend", [None, "gloo"])
-def test_every_group_that_is_made_has_the_users_timeout(backend):
-    for seconds in ranks.of(ranks.run({"t": timeouts}, 4, timeout=33, backend=backend), "t"):
-        assert seconds == [33] * 6
-
-
-# ---- stages of a pipeline without a loss --------------------------------------------------------
-
-
-def empty_first_stage(rank):
-    """The stage without losses reads and finishes what the other one has seen."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    acc = LossAccumulator.from_mesh(mesh, [], pipeline_dim="pp")
-    p = torch.nn.Parameter(torch.ones(3))
-    if rank:
-        for n in (2, 6):
-            acc.backward((p.sum() * n, torch.tensor(n)))
-    else:
-        # This is the gradient of a loss that was divided by the estimate.
-        p.grad = torch.full((3,), 8.0) / STREAMED
-    acc.finish([p])
-    refused = ranks.error_of(acc.scale, (p.sum(), torch.tensor(1))) if rank == 0 else None
-    dist.barrier()
-    return p.grad, acc.metrics(), acc.state_dict(), refused
-
-
 def data_by_pipeline(rank):
     """2 x 2: the denominator counts the last stages of both replicas once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
@@ -284,19 +175,96 @@ def data_by_pipeline(rank):
 
         windowed(acc, streaming, model.parameters(), [n] if pp else (), loop)
         found.append(float(module.weight.grad) if module.weight.grad is not None else None)
-    return pp, found, acc.metrics()
+    metrics = acc.metrics()
+    refused = None if pp else ranks.error_of(acc.scale, (module.weight.sum(), torch.tensor(1)))
+    return pp, found, metrics, refused
 
 
-def test_stages_without_a_loss_finish():
-    for grad, metrics, _, refused in ranks.of(ranks.run({"empty": empty_first_stage}), "empty"):
-        torch.testing.assert_close(grad, torch.ones(3))
-        assert metrics["n_tokens"] == 8
-        assert refused is None or "this rank has no loss" in refused
+TENSOR = {
+    "tensor parallel, window": functools.partial(tensor_parallel, False),
+    "tensor parallel, streaming": functools.partial(tensor_parallel, True),
+}
+CONTEXT = {
+    "context parallel, window": functools.partial(context_parallel, "mean", False),
+    "context parallel, streaming": functools.partial(context_parallel, "sum", True),
+}
+CASES = {
+    "meshes": meshes,
+    "flattened": flattened,
+    "accelerate, mesh": accelerate_mesh,
+    "pipeline": data_by_pipeline,
+    **TENSOR,
+    **CONTEXT,
+}
+
+
+@functools.cache
+def results():
+    return ranks.run(CASES, 4)
+
+
+@FSDP2_MEAN
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_parallel_replicas_are_not_counted_twice(name):
+    for found in ranks.of(results(), name):
+        parallel.assert_equal_to_single_process(found, 2)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_context_parallel_slices_are_all_counted(name):
+    exact, tokens = causal_single_process()
+    found = ranks.of(results(), name)
+    for grads, counted, _ in found:
+        assert counted == tokens
+        for a, b in zip(grads, exact, strict=True):
+            assert distance(a, b) <= SAME_SUMS
+    # Shifting after the split loses the token at every border inside a sequence's answer.
+    assert sum(after for *_, after in found) < tokens
+
+
+def test_accelerate_mesh():
+    for found in ranks.of(results(), "accelerate, mesh"):
+        assert ["(2 ranks" in found[0], "(1 rank," in found[1]] == [True, True]
+
+
+def test_meshes():
+    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(), "meshes")):
+        dp, tp = divmod(rank, 2)
+        assert tokens == {
+            "dp": (tp + 1) + (tp + 3),
+            "both": 1 + 2 + 3 + 4,
+            "none": rank + 1,
+            "1-D": (2 * dp + 1) + (2 * dp + 2),
+        }
+        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
+        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
+
+
+def test_dimensions_that_were_flattened():
+    for tokens, unknown in ranks.of(results(), "flattened"):
+        assert tokens == 10
+        assert "token_dims must name dimensions of the mesh" in unknown
+
+
+def timeouts(rank):
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "dp", "tp"))
+    groups = [Ranks(submesh(mesh, dims)).group() for dims in ("dp", ["a", "tp"], ["dp", "tp"])]
+    own = [own_group(group) for group in (*groups, dist.group.WORLD)]
+    assert not {*own} & {*groups, dist.group.WORLD}  # gradients may be on their way in those
+    made = (*groups[1:], *own)  # torch has made that of "dp"
+    return [timeout_of(group).total_seconds() for group in made]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_every_group_that_is_made_has_the_users_timeout(backend):
+    for seconds in ranks.of(ranks.run({"t": timeouts}, 4, timeout=33, backend=backend), "t"):
+        assert seconds == [33] * 6
 
 
 def test_replicas_of_a_pipeline():
-    for pp, found, metrics in ranks.of(ranks.run({"2d": data_by_pipeline}, 4), "2d"):
+    for pp, found, metrics, refused in ranks.of(results(), "pipeline"):
         assert metrics["n_tokens"] == 16
+        assert pp or "this rank has no loss" in refused
         if pp:
             assert found == pytest.approx([1.0, 1.0])
         else:

@@ -58,38 +58,6 @@ def test_a_later_backward_does_not_heal_one_that_raised():
         acc.finish([weight])
 
 
-@pytest.mark.slow
-@WAYS
-def test_find_executable_batch_size(streaming):
-    find = pytest.importorskip("accelerate.utils").find_executable_batch_size
-    micro = batches([4, 2, 6, 1])
-    weight, exact, _ = weight_and_grad(micro)
-    acc, tried = LossAccumulator(), []
-
-    def parts(size):
-        for i in range(0, len(micro), size):
-            yield tuple(torch.cat(x) for x in zip(*micro[i : i + size], strict=True))
-
-    @find(starting_batch_size=4)
-    def train(size):
-        tried.append(size)
-        acc.discard_window()
-        weight.grad = None
-
-        def loop():
-            for i, one in enumerate(parts(size)):
-                acc.backward(out_of(weight, one))
-                if size > 1 and i == (size == 2):
-                    raise RuntimeError("CUDA out of memory. Tried to allocate 3.00 GiB")
-
-        windowed(acc, streaming, weight, [(y != -100).sum() for _, y in parts(size)], loop)
-
-    train()
-    assert tried == [4, 3, 2, 1]  # one batch, then two that run out of memory
-    assert distance(weight.grad, exact) <= SAME_SUMS
-    assert acc.metrics()["n_tokens"] == 13
-
-
 @WAYS
 def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
     micro = batches([3, 5])

@@ -114,24 +114,6 @@ def test_another_number_of_ranks_loads_it(saved, world):
         assert m["n_windows"] == 5
 
 
-def saves_once(folder, rank):
-    acc = trained(rank, dist.get_world_size())
-    dcp.save({"acc": acc}, checkpoint_id=f"{folder}/dcp")
-    return acc.state_dict()
-
-
-def test_four_ranks_save_and_one_loads(tmp_path):
-    found = ranks.run({"saves": functools.partial(saves_once, tmp_path)}, 4)
-    state, *others = ranks.of(found, "saves")
-    assert others == [state] * 3
-    assert state["n_valid"] == sum(3 + rank + 2 + 5 + 1 + rank for rank in range(4))
-    acc = LossAccumulator()
-    dcp.load({"acc": acc}, checkpoint_id=f"{tmp_path}/dcp")
-    assert acc.state_dict() == state
-    again = resumed(state, 0)
-    assert (again["n_tokens"], again["n_windows"]) == (state["n_valid"] + 3 * 6, 5)
-
-
 def test_one_rank_reads_and_saves_alone(saved):
     (metrics, state), other = ranks.of(saved[1], "alone")
     assert other is None

@@ -5,11 +5,13 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, SAME_SUMS, STATISTIC
 from support.coverage import covered
 from support.loops import (
+    H,
     V,
     a_loss,
     batches,
@@ -22,7 +24,7 @@ from support.loops import (
     windowed,
 )
 
-from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
 from fusedce.accumulate import faults as _faults
 from fusedce.contract.labels import bad_label_code
 
@@ -65,34 +67,19 @@ def test_any_split_is_the_big_batch(run, windows):
         assert math.isnan(m["loss"])
 
 
-def test_metrics_do_not_depend_on_the_split():
-    """The same tokens as 1, 2, 3 and 6 micro-batches and windows, trained and evaluated."""
-    sizes = [5, 0, 11, 1, 8, 2]
-    micro, weight = batches(sizes), new_weight().detach()
-    seen = []
-    for size, windows in ((6, 1), (1, 6), (2, 3), (3, 2)):
-        acc, evaluation = LossAccumulator(), LossAccumulator()
-        for i in range(windows):
-            part = slice(i * size, (i + 1) * size)
-            with acc.window(sizes[part]):
-                for h, y in micro[part]:
-                    acc.scale(fused_ce(h, weight, y))
-            evaluation.add(sum(fused_ce(h, weight, y) for h, y in micro[part]))
-        seen += [acc.metrics(), evaluation.metrics(reset=True)]
-        assert seen[-2]["n_windows"] == windows
-        assert evaluation.metrics()["n_tokens"] == 0
-    for m in seen:
-        assert m["n_tokens"] == 27
-        assert m["loss"] == pytest.approx(seen[0]["loss"], rel=STATISTIC)
-
-
-def test_sums_of_whole_losses_are_whole():
-    micro = batches([3, 5])
-    weight, exact, _ = weight_and_grad(micro)
-    acc = LossAccumulator()
-    acc.backward(sum(fused_ce(hidden, weight, labels) for hidden, labels in micro))
-    acc.finish([weight])
-    assert distance(weight.grad, exact) <= SAME_SUMS
+@RUNS
+def test_neither_training_nor_evaluation_reports_a_mean_of_means(run):
+    """transformers#35204, #39241, #41898, axolotl#2262, LlamaFactory#7443, Liger-Kernel#802."""
+    micro = batches([1, 20, 3, 8])
+    weight, _, exact = weight_and_grad(micro)
+    losses = [out_of(weight, one).mean().item() for one in micro]
+    assert abs(sum(losses) / len(losses) - exact) > 0.05
+    acc, evaluation = LossAccumulator(), LossAccumulator()
+    run(acc, weight, micro)
+    for one in micro:
+        evaluation.add(out_of(weight.detach(), one))
+    for m in (acc.metrics(), evaluation.metrics()):
+        assert m["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_auxiliary_loss_is_divided_by_micro_batches():
@@ -157,18 +144,10 @@ def test_on_empty():
     torch.testing.assert_close(weight.grad, torch.zeros(V, 8), **EXACT)
 
 
-def test_before_anything_there_are_no_metrics():
-    acc = LossAccumulator()
-    assert (acc.metrics()["n_tokens"], acc.metrics()["n_windows"]) == (0, 0)
-    assert math.isnan(acc.metrics()["loss"])
-    run_streaming(acc, new_weight(), batches([2]))
-    acc.metrics(reset=True)
-    assert acc.metrics()["n_tokens"] == 0
-
-
 @RUNS
 def test_training_and_evaluation_are_not_mixed(run):
     acc, weight = LossAccumulator(), new_weight()
+    assert math.isnan(acc.metrics()["loss"])  # of nothing yet
     run(acc, weight, batches([3, 5]))
     with pytest.raises(RuntimeError, match=r"add: the metrics hold 1 training windows .*reset="):
         acc.add(a_loss(2))
@@ -204,6 +183,30 @@ def test_other_micro_batches_than_declared(declared, sizes, words):
     _, exact, _ = weight_and_grad(batches(sizes[: len(declared)]))
     if len(sizes) > len(declared):  # refused before its gradient
         assert distance(weight.grad, exact) <= SAME_SUMS
+
+
+def test_counted_before_the_shift():
+    """transformers#46204: a causal model trains T - 1 of T tokens. 8 rows: 201 for 193."""
+    lengths = [40, 33, 12, 30, 25, 41, 9, 11]
+    labels = torch.full((8, 41), -100)
+    for row, length in zip(labels, lengths, strict=True):
+        row[:length] = torch.arange(length) % V
+    naive = int((labels != -100).sum())
+    assert (naive, int(count_valid(labels))) == (201, 193)
+
+    hidden, weight = torch.randn(8, 41, H), new_weight()
+    out = fused_ce(hidden, weight, shift_labels(labels))
+    exact = F.cross_entropy(
+        (hidden[:, :-1] @ weight.T).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    ).item()
+    assert out.loss_sum.item() / naive < 0.97 * exact
+    acc = LossAccumulator()
+    with pytest.raises(RuntimeError, match=r"declared with 201 .* counts 193\. .*shift_labels"):
+        with acc.window([naive]):  # the same mistake is an error here
+            acc.backward(out)
+    with acc.window([count_valid(labels)]):
+        acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
+    assert acc.metrics()["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_what_needs_a_closed_window():

@@ -7,7 +7,6 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
-from support.bounds import SAME_MODEL
 from support.heads import ce, compiled, plain_model, tokens
 
 from fusedce import head_report, replace_loss_head
@@ -36,12 +35,6 @@ def test_a_compiled_piece(name):
     piece, program = PIECES[name]
     run = compiled(piece)
     both(lambda m, x, y: program(run, m(x), y))
-
-
-def test_a_compiled_loss_of_transposed_logits(no_logits):
-    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    run = compiled(lambda x, y: F.cross_entropy(model(x).mT, y))
-    torch.testing.assert_close(run(x, y), ce(plain_model()(x), y))
 
 
 def test_lazy_logits_are_not_compiled_and_their_loss_is_fused():
@@ -84,33 +77,6 @@ def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_leng
     assert counter.frame_count <= 3
     assert counter.op_count >= 100 * counter.frame_count  # the body is one graph
     assert head_report(model).losses_fused == 7
-
-
-@pytest.mark.slow
-def test_a_trainer_that_compiles_its_model_compiles_three_graphs_at_most(tmp_path, no_logits):
-    pytest.importorskip("accelerate")
-    from support import tiny_trainer
-    from torch._dynamo.utils import counters
-
-    rows = [torch.arange(3, 9 + 2 * (i // 2)) for i in range(12)]
-    rows = [{"input_ids": row, "labels": row} for row in rows]
-    results = []
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        counters.clear()
-        model = replace_loss_head(tiny_trainer.llama())
-        args = tiny_trainer.TrainingArguments(
-            tmp_path, per_device_train_batch_size=2, max_steps=6, logging_steps=1, use_cpu=True,
-            report_to=[], save_strategy="no", train_sampling_strategy="sequential",
-            torch_compile=compiles, torch_compile_backend="aot_eager" if compiles else None,
-        )  # fmt: skip
-        trainer = tiny_trainer.Trainer(model=model, args=args, train_dataset=rows)
-        trainer.train()
-        results.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-        assert head_report(model).losses_fused == 6
-    assert results[1] == pytest.approx(results[0], rel=SAME_MODEL)
-    assert 1 <= counters["stats"]["unique_graphs"] <= 3
-    assert len(counters["graph_break"]) == 1  # at the head
 
 
 def test_one_graph_is_refused_with_what_to_do():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.attacks import both
-from support.bounds import same_model
 from support.heads import MODES, compiled, tokens
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
@@ -49,19 +48,6 @@ def test_classes_of_transformers(sweep, model_type):
     row = sweep.check(model_type, names[model_type])
     assert row.get("right"), row
     assert row["fused"], row
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
-def test_compiled_transformers_are_fused(sweep, model_type, request):
-    kind = getattr(sweep.transformers, sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    model = sweep.tools.build(kind, sweep.CONFIG_MAPPING[model_type](), {}, steps=True)
-    inputs = sweep.tools.batch(model.config)
-    native = sweep.tools.run(model, inputs)
-    replace_loss_head(model)
-    request.getfixturevalue("no_logits")
-    model.forward = compiled(model.forward)
-    same_model(sweep.tools.run(model, inputs), native)
 
 
 # ---- evaluation and generation --------------------------------------------------------------

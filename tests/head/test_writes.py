@@ -36,29 +36,10 @@ def masked_after_a_look(z, y):
     return ce(z, y.clamp(min=5))
 
 
-def root_written_after_a_view(z, y):
-    flat = z.view(-1, V)
-    z[..., 3] = 1.0
-    z.mul_(0.5)
-    return ce(flat, y)
-
-
 def root_written_after_a_copy(z, y):
     shifted, other = z[:, :-1].contiguous(), z * 2
     z[..., 3] = 1.0
     return ce(shifted, y[:, 1:]) + ce(z, y) + ce(other, y)
-
-
-def views_written(z, y):
-    z.view(-1, V)[:, 3] = 1.0
-    z.select(-1, 4).fill_(1.0)
-    return ce(z, y)
-
-
-def data_written(z, y):
-    z.data[..., 3] = 1.0
-    z.detach().view(-1, V)[:, 4] = 2.0
-    return ce(z, y)
 
 
 def copies_written(z, y):
@@ -79,12 +60,6 @@ def out_argument(z, y):
     return ce(z, y)
 
 
-def after_a_cap(z, y):
-    capped = z.tanh().clone()
-    capped.clamp_(-0.5, 0.5)
-    return ce(capped, y)
-
-
 def odd_shapes(z, y):
     assert z[:1].squeeze((0,)).shape == (7, V)
     first = z[np.int64(0)]
@@ -93,9 +68,8 @@ def odd_shapes(z, y):
 
 
 WRITES = [
-    masked_after_a_look, root_written_after_a_view, root_written_after_a_copy, views_written,
-    data_written, copies_written, own_type_is_no_copy, out_argument,
-    after_a_cap, odd_shapes,
+    masked_after_a_look, root_written_after_a_copy, copies_written, own_type_is_no_copy,
+    out_argument, odd_shapes,
 ]  # fmt: skip
 
 

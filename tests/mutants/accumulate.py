@@ -7,7 +7,7 @@ MUTANTS = [
         "window: ranks forgotten",
         'self._tokens.size() if self._grad_reduction == "mean" else 1',
         "1",
-        "accumulate/test_ranks.py -k big_batch",
+        "accumulate/test_schedules.py",
     ),
     Mutant(
         "window: empty one divides by 0",

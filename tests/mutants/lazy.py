@@ -103,7 +103,7 @@ MUTANTS = [
         "gradient: of one loss alone",
         "for x in given for y in x.loads]",
         "for x in given[:1] for y in x.loads]",
-        "head/test_hooks.py -k several_losses",
+        "head/test_programs.py",
     ),
     Mutant(
         "gradient: gradients outlive their use",

@@ -10,7 +10,7 @@ from fusedce import count_valid
 from support import parallel
 
 
-def train(model, acc, data_rank, streaming, *, silent=None, backward=None, reduce=None):
+def train(model, acc, data_rank, streaming, *, silent=None):
     """Every window of `parallel`, by declared counts or streaming.
 
     ``silent(model)``: the engine's context (or switch) for micro-batches before the last one.
@@ -26,8 +26,6 @@ def train(model, acc, data_rank, streaming, *, silent=None, backward=None, reduc
                 last = i == len(micro) - 1
                 with silent(model, last) if silent else contextlib.nullcontext():
                     acc.backward(model(hidden, labels))
-        if reduce:
-            reduce(model)
         if streaming:
             acc.finish(model.parameters())
         grads.append([parallel.whole(p.grad) for p in model.parameters()])
