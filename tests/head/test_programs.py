@@ -193,13 +193,13 @@ def changes_after_a_checkpoint(program):
     """Whether the two runs of a checkpointed loss may find other logits: the second is refused.
 
     Between them logits are written into, their memory is handed out by ``numpy``, or their gradient
-    is asked for, which the second run must then make along the logits.
+    is kept (``retain_grad``), which the second run must then make along the logits.
     """
     names = [name for (_, name), _ in program[0]]
     if "checkpoint" not in names:
         return False
     return any(
-        kind in ("write", "keep", "hook") or name == "numpy"
+        kind in ("write", "keep") or name == "numpy"
         for (kind, name), _ in program[0][names.index("checkpoint") :]
     )
 
