@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards.agreement import TOPK, groups_of, tell_peers_on_error
 from fusedce.backends.shards.collectives import all_gather, all_tokens
 from fusedce.backends.torch.logit_tiles import Logits, tiles
@@ -24,6 +24,8 @@ from fusedce.contract.results import TopK
 from fusedce.contract.task import Shard
 from fusedce.loss.logprobs import fused_logprobs, tempered
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, no_labels
+
+_WIDER = 4  # as many classes as a tile of the plan has
 
 
 @explains_names
@@ -153,10 +155,14 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     # a tile's rows, the largest of them, and what is compared with them
     call = call._replace(V=max(V, 1), copies=call.copies + 3)
     way = tiles_of(call, memory_budget=problem.memory_budget)
-    for block in blocks_of(rows, way.tokens):
+    tokens, step = way.tokens, way.classes
+    if problem.memory_budget is None and tokens >= _WIDER * ROW_MULTIPLE:
+        # As many logits, of fewer tokens: a wide row has no more candidates than a narrow one.
+        tokens, step = tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE, step * _WIDER
+    for block in blocks_of(rows, tokens):
         h = logits.operand(problem.hidden[block])
         best, classes, rest = top[block], at[block], others[block]
-        for begin, end in tiles(V, way.classes):
+        for begin, end in tiles(V, step):
             z = logits.tile(h, begin, end).t().contiguous()  # (R, v)
             if problem.temperature is not None:
                 z.div_(problem.temperature[block, None])
@@ -180,9 +186,10 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest of each row of ``z (R, v)``, of equal ones the first, and their indices."""
-    values, at = z.topk(k, dim=1)
-    tied = (z >= values[:, -1:]).sum(1) > k  # one that equals the least was left out
-    if tied.any():
+    values, at = z.topk(min(k + 1, z.shape[1]), dim=1)
+    tied = values[:, k - 1] == values[:, -1]  # one that equals the least may be left out
+    at = at[:, :k]
+    if z.shape[1] > k and tied.any():
         at[tied] = z[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
     at = at.sort(dim=1).values
     values, order = z.gather(1, at).sort(dim=1, descending=True, stable=True)

@@ -453,7 +453,7 @@ BAD = {
     "no labels": (lambda a, o: (a.__setitem__(4, None), o.update(ce_weight=1.0)), "labels must"),
     "label": (lambda a, o: a[4].__setitem__(3, 131), "got 131 at flattened position 3"),
     "budget": (lambda a, o: o.update(memory_budget=99), "memory_budget must be at least"),
-    "fp64 teacher": (lambda a, o: a.__setitem__(2, a[2].double()), "teacher_weight must have the"),
+    "fp64 teacher": (lambda a, o: a.__setitem__(2, a[2].double()), "teacher_hidden must be"),
 }  # fmt: skip
 
 

@@ -5,7 +5,12 @@ from mutants import Mutant
 TOPK = "test_topk.py"
 
 MUTANTS = [
-    Mutant("topk: any of equal logits", "if tied.any():", "if False:", f"{TOPK} -k equal"),
+    Mutant(
+        "topk: any of equal logits",
+        "if z.shape[1] > k and tied.any():",
+        "if False:",
+        f"{TOPK} -k equal",
+    ),
     Mutant(
         "topk: the last of equal logits",
         "at = at.sort(dim=1).values",
