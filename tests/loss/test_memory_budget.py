@@ -254,45 +254,32 @@ def test_the_environment_says_the_default(taken, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("budget", [None, 4 * 10**5, 10**6])
-def test_a_token_has_the_same_bits_in_every_batch(taken, dtype, budget):
-    """Losses, and the gradient of its hidden state."""
-    hidden, weight, labels, _ = Case((300,), 24, 3000, dtype).tensors()
+@pytest.mark.parametrize(
+    ("backend", "budget"),
+    [
+        *(("torch", budget) for budget in (None, 4 * 10**5, 10**6)),
+        *(slow("triton", budget) for budget in (None, 6 * 10**5, 2 * 10**6)),
+    ],
+)
+def test_a_token_has_the_same_bits_in_every_batch(taken, backend, dtype, budget):
+    """Losses, and the gradient of its hidden state.
 
-    def found(rows):
-        h = hidden[rows].clone().requires_grad_()
-        w = weight.clone().requires_grad_()
-        loss = fused_cross_entropy(h, w, labels[rows], reduction="none", memory_budget=budget)
-        return loss.detach(), *torch.autograd.grad(loss.sum(), h)
-
-    whole = found(slice(0, 300))
-    some = torch.tensor([4, 17, 18, 19, 130, 290])
-    for rows in (slice(0, 70), slice(37, 300), slice(5, 6), some):
-        for x, y in zip(found(rows), whole, strict=True):
-            assert x.equal(y[rows])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("budget", [None, 6 * 10**5, 2 * 10**6])
-def test_a_token_has_the_same_bits_in_every_batch_on_triton(dtype, budget):
-    """Losses and gradients of hidden states, in any batch of several tokens.
-
-    The products are the library's: of one token alone, which is a vector, it may sum otherwise.
+    (Triton's products are the library's: of one token alone, a vector, it may sum otherwise.)
     """
-    hidden, weight, labels, _ = Case((200,), 24, 700, dtype).tensors()
+    N, V = (300, 3000) if backend == "torch" else (200, 700)
+    hidden, weight, labels, _ = Case((N,), 24, V, dtype).tensors()
 
     def found(rows):
         h = hidden[rows].clone().requires_grad_()
         w = weight.clone().requires_grad_()
         loss = fused_cross_entropy(
-            h, w, labels[rows], reduction="none", memory_budget=budget, backend="triton"
+            h, w, labels[rows], reduction="none", memory_budget=budget, backend=backend
         )
         return loss.detach(), *torch.autograd.grad(loss.sum(), h)
 
-    whole = found(slice(0, 200))
-    some = torch.tensor([4, 17, 18, 19, 130, 190])
-    for rows in (slice(0, 70), slice(37, 200), some):
+    whole = found(slice(0, N))
+    batches = [slice(0, 70), slice(37, N), torch.tensor([4, 17, 18, 19, 130, N - 10])]
+    for rows in [*batches, *([slice(5, 6)] if backend == "torch" else [])]:
         for x, y in zip(found(rows), whole, strict=True):
             assert x.equal(y[rows])
 

@@ -394,8 +394,3 @@ def test_errors_are_raised_on_all_ranks(world):
         assert "pass weight.to_local()" in found["replicated"]
         assert "pass hidden.redistribute(placements=[Replicate()])" in found["hidden columns"]
         assert "RuntimeError: backend='triton' cannot run" in found["triton"]
-
-
-def test_torch_distributed_must_be_initialised():
-    with pytest.raises(ValueError, match=r"process_group: torch.distributed must be initialised"):
-        sharded_ce(torch.randn(2, H), torch.randn(3, H), torch.tensor([0, 1]))

@@ -126,7 +126,7 @@ def test_all_ranks_raise_the_same(name):
 
 def test_torch_distributed_must_be_initialised():
     x = inputs()
-    for function in (sharded_cross_entropy, sharded_logprobs):
+    for function in (sharded_ce, sharded_cross_entropy, sharded_logprobs):
         with pytest.raises(ValueError, match=r"process_group: torch.distributed must be init"):
             function(**x)
     with pytest.raises(TypeError, match="process_group must be a process group"):

@@ -21,8 +21,10 @@ Products of bfloat16 have float32 results: one that is rounded before the labels
 away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
 bfloat16 (see ``waiting``) is written in it, but for the labels' rows.
 
-Products of widened operands have full precision whatever ``torch.set_float32_matmul_precision``
-says: the user's float32 inputs follow it, as in ``F.linear``, and bfloat16 and float16 ones do not.
+On a CPU, products of widened operands have full precision whatever
+``torch.set_float32_matmul_precision`` says: the user's float32 inputs follow it, as in
+``F.linear``, and bfloat16 and float16 ones do not. On CUDA "high" rounds float16's gradients of
+logits to TF32, whose eleven bits eager's gradients in float16 have as well.
 """
 
 from __future__ import annotations
