@@ -2,7 +2,7 @@
 
     python tests/mutate.py                     # all, two at a time
     python tests/mutate.py ticket              # those whose name contains a word
-    python tests/mutate.py --only kernels      # an area: a file of tests/mutants/
+    python tests/mutate.py --only kernels      # an area of mutants.jsonl
     python tests/mutate.py --jobs 1
     python tests/mutate.py --quick             # by the tests of `make test` alone
 

@@ -1,25 +1,24 @@
-"""Deliberate breakages of the code, one file an area, each with the tests that must turn red.
+"""Deliberate breakages of the code, each with the tests that must turn red.
 
-To add one, append to the file of its area (a new area is a new file here with a list ``MUTANTS``):
+`mutants.jsonl` has one a line: an area, a name that says what goes wrong, a text in the code, the
+text put in its place, and tests. They break what code means; `tests/mutate_generated.py` draws what
+a generator makes (another number, another operator).
 
-    Mutant("name: what goes wrong", "text in the code", "text put in its place", "test_x.py -k y")
-
-The text must occur exactly once in the package, `kernels/` included; no file is named, so code may
-move. A text that spans lines keeps their indentation. The tests are a file (its name, or the end of
-its path where two have the same name), and what else pytest takes. `tests/test_mutants.py` checks
-all of this without running any; `tests/mutate.py` runs them.
+The old text must occur exactly once in the package, `kernels/` included; no file is named, so code
+may move. The tests are a file (its name, or the end of its path where two have the same name), and
+what else pytest takes. `tests/test_mutants.py` checks all of this without running any;
+`tests/mutate.py` runs them.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Mutant(NamedTuple):
@@ -30,9 +29,12 @@ class Mutant(NamedTuple):
 
 
 def by_area() -> dict[str, list[Mutant]]:
-    """All mutants; an area is a module of this package."""
-    areas = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {area: importlib.import_module(f"mutants.{area}").MUTANTS for area in areas}
+    """All mutants."""
+    found: dict[str, list[Mutant]] = {}
+    for line in (ROOT / "tests" / "mutants.jsonl").read_text().splitlines():
+        fields = json.loads(line)
+        found.setdefault(fields.pop("area"), []).append(Mutant(**fields))
+    return found
 
 
 def sources() -> dict[Path, str]:
