@@ -1,4 +1,4 @@
-"""Errors on awkward inputs stay within what docs/numerics.md promises."""
+"""Errors on awkward inputs stay within what docs/accuracy.md promises."""
 
 import re
 
@@ -38,8 +38,8 @@ def pages():
     """``(backend, dtype, inputs, {column: Errors})`` of each row of the page."""
     backend = dtype = columns = None
     for line in numerics.PAGE.read_text().split(numerics.BEGIN)[1].splitlines():
-        if line.startswith("### "):
-            backend, name = line.removeprefix("### ").split(", ")
+        if line.startswith("#### "):
+            backend, name = line.removeprefix("#### ").split(", ")
             dtype = getattr(torch, name)
         elif line.startswith("| inputs"):
             columns = [cell.strip() for cell in line.strip("|").split("|")][1:]

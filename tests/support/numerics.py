@@ -1,6 +1,6 @@
 """Errors of the loss and its gradients against float64, on awkward inputs.
 
-python tests/support/numerics.py          # writes the tables of docs/numerics.md
+python tests/support/numerics.py          # writes the tables of docs/accuracy.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES
 from fusedce.backends.plan import least_bytes, way_of
 from fusedce.contract.problem import Problem, Wanted
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- numerics -->", "<!-- end -->"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = {"torch": (64, 48, 700), "triton": (16, 32, 500)}  # N, H, V
@@ -271,7 +271,7 @@ def main() -> None:
     with as_on_hardware():
         for backend, (N, H, V) in SIZES.items():
             for dtype in DTYPES:
-                text += f"### {backend}, {str(dtype).removeprefix('torch.')}\n\n"
+                text += f"#### {backend}, {str(dtype).removeprefix('torch.')}\n\n"
                 text += f"N={N}, H={H}, V={V}.\n\n{table(backend, dtype)}\n\n"
     cpu = f"CPU with {torch.backends.cpu.get_cpu_capability()}, one thread"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, interpreted"
