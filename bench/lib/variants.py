@@ -152,14 +152,14 @@ def variants(
                         label = f"forward {name} {_named(blocks)}"
                         for variant in _forward(label, dtype, blocks, none | common):
                             yield variant._replace(candidate=True)
-            if group in ("all", "exp_gemm") and precision == "ieee":
-                blocks = walks.gemm_with_options if option else walks.gemm
+            gemm = walks.gemm_with_options if option else walks.gemm
+            if group in ("all", "exp_gemm") and gemm is not None:
                 constants = none | common
                 constants |= {"AMPLIFY": 16384.0 if dtype == "fp16" else 1.0}
                 if not option:
                     constants["best"] = None
                 constants |= dict.fromkeys(("rows", "count", *_OF_SUMS, *_OF_STATISTICS))
-                yield _walk(f"exp_gemm {name}", dtype, blocks, EXPONENTIALS, constants)
+                yield _walk(f"exp_gemm {name}", dtype, gemm, EXPONENTIALS, constants)
             if group in ("all", "softmax_grad") and precision == "ieee":
                 yield from _softmax_grad(row, name, dtype, option, none)
             if group in ("all", "stats"):
@@ -273,8 +273,8 @@ def _softmax_rows(
     yield Variant(f"softmax_rows {label} shard", softmax_rows_kernel, dtype, of_shard, wide=wide)
     constants["merged"] = None
     yield Variant(f"softmax_rows {label}", softmax_rows_kernel, dtype, constants, wide=wide)
-    if not option:
-        walks = row.walks(BYTES[dtype])
+    walks = row.walks(BYTES[dtype])
+    if not option and walks.gemm is not None:
         block = walks.gemm.BLOCK_V
         many = constants | {"BLOCKS": power_of_2(-(-128256 // block)), "BLOCK_V": block}
         label_ = f"softmax_rows {label} after exp_gemm"

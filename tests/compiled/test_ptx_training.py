@@ -38,9 +38,7 @@ def by_gemm(gpu, **fields):
         changed = {k: getattr(walks, k)._replace(**fields) for k in ("gemm", "gemm_with_options")}
         return walks._replace(gemm_up_to=2**31, **changed)
 
-    gpu.row = gpu.row._replace(
-        two_bytes=chosen(gpu.row.two_bytes), four_bytes=chosen(gpu.row.four_bytes)
-    )
+    gpu.row = gpu.row._replace(two_bytes=chosen(gpu.row.two_bytes))
 
 
 # ---- values -----------------------------------------------------------------------------------

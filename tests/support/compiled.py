@@ -35,7 +35,6 @@ def backend_on(name: str):
         device = stack.enter_context(on_device(row.compiler[1]))
         device.row = row._replace(
             two_bytes=row.two_bytes._replace(gemm_up_to=0),
-            four_bytes=row.four_bytes._replace(gemm_up_to=0),
         )
         device.tf32, device.shared_limit = False, row.shared_limit
         for of, attribute, value in (

@@ -43,8 +43,8 @@ class Walks(NamedTuple):
     forward_with_options: Blocks  # bias, scale, soft-cap
     stats: Blocks  # entropy and argmax need registers as well
     stats_with_options: Blocks  # and the mean of the logits, class weights
-    gemm: Blocks  # the product whose epilogue writes exponentials
-    gemm_with_options: Blocks  # and argmax
+    gemm: Blocks | None = None  # the product whose epilogue writes exponentials; None: cuBLAS's
+    gemm_with_options: Blocks | None = None  # and argmax
     forward_narrow: Blocks | None = None  # of `forward` up to a hidden size of narrow_up_to
     narrow_up_to: int = 0
     gemm_up_to: int = 0  # hidden size up to which training uses it: see `by_one_gemm`
@@ -106,7 +106,7 @@ def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
 
 
 def _same(blocks: Blocks) -> Walks:
-    return Walks(blocks, blocks, blocks, blocks, blocks, blocks)
+    return Walks(blocks, blocks, blocks, blocks)
 
 
 def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
@@ -134,6 +134,8 @@ def by_one_gemm(walks: Walks, H: int) -> bool:
     asked = os.environ.get("FUSEDCE_EXP_GEMM", "")
     if asked not in ("", "0", "1"):
         raise ValueError(f"FUSEDCE_EXP_GEMM must be 0, 1 or unset, got {asked!r}")
+    if walks.gemm is None:
+        return False
     return walks.gemm_up_to >= H if asked == "" else asked == "1"
 
 
@@ -147,10 +149,11 @@ _SMALL = Blocks(64, 64, 64, 4, 2)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
+_TMA = _TINY._replace(DESCRIPTOR=True)
 
 _FOUR_BYTES = _same(_AMPERE_FP32)
 # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
-_OTHER_TWO = _same(_SMALL)
+_OTHER_TWO = _same(_SMALL)._replace(gemm=_SMALL, gemm_with_options=_SMALL)
 # Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.
 _WIDE = Blocks(128, 128, 32, 8, 4)
 _ADA_TWO = _OTHER_TWO._replace(
@@ -247,7 +250,7 @@ ARCHITECTURES = (
     Architecture("other", _OTHER_TWO, _OTHER_FOUR),
     Architecture(
         "interpreter",
-        _same(_TINY._replace(DESCRIPTOR=True)),
+        _same(_TMA)._replace(gemm=_TMA, gemm_with_options=_TMA),
         _same(_TINY),
         exp_block_v=256,
         divergence_block_v=128,

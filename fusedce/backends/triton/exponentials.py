@@ -36,9 +36,10 @@ def gemm_blocks(problem: Problem) -> archs.Blocks | None:
     weight = problem.weight
     walks = archs.architecture(weight.device).walks(weight.element_size())
     blocks = walks.gemm_with_options if has_options(problem) else walks.gemm
-    whole = weight.stride(1) == 1 and aligned(weight) and weight.shape[1] % blocks.BLOCK_H == 0
-    # cuBLAS reads other rows better
-    return blocks if whole and archs.by_one_gemm(walks, weight.shape[1]) else None
+    H = weight.shape[1]
+    if blocks is None or weight.stride(1) != 1 or not aligned(weight) or H % blocks.BLOCK_H:
+        return None  # cuBLAS reads other rows better
+    return blocks if archs.by_one_gemm(walks, H) else None
 
 
 class Exponentials:

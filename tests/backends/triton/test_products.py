@@ -68,7 +68,7 @@ def test_tiles_are_wider_where_they_are_less_work(H):
 
 
 @pytest.mark.parametrize(
-    ("processors", "least"), [(108, 0.95), (114, 0.89), (132, 0.96), (128, 1.0), (148, 0.86)]
+    ("processors", "least"), [(108, 0.94), (114, 0.89), (132, 0.96), (128, 1.0), (148, 0.86)]
 )
 def test_rows_of_tiles_fill_the_processors(processors, least):
     """Of an A100, H100 PCIe, H200, RTX 4090 and B200; 4096 rows fill 0.79 of the A100."""
