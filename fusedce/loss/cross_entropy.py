@@ -64,11 +64,6 @@ def fused_cross_entropy(
     positions there, and the same ``z_loss`` weighs ``n_valid / sum of class_weight[labels[i]]``
     times as much here: 2 times with weights that are 0.5 on average.
 
-    Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this float32;
-    with every label ignored its mean is NaN, and this one 0 with gradients of 0; and a weight of 0
-    times an infinite loss is 0 here. For one denominator over several batches or ranks take
-    :func:`fused_ce` with :class:`LossAccumulator` instead of ``"mean"``.
-
     ``labels (..., V)`` in a floating dtype are class probabilities, as ``F.cross_entropy`` takes
     them: with ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
 
@@ -79,9 +74,13 @@ def fused_cross_entropy(
     beside the labels nothing of their size exists. Positions with a ``token_weight`` of 0 are left
     out of everything but the denominator of "mean".
 
-    "mean" and "sum" have the cost of :func:`fused_ce`. "none" is exact under any upstream gradient:
-    its backward computes the logits once more (four products of the head's size instead of three)
-    and leaves out the tokens whose upstream gradient is 0.
+    Examples:
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
+        torch.Size([2, 5])
+        >>> fused_cross_entropy(hidden, weight, torch.rand(2, 5, 100).softmax(-1)).shape
+        torch.Size([])
 
     Args:
         hidden, weight, labels, bias, ignore_index, softcap, logit_scale, label_smoothing, z_loss,
@@ -100,13 +99,15 @@ def fused_cross_entropy(
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
             ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more.
 
-    Examples:
-        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
-        >>> labels = torch.randint(100, (2, 5))
-        >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
-        torch.Size([2, 5])
-        >>> fused_cross_entropy(hidden, weight, torch.rand(2, 5, 100).softmax(-1)).shape
-        torch.Size([])
+    Note:
+        Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this
+        float32; with every label ignored its mean is NaN, and this one 0 with gradients of 0; and a
+        weight of 0 times an infinite loss is 0 here. For one denominator over several batches or
+        ranks take :func:`fused_ce` with :class:`LossAccumulator` instead of ``"mean"``.
+
+        "mean" and "sum" have the cost of :func:`fused_ce`. "none" is exact under any upstream
+        gradient: its backward computes the logits once more (four products of the head's size
+        instead of three) and leaves out the tokens whose upstream gradient is 0.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,

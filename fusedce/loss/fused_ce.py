@@ -57,21 +57,12 @@ def fused_ce(
     The sum is not normalised: divide by the number of valid tokens of the whole optimizer step
     (:class:`LossAccumulator`), or call ``.mean()`` where one batch is the whole step.
 
-    Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and sums
-    are float32 or better; the weight gradient accumulates in float32. Where an input requires
-    grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs that
-    require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient itself is
-    not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts them.
-    Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a bfloat16
-    head of float32 hidden states is computed in float32, beside a copy of it. Each gradient comes
-    in the dtype of its own argument.
-    Gradients computed in the forward pass are those at the weight as it was then, also where the
-    weight is written in place before ``backward()``; eager torch raises an error there if
-    ``hidden`` requires grad.
-
-    With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there. The
-    hidden state of an ignored position is never read. A valid position whose logits hold NaN or
-    +inf makes the sum NaN or inf.
+    Examples:
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(100, 16, requires_grad=True)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
+        >>> fused_ce(hidden, weight, labels).mean().backward()
 
     Args:
         hidden: ``(..., H)``, float32, bfloat16, float16, or float64 (torch backend).
@@ -123,12 +114,21 @@ def fused_ce(
         RuntimeError: the requested backend cannot run here, or ``loss_sum`` is differentiated
             twice (``create_graph=True``).
 
-    Examples:
-        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
-        >>> weight = torch.randn(100, 16, requires_grad=True)
-        >>> labels = torch.randint(100, (2, 5))
-        >>> loss_sum, n_valid = fused_ce(hidden, weight, labels)
-        >>> fused_ce(hidden, weight, labels).mean().backward()
+    Note:
+        Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and
+        sums are float32 or better; the weight gradient accumulates in float32. Where an input
+        requires grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs
+        that require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient
+        itself is not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts
+        them. Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a
+        bfloat16 head of float32 hidden states is computed in float32, beside a copy of it. Each
+        gradient comes in the dtype of its own argument. Writing into ``weight`` between forward and
+        backward does not change the gradients; eager torch raises an error there if ``hidden``
+        requires grad.
+
+        With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there.
+        The hidden state of an ignored position is never read. A valid position whose logits hold
+        NaN or +inf makes the sum NaN or inf.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, ignore_index=ignore_index,

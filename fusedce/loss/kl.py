@@ -61,13 +61,10 @@ def fused_kl(
     temperature 1. No factor ``temperature**2`` is in it: for gradients of the size they have at 1
     (Hinton et al., arXiv:1503.02531) write ``fused_kl(...) * temperature**2``.
 
-    The teacher is constant: it gets no gradient, whatever it requires. The student's gradients are
-    computed in the forward pass, chunk by chunk: four products of the head's size, one of the
-    teacher and three of the student. Both heads' logits are held for one chunk, in float32.
-
-    The divergence of two nearly equal distributions does not cancel, and it is never negative
-    beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for the
-    student alone makes "forward" infinite, and for the teacher alone "reverse".
+    Examples:
+        >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
+        >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
 
     Args:
         hidden, weight, bias, softcap, logit_scale: the student's, as in :func:`fused_ce`.
@@ -99,10 +96,14 @@ def fused_kl(
             out of range, or ``ce_weight`` without labels; ``RuntimeError`` for a sharded
             vocabulary with ``backend="triton"``.
 
-    Examples:
-        >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
-        >>> teacher_hidden, teacher_weight = torch.randn(6, 24), torch.randn(100, 24)
-        >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
+    Note:
+        The teacher is constant: it gets no gradient, whatever it requires. The student's gradients
+        are computed in the forward pass, chunk by chunk: four products of the head's size, one of
+        the teacher and three of the student. Both heads' logits are held for one chunk, in float32.
+
+        The divergence of two nearly equal distributions does not cancel, and it is never negative
+        beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for
+        the student alone makes "forward" infinite, and for the teacher alone "reverse".
     """
     return dispatch.loss_sum(_asked(
         hidden, weight, teacher_hidden, teacher_weight, labels,

@@ -105,18 +105,16 @@ def fused_logprobs(
         lse[i]     = logsumexp(z[i])
         argmax[i]  = argmax(z[i])        # token accuracy: (argmax == labels) at valid positions
 
-    The first three are differentiable, each token with an upstream gradient of its own. Backward
-    computes the logits once more, in tiles, and leaves out tokens whose upstream gradients are all
-    0 (masked prompts, clipped ratios). Neither ``1 - p`` nor the entropy cancels where one class
-    has nearly all the probability. Deterministic. The gradient is not differentiable again.
-
-    Ignored positions hold 0, 0, 0 and -1; their hidden state is never read. A label out of range
-    is an error on a CPU, and gives NaN on other devices.
-
     Several classes of a token (top-k of a teacher, candidates of a ranking) are ``labels
     (..., K)``: then ``logprob`` is ``(..., K)``, 0 at ignored entries, and the rest as it was. The
     likeliest of the K is exact near a probability of 1; nothing of the size ``(N, K, H)`` is held.
     A position whose K labels are all ignored is an ignored one.
+
+    Examples:
+        >>> hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)
+        >>> actions = torch.randint(100, (2, 5))
+        >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
+        >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
 
     Args:
         labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
@@ -138,11 +136,15 @@ def fused_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``ValueError`` for a temperature
             that is not positive and finite.
 
-    Examples:
-        >>> hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)
-        >>> actions = torch.randint(100, (2, 5))
-        >>> stats = fused_logprobs(hidden, weight, actions, temperature=0.7)
-        >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
+    Note:
+        The first three are differentiable, each token with an upstream gradient of its own.
+        Backward computes the logits once more, in tiles, and leaves out tokens whose upstream
+        gradients are all 0 (masked prompts, clipped ratios). Neither ``1 - p`` nor the entropy
+        cancels where one class has nearly all the probability. Deterministic. The gradient is not
+        differentiable again.
+
+        Ignored positions hold 0, 0, 0 and -1; their hidden state is never read. A label out of
+        range is an error on a CPU, and gives NaN on other devices.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
