@@ -66,9 +66,9 @@ def fused_ce(
 
     Args:
         hidden: ``(..., H)``, float32, bfloat16, float16, or float64 (torch backend).
-        weight: ``(V, H)``, dtype and device of ``hidden``.
+        weight: ``(V, H)``, device of ``hidden``; of its dtype, or see the note.
         labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
-        bias: ``(V,)``, dtype and device of ``hidden``.
+        bias: ``(V,)``, the same.
         ignore_index: the label of positions that do not count; ``None``: all of them count.
         softcap: positive cap on the size of a logit, or ``None``.
         logit_scale: finite factor on the logits (their bias included).
@@ -107,7 +107,7 @@ def fused_ce(
         differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype, or dtypes differ.
+        TypeError: an argument has a wrong type or dtype.
         ValueError: shapes or devices do not match, a number is out of its range, the backend is
             unknown, ``memory_budget`` is too small (the message says the least), or (CPU tensors) a
             label is out of range: the message names the first one.
