@@ -160,7 +160,7 @@ _ADA_TWO = _OTHER_TWO._replace(
     forward=_WIDE,
     forward_with_options=_WIDE,
     gemm=_WIDE,
-    gemm_with_options=_WIDE,
+    gemm_with_options=_WIDE._replace(BLOCK_V=64),  # 128 spills 264 bytes
 )
 _ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
 # fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
