@@ -96,7 +96,12 @@ def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
 def _triton() -> str:
     if not TRITON_INSTALLED:
         return "none, triton is not installed"
-    return "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
+    from fusedce.backends.triton import TRAINING_KERNELS
+
+    how = "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
+    return (
+        f"{how}; a first training step has {len(TRAINING_KERNELS)}: {', '.join(TRAINING_KERNELS)}"
+    )
 
 
 def _distributed() -> list[str]:

@@ -28,6 +28,26 @@ def inputs(dtype, size, right, n=100):
     return hidden, weight, torch.where(torch.rand(n, generator=rng) < right, best, labels)
 
 
+@pytest.mark.parametrize("one_gemm", ["0", "1"])
+def test_a_training_step_has_the_kernels_that_the_doctor_names(monkeypatch, one_gemm):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched, run = [], InterpretedFunction.run
+
+    def watched(self, *args, **kwargs):
+        launched.append(self.__name__.removesuffix("_kernel"))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watched)
+    monkeypatch.setenv("FUSEDCE_EXP_GEMM", one_gemm)
+    hidden, weight, labels = inputs(torch.bfloat16, 1.0, 0.5)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    fusedce.fused_ce(*leaves, labels, backend="triton").mean().backward()
+    named = [name.split(" or ")[int(one_gemm)] if " or " in name else name
+             for name in backend.TRAINING_KERNELS]  # fmt: skip
+    assert list(dict.fromkeys(launched)) == named
+
+
 DTYPES = [slow(torch.float32), torch.bfloat16, slow(torch.float16)]
 
 
