@@ -73,7 +73,7 @@ class Chunks:
             amplify=self.amplify,
             own_references=self.normalise,
         )
-        self.entries, self.factors = torch.empty(2, C, device=device).unbind()
+        self.entries, self.factors = torch.empty(2, C, dtype=torch.float32, device=device).unbind()
         self.scaled = None
         if of_weight and not self.normalise:
             self.scaled = torch.empty(C, H, dtype=weight.dtype, device=device)
