@@ -11,8 +11,8 @@ from lib.engine import Call, Engine
 @pytest.mark.slow
 def test_calls_are_timed_in_processes_and_what_goes_wrong_is_a_row():
     calls = {
-        "one": Call("support.calls:sleeper", {"seconds": 0.02}, "sound"),
-        "two": Call("support.calls:sleeper", {"seconds": 0.06}, "sound"),
+        "one": Call("support.calls:worker", {"seconds": 0.02}, "sound"),
+        "two": Call("support.calls:worker", {"seconds": 0.06}, "sound"),
         "raises": Call("support.calls:raises", {}, "sound"),
         "dies": Call("support.calls:dies", {}, "dies"),
     }
@@ -29,14 +29,14 @@ def test_calls_are_timed_in_processes_and_what_goes_wrong_is_a_row():
         made.timeout = 3  # the process is up: only what never ends takes that long
         status, why = made.ask("sound", "time:sleep", {})
         assert (status, why.split(":")[0]) == ("error", "TypeError")
-        hangs = Call("support.calls:sleeper", {"seconds": 3600}, "sound")
+        hangs = Call("support.calls:worker", {"seconds": 3600}, "sound")
         assert made.measure({"x": hangs}) == {"x": {"failed": "no answer in 3 s"}}
     assert made._workers == {}
 
 
 @pytest.mark.slow
 def test_rounds_that_were_measured_before_are_not_measured_again():
-    call = Call("support.calls:sleeper", {"seconds": 0.01}, "sound", leaves=7)
+    call = Call("support.calls:worker", {"seconds": 0.01}, "sound", leaves=7)
     grown = []
     with Engine("cpu", rounds=3, calls=1, timeout=300) as made:
         held = {"x": {"seconds": [9.0], "rounds": [9.0], "name": "x"}}
