@@ -27,8 +27,8 @@ Collectives on the vocabulary's ranks, "a token" being one that counts:
   smoothing). A divergence gathers 1 for each head, 2 more with ``ce_weight``, and all-reduces 1, or
   3 of "reverse" and "jsd"; class probabilities gather 3 and then 2, and all-reduce 1;
 * sums by Triton: in training one all-reduce of a float32 a token, the labels' logits, and per chunk
-  one all-gather of 2 float32 (4 with ``argmax_out``), reference and sum of its exponentials;
-  without gradients one all-gather of 3. With label smoothing before it one of ``H + 1`` float64;
+  one all-gather of a float64 (3 with ``argmax_out``), the log-sum-exp of its classes but the label;
+  without gradients one all-gather of 2. With label smoothing before it one of ``H + 1`` float64;
 * with both, per chunk, where ``hidden`` requires grad, one all-reduce of its rows ``(C, H)`` in
   float32, which runs while the next chunk is computed; none in backward;
 * statistics and losses of tokens, and with them sums under a budget that asks for tiles, with

@@ -402,13 +402,13 @@ def test_the_collectives_are_those_of_the_docstring(world):
         by_chunk = [
             call  # a chunk's rows are added up while the next chunk is computed
             for C in chunks
-            for call in ((ALL_GATHER, world * 2 * C, False), ("all_reduce", C * H, True))
+            for call in ((ALL_GATHER, world * C, False), ("all_reduce", C * H, True))
         ]
         assert calls == [met, labels, *by_chunk]
         calls, _ = found["smoothing"]
         assert calls == [met, labels, (ALL_GATHER, world * (H + 1), False), *by_chunk]
         calls, _ = found["forward"]
-        assert calls == [met, (ALL_GATHER, world * 3 * n, False)]
+        assert calls == [met, (ALL_GATHER, world * 2 * n, False)]
         calls, n = found["tokens"]
         chunks = [min(8, n - i) for i in range(0, n, 8)]
         assert calls == [
@@ -416,6 +416,6 @@ def test_the_collectives_are_those_of_the_docstring(world):
             (ALL_GATHER, world * N * H, False),
             (ALL_GATHER, world * N, False),
             ("all_reduce", n, False),
-            *[(ALL_GATHER, world * 2 * C, False) for C in chunks],
+            *[(ALL_GATHER, world * C, False) for C in chunks],
             (REDUCE_SCATTER, N * H, False),
         ]
