@@ -21,7 +21,10 @@ def gradients(loss, tensors, labels, dtype, **options):
 @pytest.mark.parametrize("V", [2, 3, 40, 500])
 @pytest.mark.parametrize("size", [1e-2, 1.0])
 def test_errors_are_those_of_rounding_the_exact_gradient(backend, smoothing, V, size):
-    """Nearly even probabilities less ``s / V`` are small: 2 roundings' worth of error, normwise."""
+    """Nearly even probabilities less ``s / V`` are small, and make no more than three roundings.
+
+    Of ``p - s / V``, of the hidden states with the tokens' factors, and of the gradient.
+    """
     hidden, weight = torch.randn(24, 32).bfloat16(), (size * torch.randn(V, 32)).bfloat16()
     tensors = (hidden, weight, (size * torch.randn(V)).bfloat16())
     labels = torch.randint(V, (24,))
@@ -32,7 +35,7 @@ def test_errors_are_those_of_rounding_the_exact_gradient(backend, smoothing, V, 
     for name, g, e in zip(("hidden", "weight"), got, exact, strict=False):
         once = (e.bfloat16().double() - e).norm()
         # Few elements may happen to round well: the mean relative error of a rounding at least.
-        allowed = 2 * max(once, 1.6e-3 * e.norm())
+        allowed = 3 * max(once, 1.6e-3 * e.norm())
         assert (g - e).norm() <= allowed, (name, (g - e).norm() / e.norm())
 
 
