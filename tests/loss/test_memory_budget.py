@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bounds import EXACT, SAME_SUMS
 from support.memory import H, N, V  # of the measuring process
 from support.params import slow
 from torch._dynamo.testing import CompileCounter
@@ -264,7 +265,8 @@ def test_the_environment_says_the_default(taken, monkeypatch):
 def test_a_token_has_the_same_bits_in_every_batch(taken, backend, dtype, budget):
     """Losses, and the gradient of its hidden state.
 
-    (Triton's products are the library's: of one token alone, a vector, it may sum otherwise.)
+    Triton's product for the hidden states is a library's, which may sum a row otherwise in another
+    batch (of one token alone, a vector, the labels' logits too): rounding, and no more.
     """
     N, V = (300, 3000) if backend == "torch" else (200, 700)
     hidden, weight, labels, _ = Case((N,), 24, V, dtype).tensors()
@@ -278,10 +280,14 @@ def test_a_token_has_the_same_bits_in_every_batch(taken, backend, dtype, budget)
         return loss.detach(), *torch.autograd.grad(loss.sum(), h)
 
     whole = found(slice(0, N))
+    eps = max(torch.finfo(dtype).eps, SAME_SUMS)
+    rounded = {"rtol": eps, "atol": eps * float(whole[1].abs().max())}
     batches = [slice(0, 70), slice(37, N), torch.tensor([4, 17, 18, 19, 130, N - 10])]
     for rows in [*batches, *([slice(5, 6)] if backend == "torch" else [])]:
-        for x, y in zip(found(rows), whole, strict=True):
-            assert x.equal(y[rows])
+        (loss, grad), (of_whole, grad_of_whole) = found(rows), (x[rows] for x in whole)
+        assert loss.equal(of_whole)
+        same = EXACT if backend == "torch" else rounded
+        torch.testing.assert_close(grad, grad_of_whole, **same)
 
 
 @pytest.mark.parametrize("budget", [3 * 10**5, 2 * 10**6])
