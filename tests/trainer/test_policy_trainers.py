@@ -48,28 +48,28 @@ def settings(tmp_path, **kwargs):
     }  # fmt: skip
 
 
-def dpo(base, tmp_path, tokenizer, **kwargs):
+def answers(base, config, rows, tmp_path, tokenizer, **kwargs):
+    config = config(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
+    return base(
+        model=saved(tmp_path), ref_model=None, args=config,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def dpo(base, *args, **kwargs):
     rows = [
         {"prompt": text(3, i), "chosen": " " + text(2 + i, i + 1), "rejected": " " + text(6 - i, i)}
         for i in range(4)
     ]
-    config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
-    return base(
-        model=saved(tmp_path), ref_model=None, args=config,
-        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
-    )  # fmt: skip
+    return answers(base, trl.DPOConfig, rows, *args, **kwargs)
 
 
-def kto(base, tmp_path, tokenizer, **kwargs):
+def kto(base, *args, **kwargs):
     rows = [
         {"prompt": text(3, i), "completion": " " + text(2 + i, i + 1), "label": i % 2 == 0}
         for i in range(4)
     ]
-    config = trl.KTOConfig(**settings(tmp_path, per_device_train_batch_size=2, **kwargs))
-    return base(
-        model=saved(tmp_path), ref_model=None, args=config,
-        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
-    )  # fmt: skip
+    return answers(base, trl.KTOConfig, rows, *args, **kwargs)
 
 
 def grpo(base, tmp_path, tokenizer, config="GRPOConfig", **kwargs):
@@ -124,6 +124,31 @@ def run(make, base, tmp_path, tokenizer, **kwargs):
     return logs, {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
 
 
+def run_both(make, mixin, theirs, kernel, tmp_path, tokenizer, monkeypatch, **options):
+    """Check that logs and parameters are TRL's; return our logs, trainer and calls of `kernel`."""
+    trl_1_16()
+    base, trainers, calls = getattr(trl, theirs), [], []
+
+    class Ours(mixin, base):
+        def train(self, *args, **kwargs):
+            trainers.append(self)
+            return super().train(*args, **kwargs)
+
+    original = getattr(policy, kernel)
+    monkeypatch.setattr(policy, kernel, lambda *a, **k: calls.append(1) or original(*a, **k))
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    stock_logs, stock = run(make, base, tmp_path, tokenizer, **options)
+    assert not calls
+    logs, ours = run(make, Ours, tmp_path, tokenizer, **options)
+    assert len(logs) == len(stock_logs) >= 2
+    for mine, exact in zip(logs, stock_logs, strict=True):
+        assert mine.keys() == exact.keys()
+        for name, value in exact.items():
+            assert mine[name] == pytest.approx(value, **CLOSE), name
+    torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
+    return logs, trainers[0], len(calls)
+
+
 @pytest.mark.parametrize(
     ("make", "theirs", "options"),
     [
@@ -133,60 +158,27 @@ def run(make, base, tmp_path, tokenizer, **kwargs):
     ],
 )
 def test_logs_and_parameters_are_the_same(make, theirs, options, tmp_path, tokenizer, monkeypatch):
-    trl_1_16()
-    base = getattr(trl, theirs)
-
-    class Ours(FusedPolicyMixin, base):
-        def train(self, *args, **kwargs):
-            result = super().train(*args, **kwargs)
-            reports.append(head_report(self.model))
-            return result
-
-    calls, reports = [], []
-    original = policy.fused_logprobs
-    monkeypatch.setattr(
-        policy, "fused_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
-    )
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    stock_logs, stock = run(make, base, tmp_path, tokenizer, **options)
-    assert not calls
-    logs, ours = run(make, Ours, tmp_path, tokenizer, **options)
-    assert len(calls) >= 4  # policy and reference, two steps
-    assert reports[0].active
-    assert reports[0].losses_fused >= 2
-    assert "FusedPolicyMixin computes" in str(reports[0])
-    assert len(logs) == len(stock_logs) >= 2
-    for mine, exact in zip(logs, stock_logs, strict=True):
-        assert mine.keys() == exact.keys()
-        for name, value in exact.items():
-            assert mine[name] == pytest.approx(value, **CLOSE), name
-    torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
+    _, trainer, calls = run_both(
+        make, FusedPolicyMixin, theirs, "fused_logprobs", tmp_path, tokenizer, monkeypatch,
+        **options,
+    )  # fmt: skip
+    assert calls >= 4  # policy and reference, two steps
+    report = head_report(trainer.model)
+    assert report.active
+    assert report.losses_fused >= 2
+    assert "FusedPolicyMixin computes" in str(report)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
-def test_distillation_logs_and_trains_the_same(beta, options, tmp_path, tokenizer, monkeypatch):
-    trl_1_16()
-
-    class Ours(FusedDistillationMixin, trl.DistillationTrainer):
-        pass
-
-    calls = []
-    original = policy.fused_kl
-    monkeypatch.setattr(policy, "fused_kl", lambda *a, **k: calls.append(1) or original(*a, **k))
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    options = {"beta": beta, "learning_rate": 0.05} | options
-    stock_logs, stock = run(distillation, trl.DistillationTrainer, tmp_path, tokenizer, **options)
-    assert not calls
-    logs, ours = run(distillation, Ours, tmp_path, tokenizer, **options)
-    assert len(calls) == 2 * options.get("gradient_accumulation_steps", 1)
-    assert len(logs) == len(stock_logs) >= 2
-    for mine, exact in zip(logs, stock_logs, strict=True):
-        assert mine.keys() == exact.keys()
-        for name, value in exact.items():
-            assert mine[name] == pytest.approx(value, **CLOSE), name
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_distillation_logs_and_trains_the_same(beta, accumulated, tmp_path, tokenizer, monkeypatch):
+    logs, _, calls = run_both(
+        distillation, FusedDistillationMixin, "DistillationTrainer", "fused_kl", tmp_path,
+        tokenizer, monkeypatch, beta=beta, learning_rate=0.05,
+        gradient_accumulation_steps=accumulated,
+    )  # fmt: skip
+    assert calls == 2 * accumulated
     assert logs[0]["loss"] > 1e-3  # there is something to learn
-    torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
 
 
 @pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
@@ -217,7 +209,7 @@ def test_every_option_of_trls_divergence(num_items):
             torch.testing.assert_close(a, b)
 
 
-def test_a_partitioned_head_and_another_trl_are_refused(tmp_path, tokenizer, monkeypatch):
+def test_a_partitioned_head_is_refused():
     weight = torch.empty(0)
     weight.ds_id = 3
     with pytest.raises(RuntimeError, match="ZeRO-3 has partitioned one"):
@@ -225,13 +217,19 @@ def test_a_partitioned_head_and_another_trl_are_refused(tmp_path, tokenizer, mon
             torch.ones(1, 2, 3), torch.ones(1, 2, 3), weight, weight, torch.ones(1, 2), 0.5
         )
 
-    class Ours(FusedDistillationMixin, trl.DPOTrainer):
-        pass
 
-    for name, value in (("_DIVERGENCE", "nothing"), ("_DISTILLATION", "trl.no_such_module")):
-        monkeypatch.setattr(policy, name, value)
-        with pytest.raises(RuntimeError, match="FusedDistillationMixin needs a TRL with"):
-            dpo(Ours, tmp_path, tokenizer)
+@pytest.mark.parametrize(
+    ("mixin", "name", "value", "words"),
+    [
+        (FusedDistillationMixin, "_DIVERGENCE", "nothing", "FusedDistillationMixin needs a TRL"),
+        (FusedDistillationMixin, "_DISTILLATION", "trl.no", "FusedDistillationMixin needs a TRL"),
+        (FusedPolicyMixin, "_CALLER", "nothing", r"needs a TRL whose trainer\.utils has .*nothing"),
+    ],
+)
+def test_another_trl_is_refused(mixin, name, value, words, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(policy, name, value)
+    with pytest.raises(RuntimeError, match=words):
+        dpo(type("Ours", (mixin, trl.DPOTrainer), {}), tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +260,3 @@ def test_a_replaced_head_without_the_mixin_is_said_to_be_idle(
     report = head_report(trainer.model)
     assert report.losses_fused == 0
     assert "never the replaced one" in str(report)
-
-
-def test_another_trl_is_refused(tmp_path, tokenizer, monkeypatch):
-    class Ours(FusedPolicyMixin, trl.DPOTrainer):
-        pass
-
-    monkeypatch.setattr(policy, "_CALLER", "nothing")
-    with pytest.raises(RuntimeError, match=r"needs a TRL whose trainer\.utils has .*nothing"):
-        dpo(Ours, tmp_path, tokenizer)
