@@ -383,39 +383,6 @@ def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
         assert loss == pytest.approx(exact, rel=SAME_MODEL)
 
 
-def trained(folder, rank=None):
-    """What two steps and an evaluation log, in one process or as a rank of two."""
-    world = 1 if rank is None else 2
-    if rank is not None:
-        accelerator(rank)
-    data = Dataset(16)
-    for row in data.rows[::3]:
-        row["labels"] = torch.full_like(row["labels"], -100)
-
-    class Logging(FusedTrainer):
-        log_token_stats = True
-
-    args = arguments(
-        folder, 4 // world, 2, max_steps=2, max_grad_norm=1.0, per_device_eval_batch_size=2
-    )
-    trainer, losses, seen, _ = train(
-        Logging, sharpened(), args, train_dataset=data, eval_dataset=Dataset(5)
-    )
-    evaluated = trainer.evaluate()
-    names = ("mean_token_accuracy", "entropy", "num_tokens")
-    stats = [[log[k] for k in names] for log in seen.logs if "loss" in log]
-    of_all = [evaluated[f"eval_{k}"] for k in ("loss", *names[:2])]
-    return losses, seen.norms, stats, of_all
-
-
-@pytest.mark.slow
-def test_two_ranks_train_and_evaluate_as_one(tmp_path):
-    one = trained(tmp_path)
-    for two in ranks.of(ranks.run({"two": functools.partial(trained, tmp_path)}), "two"):
-        torch.testing.assert_close(two, one, rtol=SAME_MODEL, atol=0)
-    assert one[2][-1][2] == 2 * 8 * 12  # steps, rows, tokens of each
-
-
 class Pictures(LlamaForCausalLM):
     """Takes the patches of all rows' pictures one after the other, as Qwen2-VL does."""
 
