@@ -290,6 +290,14 @@ def test_a_filter_whose_set_is_not_known_is_nan_and_a_class_beyond_it_is_kept():
         recipes.filtered_logprob(logprob[:1], least[:1], top)
 
 
+def distilled(k=K):
+    hidden, weight, _ = inputs()
+    of_teacher = torch.randn(B, T, V, generator=torch.Generator().manual_seed(3))
+    teacher, classes = of_teacher.log_softmax(-1).topk(k)
+    classes[0, 1] = -100
+    return hidden, weight, classes, teacher
+
+
 def eager_distillation(hidden, weight, classes, teacher, temperature):
     log_p = (F.linear(hidden, weight) / temperature).log_softmax(-1)
     total = 0.0
@@ -313,10 +321,7 @@ def eager_distillation(hidden, weight, classes, teacher, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("k", [1, K, V])
 def test_distillation_from_the_likeliest_classes(backend, temperature, k):
-    hidden, weight, _ = inputs()
-    of_teacher = torch.randn(B, T, V, generator=torch.Generator().manual_seed(3))
-    teacher, classes = of_teacher.log_softmax(-1).topk(k)
-    classes[0, 1] = -100
+    hidden, weight, classes, teacher = distilled(k)
     if k > 1:
         classes[1, 2, 1:] = -100
     ours = recipes.distillation_loss(
@@ -329,20 +334,6 @@ def test_distillation_from_the_likeliest_classes(backend, temperature, k):
         ours.loss_sum, lambda *x: eager_distillation(*x, classes, teacher, temperature),
         (hidden, weight), **bound,
     )  # fmt: skip
-    if k == V:  # all classes: the divergence itself
-        keep = torch.ones(B, T, dtype=torch.bool)
-        keep[0, 1] = keep[1, 2] = False
-
-        def divergence(hidden, weight):
-            log_p = (F.linear(hidden, weight) / temperature).log_softmax(-1)
-            of_t = of_teacher.to(log_p).log_softmax(-1)
-            return F.kl_div(log_p, of_t, log_target=True, reduction="none")[keep].sum()
-
-        whole = recipes.distillation_loss(
-            hidden[keep], weight, classes[keep], teacher[keep], temperature=temperature,
-            backend=backend,
-        )  # fmt: skip
-        check(whole.loss_sum, divergence, (hidden, weight), **bound)
 
 
 def sharded_distillation(backend, rank):
@@ -355,14 +346,6 @@ def sharded_distillation(backend, rank):
     )  # fmt: skip
     d_hidden, d_weight = torch.autograd.grad(loss.loss_sum, (hidden, part))
     return loss.loss_sum.detach(), loss.n_valid, d_hidden, d_weight
-
-
-def distilled():
-    hidden, weight, _ = inputs()
-    of_teacher = torch.randn(B, T, V, generator=torch.Generator().manual_seed(3))
-    teacher, classes = of_teacher.log_softmax(-1).topk(K)
-    classes[0, 1] = -100
-    return hidden, weight, classes, teacher
 
 
 def test_distillation_over_ranks():
@@ -493,12 +476,6 @@ def test_kto_names_what_would_broadcast(name):
         recipes.kto_loss(**args)
 
 
-def test_distillation_has_an_ignored_label():
-    x = torch.zeros(2, 3)
-    with pytest.raises(TypeError, match="ignore_index must be an int, got None"):
-        recipes.distillation_loss(x, x, x[:, :1].long(), x[:, :1], ignore_index=None)
-
-
 def test_what_is_missing_is_said():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="reference must be given with kl"):
@@ -525,9 +502,13 @@ def test_what_is_missing_is_said():
         recipes.dpo_loss(torch.zeros(4), torch.zeros(2))
     with pytest.raises(ValueError, match=r"used must be \(2,\), got \(2, 3\)"):
         recipes.reverse_kl_loss(x, x, x)
+    with pytest.raises(ValueError, match=r"used must be \(2, 3\), as logprob, got \(2,\)"):
+        recipes.token_scaled_loss(x, x[:, 0] == 0)
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):
         recipes.distillation_loss(hidden, weight, labels, labels.float())
+    with pytest.raises(TypeError, match="ignore_index must be an int, got None"):
+        recipes.distillation_loss(x, x, x[:, :1].long(), x[:, :1], ignore_index=None)
 
 
 @pytest.mark.parametrize("fill", [float("inf"), -float("inf"), float("nan"), -1e4])
@@ -561,11 +542,6 @@ def test_grpo_broadcasts_nothing(name, x):
     right = {"sampled": logprob, "advantage": torch.ones(2), "used": logprob == 0}
     with pytest.raises(ValueError, match=rf"{name} must be .*\(2.*logprob.*got \({x.shape[0]},"):
         recipes.grpo_loss(logprob, **right | {name: x}, kl=0.1 * (name == "reference"))
-
-
-def test_a_mask_of_another_shape_than_the_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"used must be \(2, 3\), as logprob, got \(3,\)"):
-        recipes.token_scaled_loss(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])

@@ -1,17 +1,18 @@
-"""Windows in one process: equal to the big batch."""
+"""Windows in one process equal the big batch, or are refused.
+
+Micro-batches may fail, never be differentiated, or be computed twice.
+"""
 
 import math
 import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, SAME_SUMS, STATISTIC
 from support.coverage import covered
 from support.loops import (
-    H,
     V,
     a_loss,
     batches,
@@ -23,11 +24,13 @@ from support.loops import (
     weight_and_grad,
     windowed,
 )
+from torch.utils.checkpoint import checkpoint
 
-from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
+from fusedce import LossAccumulator, count_valid, fused_ce
 from fusedce.accumulate import faults as _faults
 from fusedce.contract.labels import bad_label_code
 
+WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
 
 
@@ -65,33 +68,6 @@ def test_any_split_is_the_big_batch(run, windows):
         assert m["perplexity"] == pytest.approx(math.exp(m["loss"]))
     else:
         assert math.isnan(m["loss"])
-
-
-@RUNS
-def test_neither_training_nor_evaluation_reports_a_mean_of_means(run):
-    """transformers#35204, #39241, #41898, axolotl#2262, LlamaFactory#7443, Liger-Kernel#802."""
-    micro = batches([1, 20, 3, 8])
-    weight, _, exact = weight_and_grad(micro)
-    losses = [out_of(weight, one).mean().item() for one in micro]
-    assert abs(sum(losses) / len(losses) - exact) > 0.05
-    acc, evaluation = LossAccumulator(), LossAccumulator()
-    run(acc, weight, micro)
-    for one in micro:
-        evaluation.add(out_of(weight.detach(), one))
-    for m in (acc.metrics(), evaluation.metrics()):
-        assert m["loss"] == pytest.approx(exact, rel=STATISTIC)
-
-
-def test_auxiliary_loss_is_divided_by_micro_batches():
-    micro = batches([4, 9])
-    weight, exact, _ = weight_and_grad(micro)
-    acc, extra = LossAccumulator(), torch.zeros(3, requires_grad=True)
-    with acc.window([4, 9]):
-        for i, one in enumerate(micro):
-            acc.add_auxiliary((extra * (i + 1)).sum())
-            acc.backward(out_of(weight, one))
-    assert distance(weight.grad, exact) <= SAME_SUMS
-    torch.testing.assert_close(extra.grad, torch.full((3,), 1.5))
 
 
 @RUNS
@@ -170,7 +146,7 @@ def test_training_and_evaluation_are_not_mixed(run):
     [
         ([2], [2, 2], "1 micro-batches were declared, this is number 2"),
         ([2, 2], [2], "2 micro-batches were declared, 1 differentiated"),
-        ([3], [2], "declared with 3 valid tokens, its loss counts 2"),
+        ([3], [2], r"declared with 3 valid tokens, its loss counts 2\..*shift_labels"),
     ],
 )
 def test_other_micro_batches_than_declared(declared, sizes, words):
@@ -183,30 +159,6 @@ def test_other_micro_batches_than_declared(declared, sizes, words):
     _, exact, _ = weight_and_grad(batches(sizes[: len(declared)]))
     if len(sizes) > len(declared):  # refused before its gradient
         assert distance(weight.grad, exact) <= SAME_SUMS
-
-
-def test_counted_before_the_shift():
-    """transformers#46204: a causal model trains T - 1 of T tokens. 8 rows: 201 for 193."""
-    lengths = [40, 33, 12, 30, 25, 41, 9, 11]
-    labels = torch.full((8, 41), -100)
-    for row, length in zip(labels, lengths, strict=True):
-        row[:length] = torch.arange(length) % V
-    naive = int((labels != -100).sum())
-    assert (naive, int(count_valid(labels))) == (201, 193)
-
-    hidden, weight = torch.randn(8, 41, H), new_weight()
-    out = fused_ce(hidden, weight, shift_labels(labels))
-    exact = F.cross_entropy(
-        (hidden[:, :-1] @ weight.T).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-    ).item()
-    assert out.loss_sum.item() / naive < 0.97 * exact
-    acc = LossAccumulator()
-    with pytest.raises(RuntimeError, match=r"declared with 201 .* counts 193\. .*shift_labels"):
-        with acc.window([naive]):  # the same mistake is an error here
-            acc.backward(out)
-    with acc.window([count_valid(labels)]):
-        acc.backward(fused_ce(hidden, weight, shift_labels(labels)))
-    assert acc.metrics()["loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 def test_what_needs_a_closed_window():
@@ -287,3 +239,131 @@ def test_errors_on_a_device_wait_until_something_is_read(monkeypatch):
     with pytest.raises(ValueError, match="got 99 at flattened position 5"):
         acc.state_dict()
     assert acc.metrics()["n_windows"] == 0  # reported once
+
+
+# ---- micro-batches that fail, are not differentiated, or are computed twice ----------------------
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["acc.backward", "scale"])
+@WAYS
+def test_after_a_backward_that_raised_the_window_is_refused(streaming, by_hand):
+    micro = batches([3, 5])
+    weight, exact, _ = weight_and_grad(micro)
+    acc = LossAccumulator()
+
+    def loop(more=True):
+        for i, one in enumerate(micro[: 1 + more]):
+            out = out_of(weight, one, fails=not i)
+            backward = acc.scale(out).backward if by_hand else lambda out=out: acc.backward(out)
+            if i:
+                backward()
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    backward()
+
+    for more in (True, False):  # noticed at the next micro-batch, or at the window's end
+        sizes = [3, 5] if more else [3]
+        with pytest.raises(RuntimeError, match="can only be dropped: a backward has raised"):
+            windowed(acc, streaming, weight, sizes, lambda more=more: loop(more))
+        acc.discard_window()
+        weight.grad = None
+    (run_streaming if streaming else run_window)(acc, weight, micro)
+    assert distance(weight.grad, exact) <= SAME_SUMS
+    assert acc.metrics()["n_tokens"] == 8
+
+
+def test_a_later_backward_does_not_heal_one_that_raised():
+    weight, acc = new_weight(), LossAccumulator()
+    scaled = [acc.scale(out_of(weight, one, not i)) for i, one in enumerate(batches([3, 5]))]
+    with pytest.raises(ZeroDivisionError):
+        scaled[0].backward()
+    scaled[1].backward()
+    with pytest.raises(RuntimeError, match="can only be dropped"):
+        acc.finish([weight])
+
+
+@WAYS
+def test_a_loss_that_is_never_differentiated_does_not_count(streaming):
+    micro = batches([3, 5])
+    weight, exact, _ = weight_and_grad(micro[1:])
+    acc = LossAccumulator()
+
+    def loop():
+        acc.scale(out_of(weight, micro[0]))  # dropped
+        acc.backward(out_of(weight, micro[1]))
+
+    if streaming:
+        windowed(acc, streaming, weight, None, loop)
+        assert distance(weight.grad, exact) <= SAME_SUMS
+        assert acc.metrics()["n_tokens"] == 5
+    else:
+        with pytest.raises(RuntimeError, match=r"2 .* were declared, 1 differentiated \(1 more"):
+            windowed(acc, streaming, weight, [3, 5], loop)
+
+
+def together(acc, weight, micro):
+    first, second, third = (acc.scale(out_of(weight, one)) for one in micro)
+    (first + third + second).backward()
+
+
+def checkpointed(acc, weight, micro, reentrant=False):
+    """The loss is computed twice."""
+    for one in micro:
+        checkpoint(
+            lambda w, one=one: acc.scale(out_of(w, one)), weight, use_reentrant=reentrant
+        ).backward()
+
+
+def checkpointed_reentrant(acc, weight, micro):
+    checkpointed(acc, weight, micro, reentrant=True)
+
+
+@pytest.mark.parametrize("loop", [together, checkpointed, checkpointed_reentrant])
+@WAYS
+def test_each_loss_counts_once_in_the_order_of_scale(streaming, loop):
+    micro = batches([3, 5, 2])
+    weight, exact, _ = weight_and_grad(micro)
+    acc = LossAccumulator()
+    windowed(acc, streaming, weight, [3, 5, 2], lambda: loop(acc, weight, micro))
+    assert distance(weight.grad, exact) <= SAME_SUMS
+    assert acc.metrics()["n_tokens"] == 10
+
+
+@pytest.mark.parametrize("counts", [None, [3, 1], [3]])
+def test_a_loss_differentiated_twice_counts_twice(counts):
+    weight, exact, _ = weight_and_grad(batches([3]))
+    acc = LossAccumulator()
+
+    def loop():
+        scaled = acc.scale(out_of(weight, batches([3])[0]))
+        scaled.backward(retain_graph=True)
+        scaled.backward()
+
+    if counts is None:
+        windowed(acc, True, weight, None, loop)
+        assert distance(weight.grad, exact) <= SAME_SUMS  # both of them, over twice the tokens
+        assert acc.metrics()["n_tokens"] == 6
+    else:  # it is named as a cause
+        with pytest.raises(RuntimeError, match=r"differentiated twice .*counts twice"):
+            windowed(acc, False, weight, counts, loop)
+
+
+def test_a_loss_of_a_window_that_was_closed_is_refused():
+    micro, weight, acc = batches([3, 2]), new_weight(), LossAccumulator()
+    late = acc.scale(out_of(weight, micro[0]))
+    acc.backward(out_of(weight, micro[1]))
+    acc.finish([weight])
+    before = weight.grad.clone()
+    with pytest.raises(RuntimeError, match="after the window that has scaled it was closed"):
+        late.backward()
+    torch.testing.assert_close(weight.grad, before, **EXACT)
+
+
+def test_gradients_of_inputs_alone_are_no_training():
+    """A pipeline runs such a backward to learn shapes."""
+    weight, acc = torch.nn.Parameter(new_weight().detach()), LossAccumulator()
+    hidden, labels = batches([3])[0]
+    hidden.requires_grad_()
+    torch.autograd.grad(acc.scale(fused_ce(hidden, weight, labels)), hidden)
+    with pytest.raises(RuntimeError, match="nothing to finish"):
+        acc.finish([weight])

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of accumulator and sharded losses run as they stand."""
+"""The examples in the docstrings of accumulator, audit and sharded losses run as they stand."""
 
 import doctest
 
@@ -13,6 +13,7 @@ from fusedce import sharded
 
 OBJECTS = {
     "LossAccumulator": fusedce.LossAccumulator,
+    "audit": fusedce.audit,
     "from_mesh": fusedce.LossAccumulator.from_mesh,
     "from_accelerator": fusedce.LossAccumulator.from_accelerator,
     "metrics": fusedce.LossAccumulator.metrics,
@@ -20,6 +21,7 @@ OBJECTS = {
 }
 
 NAMES = {
+    "F": torch.nn.functional,
     "Shard": Shard,
     "dist": dist,
     "distribute_tensor": distribute_tensor,

@@ -1,5 +1,6 @@
-"""Lazy logits behave as real ones, and are those of the moment when the head ran."""
+"""Lazy logits behave as real ones, in all modes, and are those of the moment when the head ran."""
 
+import copy
 import gc
 import weakref
 
@@ -7,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import alike, same
+from support.bounds import SAME_MODEL
 from support.copies import COPIES
-from support.heads import H, V, ce, plain_model, tokens
+from support.heads import MODES, H, V, ce, plain_model, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusedce import replace_loss_head
+from fusedce import head_report, replace_loss_head
 from fusedce.head.lazy import LazyLogits
+
+WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 
 
 def test_it_is_a_tensor():
@@ -194,3 +198,183 @@ def test_other_data_of_a_parameter_leave_the_logits_what_they_were(change):
     change(model[1].weight)
     torch.testing.assert_close(ce(z, y), ce(expected, y))
     torch.testing.assert_close(z + 0, expected)
+
+
+def stepped(make):
+    """Logits of a model after one step of an optimizer."""
+    model = replace_loss_head(plain_model())
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    optimizer = make(model.parameters())
+    z = model(x)
+    ce(model(x), y).backward()
+    optimizer.step()
+    return z
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "fused sgd": lambda p: torch.optim.SGD(p, 0.1, fused=True),
+    "fused adamw": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "foreach adamw": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda z: z.argmax(-1),
+        lambda z: ce(z, tokens(3, 7)),
+        lambda z: z[:, -1].float().sum(),
+        lambda z: z.numpy(),
+    ],
+)
+def test_logits_read_after_a_step_are_refused(name, look):
+    z = stepped(OPTIMIZERS[name])
+    with pytest.raises(
+        RuntimeError, match=r"changed \(by an optimizer step\?\) since the head ran"
+    ):
+        look(z.detach())
+
+
+def test_logits_that_were_looked_at_before_stay_what_they_were():
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    z = model(x)
+    half = z / 2
+    seen = z + 0
+    half.argmax(-1)
+    ce(model(x), x).backward()
+    torch.optim.AdamW(model.parameters(), 0.1, fused=True).step()
+    torch.testing.assert_close(z * 1.0 + 0, seen)
+    torch.testing.assert_close(half + 0, seen / 2)
+
+
+@pytest.mark.parametrize("trained", ["another model", "the body", "all but the frozen head"])
+def test_the_step_of_an_unrelated_optimizer_changes_nothing(trained):
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    parameters = list(model[0].parameters())  # the hidden state was computed before
+    if trained == "another model":
+        parameters = list(nn.Linear(3, 3).parameters())
+    if trained == "all but the frozen head":
+        model[1].weight.requires_grad_(False)
+    z, real = model(x), (model(x) + 0).detach()
+    ce(model(x), x).backward()
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(parameters, fused=True).step()
+    torch.testing.assert_close(z.detach() + 0, real)
+
+
+def test_lbfgs_may_run_the_model_inside_its_step():
+    def trained(model):
+        optimizer, x = torch.optim.LBFGS(model.parameters(), max_iter=5), tokens(3, 7)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = ce(model(x), x.roll(1, 0))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return closure().detach()
+
+    expected, got = trained(plain_model()), trained(replace_loss_head(plain_model()))
+    # its line search divides differences of losses and of gradients by each other
+    torch.testing.assert_close(got, expected, rtol=64 * SAME_MODEL, atol=0)
+
+
+def test_a_head_that_is_a_part_of_a_larger_memory_may_be_changed_by_any_step():
+    """An engine holds all parameters in one buffer, and the optimizer has copies of it."""
+    model = plain_model()
+    buffer = torch.zeros(2 * model[1].weight.numel())
+    part = buffer[: model[1].weight.numel()].view_as(model[1].weight)
+    replaced = copy.deepcopy(model)
+    replaced[1].weight.data = part.copy_(model[1].weight.detach())
+    x, y = tokens(3, 7), tokens(3, 7, seed=1)
+    z, unread = replace_loss_head(replaced)(x), replaced(x)
+    z.retain_grad()
+    ce(z, y).backward()
+    copies = buffer.clone().requires_grad_()
+    copies.grad = torch.ones_like(copies)
+    torch.optim.SGD([copies], 0.1).step()
+    buffer.copy_(copies.detach())  # no version counter of the parameter sees that
+    native = model(x)
+    native.retain_grad()
+    ce(native, y).backward()
+    torch.testing.assert_close(z.grad + 0, native.grad)
+    with pytest.raises(RuntimeError, match="has changed"):
+        unread.argmax(-1)
+
+
+# ---- evaluation and serving -----------------------------------------------------------------
+
+
+def ban_in_float(z):
+    scores = z.float()
+    scores[..., 3] = 50.0
+    return scores.argmax(-1), z.argmax(-1)
+
+
+def ban_in_rows(z):
+    rows = z.reshape(-1, V)
+    rows[:, 3] = 50.0
+    copied = z[:, :-1].reshape(-1, V)
+    copied[:, 4] = 60.0
+    return rows.argmax(-1), copied.argmax(-1), z.argmax(-1)
+
+
+def sample_warped(z):
+    """Temperature and top-k as generation applies them."""
+    scores = z[:, -1, :].to(copy=True, dtype=torch.float32, device="cpu")
+    scores = scores / 0.7
+    least = torch.topk(scores, 5)[0][..., -1, None]
+    scores = scores.masked_fill(scores < least, -float("inf"))
+    return scores.softmax(-1), z[:, -1].float()
+
+
+def other_places(z):
+    return z.cpu(), z.to("cpu"), z.to("cpu", torch.float64), z.type(torch.float64), z.to(z)
+
+
+def chosen(z):
+    y = tokens(3, 7, seed=1)
+    return z[y > 10], z[[0, 2]], z[:, torch.tensor([1, 1])], torch.index_select(z, 0, y[0, :1] % 3)
+
+
+READS = [
+    ban_in_float, ban_in_rows, sample_warped,
+    other_places, chosen,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", READS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_use_of_logits(use, mode, dtype):
+    alike(lambda model: use(model(tokens(3, 7))), mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_logits_are_as_of_the_heads_run(mode):
+    """Inference tensors count no writes, so that the head keeps a copy of its input."""
+    model = replace_loss_head(plain_model())
+    with MODES[mode]():
+        hidden = model[0](tokens(3, 7))
+        expected = F.linear(hidden, model[1].weight)
+        z = model[1](hidden)
+        hidden.mul_(2)
+        if mode == "inference_mode":
+            torch.testing.assert_close(z + 0, expected)
+        else:
+            with pytest.raises(RuntimeError, match="has changed"):
+                z.argmax(-1)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_one_position_of_each_sequence_is_made_at_once(mode):
+    model = replace_loss_head(plain_model())
+    with MODES[mode]():
+        assert type(model(tokens(3, 1))) is torch.Tensor
+        assert type(model(tokens(3, 2))) is LazyLogits
+    assert type(model(tokens(3, 1))) is LazyLogits
+    assert "generation" in str(head_report(model))

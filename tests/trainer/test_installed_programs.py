@@ -12,6 +12,7 @@ import torch
 from support.bounds import SAME_MODEL
 from support.tiny_trainer import V, llama, word_tokenizer
 from support.versions import trl_1_16
+from transformers import LlamaForCausalLM
 
 import fusedce
 from fusedce.trainer_rl import FusedPolicyMixin
@@ -36,13 +37,16 @@ PROGRAMS = {
     "dpo, APO": "--loss_type apo_zero",
     "dpo, LoRA and a trained head": f"{LORA} --lora_modules_to_save lm_head",
     "kto": "",
+    "dpo, weighted": "--use_weighting True",
     "grpo": "",
+    "grpo, uncertain tokens": "--top_entropy_quantile 0.5",
     "grpo, GSPO": "--loss_type grpo --importance_sampling_level sequence",
     "grpo, CISPO": "--loss_type cispo --epsilon_high 2.0",
+    "rloo": "",
 }
 OF_GRPO = (
     "--reward_funcs trainer_rewards.different_words --num_generations 4 --beta 0.05 "
-    "--max_completion_length 6 --per_device_train_batch_size 4"
+    "--max_completion_length 6 --per_device_train_batch_size 4 --temperature 0.9"
 )
 
 
@@ -79,7 +83,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(name, folder, mixin, monkeypatch):
+def run(name, folder, mixin, monkeypatch, *, replaced=False):
     """What a program logs without times, the trained parameters, and the head's report."""
     program = name.split(",")[0]
     (folder / "data").mkdir(exist_ok=True)
@@ -89,6 +93,9 @@ def run(name, folder, mixin, monkeypatch):
 
     class Seen(*([mixin] if mixin else []), stock):
         def __init__(self, *args, **kwargs):
+            if replaced:
+                model = LlamaForCausalLM.from_pretrained(kwargs["model"])
+                kwargs["model"] = fusedce.replace_loss_head(model)
             super().__init__(*args, **kwargs)
             trainers.append(self)
 
@@ -99,7 +106,7 @@ def run(name, folder, mixin, monkeypatch):
         "--learning_rate 0.3 --optim sgd --lr_scheduler_type constant --logging_steps 1 "
         "--report_to none --use_cpu --bf16 False --gradient_checkpointing False "
         "--disable_tqdm True --save_strategy no --max_grad_norm 0 "
-        f"{OF_GRPO if program == 'grpo' else ''} {PROGRAMS[name]}"
+        f"{OF_GRPO if program in ('grpo', 'rloo') else ''} {PROGRAMS[name]}"
     )
     script = importlib.import_module(f"trl.scripts.{program}")
     torch.manual_seed(0)
@@ -136,7 +143,20 @@ def test_a_program_of_trl(name, folder, monkeypatch):
     torch.testing.assert_close(ours, stock, **OF_PARAMETERS)
     assert report.active
     assert report.losses_fused >= 2
-    assert report.logits_made == 0 or name.startswith("grpo"), report  # sampling reads logits
+    if not name.startswith("sft"):
+        assert "FusedPolicyMixin computes" in str(report)
+    assert report.logits_made == 0 or name.startswith(("grpo", "rloo")), report  # samples
+
+
+@pytest.mark.parametrize("name", ["dpo", "dpo, LoRA and a trained head", "kto", "rloo", "grpo"])
+def test_a_replaced_head_without_the_mixin_is_said_to_be_idle(name, folder, monkeypatch):
+    trl_1_16()
+    if "LoRA" in name:
+        pytest.importorskip("peft")
+    with pytest.warns(UserWarning, match="TRL has installed a fused head .*Trainer"):
+        *_, report = run(name, folder, None, monkeypatch, replaced=True)
+    assert report.losses_fused == 0
+    assert "never the replaced one" in str(report)
 
 
 def test_loglikelihoods_of_lm_eval():

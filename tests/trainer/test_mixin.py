@@ -151,26 +151,17 @@ def test_logged_loss_is_per_token_over_the_interval(tmp_path):
     assert output.training_loss == pytest.approx(exact, rel=STATISTIC)
 
 
-def test_last_window_of_an_epoch_is_short(tmp_path):
+def test_a_short_last_window_and_batches_with_nothing_valid(tmp_path):
     """10 rows as 4 + 4 + 2: the last step is divided by what it holds."""
-    curves = []
-    for size, steps in ((4, 1), (1, 4)):
-        args = arguments(tmp_path, size, steps, max_steps=-1, num_train_epochs=2)
-        curves.append(train(FusedTrainer, llama(), args, train_dataset=Dataset(10))[1])
-    assert len(curves[0]) == 6
-    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=SAME_MODEL)
-
-
-def test_batches_with_nothing_valid(tmp_path):
-    data = Dataset()
+    curves, data = [], Dataset(10)
     for row in data.rows[::2]:
         row["labels"] = torch.full_like(row["labels"], -100)
-    losses = [
-        train(FusedTrainer, llama(), arguments(tmp_path, size, steps), train_dataset=data)[1]
-        for size, steps in ((8, 1), (1, 8))
-    ]
-    assert all(math.isfinite(x) for x in losses[1])
-    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=SAME_MODEL)
+    for size, steps in ((4, 1), (1, 4)):
+        args = arguments(tmp_path, size, steps, max_steps=-1, num_train_epochs=2)
+        curves.append(train(FusedTrainer, llama(), args, train_dataset=data)[1])
+    assert len(curves[0]) == 6
+    assert all(math.isfinite(x) for x in curves[1])
+    torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=SAME_MODEL)
 
 
 def collated(data):
@@ -320,31 +311,25 @@ def test_another_loss_is_refused(tmp_path):
         FusedTrainer(model=llama(), args=arguments(tmp_path, label_smoothing_factor=0.1))
 
 
-def test_a_loss_that_is_not_fused_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, y: -z.log_softmax(-1)[..., 0].mean(), r"one fused .* there were \[\]"),
+        (
+            lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+            r"reduction 'mean', but there were \['sum'\]",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_fused_is_refused(loss, words, tmp_path):
     class Own(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
             output = super().forward(input_ids)
-            output["loss"] = -output.logits.log_softmax(-1)[..., 0].mean()
+            output["loss"] = loss(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             return output
 
-    trainer = FusedTrainer(
-        model=Own(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
-    )
-    with pytest.raises(ValueError, match=r"must be one fused F.cross_entropy .* there were \[\]"):
-        trainer.train()
-
-    class Sum(LlamaForCausalLM):
-        def forward(self, input_ids, labels=None):
-            output = super().forward(input_ids)
-            flat = output.logits[:, :-1].flatten(0, 1)
-            output["loss"] = F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum")
-            return output
-
-    trainer = FusedTrainer(
-        model=Sum(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
-    )
-    with pytest.raises(ValueError, match=r"reduction 'mean', but there were \['sum'\]"):
-        trainer.train()
+    with pytest.raises(ValueError, match=words):
+        train(FusedTrainer, Own(llama().config), arguments(tmp_path))
 
 
 def test_a_wrong_count_is_found(tmp_path):
@@ -355,11 +340,8 @@ def test_a_wrong_count_is_found(tmp_path):
                 labels[:, :3] = -100
             return super().forward(input_ids, labels=labels)
 
-    trainer = FusedTrainer(
-        model=Dropping(llama().config), args=arguments(tmp_path), train_dataset=Dataset()
-    )
     with pytest.raises(RuntimeError, match="the model's loss has counted"):
-        trainer.train()
+        train(FusedTrainer, Dropping(llama().config), arguments(tmp_path))
 
 
 def evaluated_on_two_ranks(shifted, folder, rank):

@@ -92,16 +92,16 @@ def test_save_reload_and_resume(tmp_path):
 def test_generation_is_unchanged():
     model, ids = llama().eval(), torch.arange(5)[None]
     settings = {"max_new_tokens": 6, "pad_token_id": 0}
-    expected = [
-        model.generate(ids, do_sample=False, **settings),
-        model.generate(ids, do_sample=False, num_beams=3, **settings),
-        model(ids, logits_to_keep=2).logits,
-    ]
+
+    def run():
+        return [
+            model.generate(ids, do_sample=False, **settings),
+            model.generate(ids, do_sample=False, num_beams=3, **settings),
+            model(ids, logits_to_keep=2).logits,
+        ]
+
+    expected = run()
     replace_loss_head(model)
-    got = [
-        model.generate(ids, do_sample=False, **settings),
-        model.generate(ids, do_sample=False, num_beams=3, **settings),
-        model(ids, logits_to_keep=2).logits,
-    ]
+    got = run()
     torch.testing.assert_close(got[:2], expected[:2], **EXACT)
     torch.testing.assert_close(got[2] * 1.0 + 0, expected[2])
