@@ -13,8 +13,6 @@ see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same
 
 Bytes moved a class: 8 each time that the rows are read and 2 or 4 to store, beside 8 H FLOPs of the
 products.
-
-A second kernel compares with given probabilities instead of a teacher, and reads the rows twice.
 """
 
 import triton
@@ -60,13 +58,6 @@ def add_to_sum(z, top, total):
     total = total * tl.exp2((top - new) * LOG2E).to(tl.float64)
     # The maximum passes a NaN by, the sum does not.
     return new, total + tl.sum(tl.exp2((z - new) * LOG2E), axis=0).to(tl.float64)
-
-
-@triton.jit
-def label_loss(top, total, own):
-    """``log(1 + exp(excess))`` and the excess: the others' log-sum-exp over the label's logit."""
-    excess = tl.log(total) + top.to(tl.float64) - own
-    return tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0), excess
 
 
 @triton.jit
@@ -146,19 +137,6 @@ def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
     return term, q, x, gap
 
 
-@triton.jit
-def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
-    """Store 0 as the loss, the factor and the gradient of ``row``; ``grads`` begins there."""
-    tl.store(losses + row, 0.0)
-    if row_factors is not None:
-        tl.store(row_factors + row, 0.0)
-    if grads is not None:
-        for start in range(0, width, BLOCK_V):
-            offs_v = start + tl.arange(0, BLOCK_V)
-            none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
-            tl.store(grads + offs_v, none, mask=offs_v < width)
-
-
 @triton.jit(
     do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share", "rest"]
 )
@@ -198,7 +176,13 @@ def divergence_rows_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
+        tl.store(losses + c, 0.0)
+        if row_factors is not None:
+            tl.store(row_factors + c, 0.0)
+        if grads is not None:
+            for start in range(0, width, BLOCK_V):
+                none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
+                tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
         return
 
     label = tl.load(labels + c)
@@ -234,7 +218,8 @@ def divergence_rows_kernel(
     g_label = tl.zeros((), tl.float32)
     if HAS_CE:
         own = z_label.to(tl.float64)
-        nll, excess = label_loss(top_1, sum_1, own)
+        excess = tl.log(sum_1) + top_1.to(tl.float64) - own
+        nll = tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0)
         lse_1 = (own + nll).to(tl.float32)
         g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
@@ -300,121 +285,3 @@ def divergence_rows_kernel(
     divergence = tl.where(divergence >= INFINITE, float("inf"), divergence + bad)
     loss = weight.to(tl.float64) * (divergence + of_ce * nll)
     tl.store(losses + c, tl.where(known, loss, float("nan")).to(tl.float32))
-
-
-@triton.jit
-def row_targets(
-    targets,  # row of (V,)
-    class_weight,  # (V,) or None
-    start,
-    V,
-    smoothing,
-    BLOCK_V: tl.constexpr,
-):
-    """Weighted and smoothed probabilities of a block in fp32, 0 past V."""
-    offs = start + tl.arange(0, BLOCK_V)
-    mask = offs < V
-    t = tl.load(targets + offs, mask=mask, other=0.0).to(tl.float32)
-    t = tl.where(mask, t * (1.0 - smoothing) + smoothing / V, 0.0)
-    if class_weight is not None:
-        t *= tl.load(class_weight + offs, mask=mask, other=0.0)
-    return t
-
-
-@triton.jit(
-    do_not_specialize=[
-        "largest", "losses", "token_weight", "row_factors", "smoothing", "z_loss", "targets"
-    ]
-)  # fmt: skip
-def target_rows_kernel(
-    student,  # (C, width) fp32 products
-    targets,  # (C, V) probabilities, of any floating dtype
-    grads,  # (C, 4 / itemsize * width) out: `student` in the inputs' dtype; or None
-    bias,  # (V,) or None
-    class_weight,  # (V,) fp32, or None
-    largest,  # (C,) int64: the class of the largest probability
-    token_weight,  # (C,) fp32: 0 leaves a row out
-    losses,  # (C,) fp32 out
-    row_factors,  # (C,) fp32 out, or None: factor of the row of grads
-    V,
-    width,  # V rounded up to a multiple of 16
-    stride_g,  # entries of a row of grads
-    scale,  # None for 1
-    softcap,  # or None
-    smoothing,  # share of the target that is spread over the classes
-    z_loss,
-    NORMALISE: tl.constexpr,  # the largest entry of grads is AMPLIFY or less
-    AMPLIFY: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Cross-entropy of class probabilities: ``T * nll[y] + sum of t[v] * (z[y] - z[v])``.
-
-    ``T`` is the sum of the targets t, and y the class of the largest.
-    """
-    c = tl.program_id(0).to(tl.int64)
-    student += c * width
-    targets += c * V
-    if grads is not None:
-        grads += c * stride_g
-    offs_v = tl.arange(0, BLOCK_V)
-    weight = tl.load(token_weight + c)
-    if weight == 0.0:
-        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
-        return
-
-    # Phase 1: the log-sum-exp, and the sum of the targets, both without y.
-    y = tl.load(largest + c).to(tl.int32)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float64)
-    others = tl.zeros((), tl.float64)
-    z_own = tl.zeros((), tl.float32)
-    t_own = tl.zeros((), tl.float32)
-    size = tl.zeros((), tl.float32)
-    for start in range(0, V, BLOCK_V):
-        z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
-        t = row_targets(targets, class_weight, start, V, smoothing, BLOCK_V)
-        at = start + offs_v == y
-        z_own += tl.sum(tl.where(at, z, 0.0), axis=0)
-        t_own += tl.sum(tl.where(at, t, 0.0), axis=0)
-        others += tl.sum(tl.where(at, 0.0, t), axis=0).to(tl.float64)
-        top, total = add_to_sum(tl.where(at, -NEVER, z), top, total)
-        if NORMALISE:
-            size = tl.maximum(size, tl.max(tl.abs(t), axis=0))
-    own = z_own.to(tl.float64)
-    nll, excess = label_loss(top, total, own)
-    lse = own + nll
-    of_lse = 2.0 * z_loss * lse
-    of_all = others + t_own.to(tl.float64)
-    alpha = (of_all + of_lse).to(tl.float32)
-    # p - 1 = -(probability of the others)
-    at_label = (others - of_all * tl.exp(excess - nll) + of_lse * tl.exp(-nll)).to(tl.float32)
-    loss = of_all * nll + z_loss * lse * lse
-    lse = lse.to(tl.float32)
-    amplify = weight
-    if NORMALISE:
-        # A power of two, which the products' other operand takes in without being rounded again.
-        size = size + tl.abs(alpha) + tl.abs(at_label)
-        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
-        size = tl.maximum(exponent.to(tl.float32, bitcast=True), 1e-30)
-        amplify = AMPLIFY / size
-        tl.store(row_factors + c, weight * size)
-
-    # Phase 2: the loss, and the gradient.
-    for start in range(0, width, BLOCK_V):
-        z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
-        t = row_targets(targets, class_weight, start, V, smoothing, BLOCK_V)
-        inside = start + offs_v < V
-        loss += tl.sum(tl.where(inside, t * (z_own - z), 0.0), axis=0).to(tl.float64)
-        if grads is not None:
-            g = alpha * tl.exp2((z - lse) * LOG2E) - t
-            g = tl.where(start + offs_v == y, at_label, g)
-            g *= logits_slope(z, None, softcap) * amplify
-            g = tl.where(inside, g, 0.0)
-            tl.debug_barrier()
-            tl.store(
-                grads + start + offs_v,
-                g.to(grads.dtype.element_ty),
-                mask=start + offs_v < width,
-            )
-    loss = tl.where(loss >= INFINITE, float("inf"), loss)
-    tl.store(losses + c, (weight.to(tl.float64) * loss).to(tl.float32))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import power_of_2
 from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.divergence import divergence_rows_kernel, target_rows_kernel
+from fusedce.kernels.divergence import divergence_rows_kernel
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel, scale_kernel
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
@@ -306,19 +306,6 @@ def _divergence(row: archs.Architecture, dtype: str) -> Iterator[Variant]:
                 constants["row_factors"] = None
             label = f"divergence_rows {dtype} {name}{' bias+scale+cap+ce' if option else ''}"
             yield Variant(label, divergence_rows_kernel, dtype, constants, wide=wide)
-    for option in (False, True):
-        constants = {
-            "NORMALISE": dtype == "fp16",
-            "AMPLIFY": 8192.0 if dtype == "fp16" else 1.0,
-            "BLOCK_V": row.exp_block_v * 2 // BYTES[dtype],
-            "num_warps": row.divergence_warps,
-        }
-        if not option:
-            constants |= dict.fromkeys((*OPTIONS, "class_weight"))
-        if dtype != "fp16":
-            constants["row_factors"] = None
-        label = f"target_rows {dtype}{' bias+scale+cap+weights' if option else ''}"
-        yield Variant(label, target_rows_kernel, dtype, constants, wide=wide)
 
 
 def _label_grad(row: archs.Architecture, dtype: str) -> Iterator[Variant]:

@@ -220,9 +220,12 @@ def checked_targets(
     ``shard``: the probabilities are those of the rows of ``weight`` here, which may be none; the
     class weights are of all classes, and are not checked.
 
+    The torch backend computes them, whatever the device.
+
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
             it is.
+        RuntimeError: the Triton backend is asked for.
     """
     labels = probabilities.new_zeros(problem.hidden.shape[:-1], dtype=torch.int64)
     if problem.ignore_index is not None and problem.ignore_index >= 0:
@@ -234,7 +237,7 @@ def checked_targets(
         if getattr(problem, name) != Problem._field_defaults[name]:
             raise ValueError(f"{name} is of class indices, the labels are class probabilities")
     V, leading = problem.weight.shape[:1].numel(), labels.shape
-    problem = problem.but(labels=labels, ignore_index=None)
+    problem = problem.but(labels=labels, ignore_index=None, backend=problem.backend or "torch")
     problem = checked(with_a_row(problem.but(class_weight=None)) if shard else problem)
     if probabilities.shape != (*leading, V):
         raise ValueError(
@@ -253,6 +256,11 @@ def checked_targets(
         raise ValueError(
             "labels of class probabilities must not require grad, or have a tangent: they receive "
             "no gradient here. Detach them"
+        )
+    if problem.backend == "triton":
+        raise RuntimeError(
+            "backend='triton' cannot run class probabilities, its kernels compare with a teacher's "
+            "logits: leave backend to its default"
         )
     given = probabilities.detach().reshape(labels.numel(), V)
     return problem, Divergence(kind=TARGETS, probabilities=given)

@@ -72,7 +72,7 @@ def fused_cross_entropy(
     Every position counts then: "mean" divides by their number, whatever the class weights are. The
     labels are constant, and need not sum to 1; a chunk of positions is computed at a time, so that
     beside the labels nothing of their size exists. Positions with a ``token_weight`` of 0 are left
-    out of everything but the denominator of "mean".
+    out of everything but the denominator of "mean". The torch backend computes these, on GPUs too.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
@@ -89,7 +89,7 @@ def fused_cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
             :mod:`fusedce.sharded`. Class weights are those of all ranks' classes; class
-            probabilities are ``(..., V_local)``, those of the rows here, by the torch backend.
+            probabilities are ``(..., V_local)``, those of the rows here.
 
     Returns:
         float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
@@ -97,7 +97,8 @@ def fused_cross_entropy(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
-            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more.
+            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more, and
+        ``RuntimeError`` where ``backend="triton"`` is asked for.
 
     Note:
         Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this

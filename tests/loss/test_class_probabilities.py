@@ -16,7 +16,6 @@ from fusedce import fused_ce, fused_cross_entropy, reference_ce
 from fusedce.backends.held import Call
 from fusedce.backends.plan import way_of_divergence
 
-BACKENDS = ("torch", "triton")
 EVERYTHING = {"softcap": 5.0, "logit_scale": -0.7, "label_smoothing": 0.1, "z_loss": 0.05}
 
 
@@ -69,13 +68,13 @@ def gradients(loss, tensors, options):
     return out.detach(), torch.autograd.grad(out, list(leaves.values()))
 
 
-def check(case, backend, **options):
+def check(case, **options):
     tensors, more = case.tensors()
     options |= more
 
     def ours(**o):
         call = counted(fused_cross_entropy)
-        return call(reduction="sum", backend=backend, chunk_tokens=4, **o)
+        return call(reduction="sum", chunk_tokens=4, **o)
 
     def eager(**o):
         return reference_ce(**o, dtype=case.dtype).loss_sum
@@ -139,36 +138,27 @@ numbers = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(givens([torch.float32, torch.bfloat16, torch.float16, torch.float64]), numbers)
-def test_any_probabilities_torch(case, options):
-    check(case, "torch", **options)
+def test_any_probabilities(case, options):
+    check(case, **options)
 
 
-@pytest.mark.slow
-@settings(max_examples=10, deadline=None)
-@given(givens([torch.float32, torch.bfloat16, torch.float16], max_vocabulary=600), numbers)
-def test_any_probabilities_triton(case, options):
-    check(case, "triton", **options)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_options_at_once(dtype, backend):
+def test_all_options_at_once(dtype):
     case = Given(V=531, dtype=dtype, bias=True, class_weight=True, token_weight=True)
-    check(case, backend, **EVERYTHING)
+    check(case, **EVERYTHING)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_it_is_torchs_cross_entropy(backend, reduction, weighted, smoothing):
+def test_it_is_torchs_cross_entropy(reduction, weighted, smoothing):
     """Class weights do not enter the denominator of "mean" there."""
     tensors, options = Given(bias=True, class_weight=weighted).tensors()
     upstream = torch.linspace(-1, 2, 9) if reduction == "none" else torch.tensor(1.0)
 
     def ours(hidden, weight, labels, **o):
         loss = fused_cross_entropy(
-            hidden, weight, labels, reduction=reduction, backend=backend,
+            hidden, weight, labels, reduction=reduction,
             label_smoothing=smoothing, **o,
         )  # fmt: skip
         return (loss * upstream).sum()
@@ -186,24 +176,20 @@ def test_it_is_torchs_cross_entropy(backend, reduction, weighted, smoothing):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["strided", "expanded"])
-def test_class_weights_in_any_order_of_memory(backend, name):
+def test_class_weights_in_any_order_of_memory(name):
     (hidden, weight, labels), _ = Given(N=5).tensors()
     V = len(weight)
     wide = torch.rand(2 * V)
     class_weight = wide[::2] if name == "strided" else wide[:1].expand(V)
     got, expected = (
-        fused_cross_entropy(
-            hidden, weight, labels, class_weight=c, reduction="none", backend=backend
-        )
+        fused_cross_entropy(hidden, weight, labels, class_weight=c, reduction="none")
         for c in (class_weight, class_weight.contiguous())
     )
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sure_and_right_class_does_not_cancel(backend):
+def test_a_sure_and_right_class_does_not_cancel():
     """Probability 1 - 1e-6 of the class that has nearly all of the target, too."""
     (hidden, weight, _), _ = Given(N=4, V=50).tensors()
     top = (hidden @ weight.T).argmax(1)
@@ -216,7 +202,7 @@ def test_a_sure_and_right_class_does_not_cancel(backend):
     exact = reference_ce(*wide, bias=bias.double()).loss_sum
     assert exact < 1e-5  # near 0, as the docstring says
     loss, grads = gradients(
-        lambda **o: fused_cross_entropy(**o, reduction="sum", backend=backend),
+        lambda **o: fused_cross_entropy(**o, reduction="sum"),
         (hidden, weight, labels),
         options,
     )
@@ -232,58 +218,60 @@ def test_a_sure_and_right_class_does_not_cancel(backend):
         torch.testing.assert_close(a.double(), b, rtol=rounding, atol=atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_indices_as_probabilities_are_the_same_loss(backend):
+def test_indices_as_probabilities_are_the_same_loss():
     (hidden, weight, labels), _ = Given().tensors()
     y = labels.argmax(1)
-    ours = fused_cross_entropy(
-        hidden, weight, F.one_hot(y, 131).float(), label_smoothing=0.1, backend=backend
-    )
+    ours = fused_cross_entropy(hidden, weight, F.one_hot(y, 131).float(), label_smoothing=0.1)
     torch.testing.assert_close(ours, fused_cross_entropy(hidden, weight, y, label_smoothing=0.1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_masked_class(backend):
+def test_a_masked_class():
     """A logit of -inf adds 0 where its probability is 0, else the loss is infinite, as torch's."""
     (hidden, weight, labels), more = Given(bias=True).tensors()
     bias = more["bias"].clone()
     bias[7] = -math.inf
     without = labels.clone()
     without[:, 7] = 0
-    finite = fused_cross_entropy(hidden, weight, without, bias=bias, backend=backend)
+    finite = fused_cross_entropy(hidden, weight, without, bias=bias)
     exact = reference_ce(
         hidden.double(), weight.double(), without.double(), bias=bias.double()
     ).mean()
     torch.testing.assert_close(finite.double(), exact, rtol=STATISTIC, atol=0)
-    assert fused_cross_entropy(hidden, weight, labels, bias=bias, backend=backend) == math.inf
+    assert fused_cross_entropy(hidden, weight, labels, bias=bias) == math.inf
     hidden[3] = math.nan
-    assert fused_cross_entropy(hidden, weight, without, bias=bias, backend=backend).isnan()
+    assert fused_cross_entropy(hidden, weight, without, bias=bias).isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_probabilities_of_two_bytes(dtype):
     (hidden, weight, labels), _ = Given().tensors()
     labels = labels.to(dtype)
-    losses = [fused_cross_entropy(hidden, weight, labels, backend=b) for b in BACKENDS]
-    for loss in losses:
-        torch.testing.assert_close(loss, fused_cross_entropy(hidden, weight, labels.float()))
+    loss = fused_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(loss, fused_cross_entropy(hidden, weight, labels.float()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_leading_shapes_strides_and_no_position(backend):
+def test_the_triton_backend_has_none():
+    (hidden, weight, labels), _ = Given().tensors()
+    with pytest.raises(RuntimeError, match="backend='triton' cannot run class probabilities"):
+        fused_cross_entropy(hidden, weight, labels, backend="triton")
+    with pytest.raises(ValueError, match="backend must be None, 'torch' or 'triton', got 'cuda'"):
+        fused_cross_entropy(hidden, weight, labels, backend="cuda")
+
+
+def test_leading_shapes_strides_and_no_position():
     (hidden, weight, labels), _ = Given(N=12).tensors()
-    flat = fused_cross_entropy(hidden, weight, labels, reduction="none", backend=backend)
+    flat = fused_cross_entropy(hidden, weight, labels, reduction="none")
     wide = labels.new_zeros(12, 263)
     wide[:, ::2][:, :131] = labels
     for given_labels in (labels, wide[:, ::2][:, :131]):
         nested = fused_cross_entropy(
             hidden.view(3, 4, -1), weight, given_labels.view(3, 4, -1)
             if given_labels.is_contiguous() else given_labels.unflatten(0, (3, 4)),
-            reduction="none", backend=backend,
+            reduction="none",
         )  # fmt: skip
         torch.testing.assert_close(nested.flatten(), flat, **EXACT)
     hidden = hidden[:0].requires_grad_()
-    loss = fused_cross_entropy(hidden, weight, labels[:0], backend=backend)
+    loss = fused_cross_entropy(hidden, weight, labels[:0])
     loss.backward()
     assert loss == 0
 

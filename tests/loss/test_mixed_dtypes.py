@@ -55,6 +55,8 @@ def results(call, leaves, wide=None, **options):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 def test_operands_are_promoted_and_gradients_come_in_their_own_dtype(name, dtypes, backend):
+    if "probabilities" in name and backend == "triton":
+        pytest.skip("class probabilities are of the torch backend")
     leaves = inputs(*dtypes)
     found = results(CALLS[name], leaves, backend=backend)
     by_hand = results(CALLS[name], leaves, torch.float32, backend=backend)

@@ -247,7 +247,8 @@ def test_opcheck_of_every_operator_with_every_option():
 def test_opcheck_on_triton():
     found = set()
     for name in operators.OPTIONS_OF:
-        found |= opchecked(name, (), "triton")
+        if "class probabilities" not in name:  # are of the torch backend
+            found |= opchecked(name, (), "triton")
     assert found == operators.registered()
 
 

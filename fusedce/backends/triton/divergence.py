@@ -1,4 +1,4 @@
-"""Divergence from a teacher or from given probabilities: products by cuBLAS, and one kernel.
+"""Divergence from a teacher: products by cuBLAS, and one kernel.
 
 A chunk's logits are float32; the kernel writes the gradient of the student's logits over the
 student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is read once, since the
@@ -29,9 +29,9 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import KINDS, TARGETS, Divergence
+from fusedce.contract.divergence import KINDS, Divergence
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.divergence import EDGE, divergence_rows_kernel, target_rows_kernel
+from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
@@ -121,7 +121,7 @@ class _Chunk:
         self.block = min(power_of_2(V), self.arch.divergence_block_v)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
-        student = divergence.student(problem)
+        student, teacher = divergence.student(problem), divergence.teacher().projection
         self.common: dict[str, Any] = {
             "bias": None if student.bias is None else student.bias.contiguous(),
             "scale": None if student.scale == 1 else student.scale,
@@ -132,22 +132,9 @@ class _Chunk:
             "AMPLIFY": self.amplify,
             "BLOCK_V": self.block,
             "num_warps": self.arch.divergence_warps,
-        }
-        self.of_student = self._buffer(C)
-        if divergence.kind == TARGETS:
-            c = problem.class_weight
-            self.common |= {
-                "class_weight": None if c is None else c.float().contiguous(),
-                "smoothing": problem.label_smoothing,
-                "z_loss": problem.z_loss,
-            }
-            return
-        self.of_teacher = self._buffer(C)
-        head = divergence.teacher().projection
-        self.common |= {
-            "teacher_bias": None if head.bias is None else head.bias.contiguous(),
-            "teacher_scale": None if head.scale == 1 else head.scale,
-            "teacher_softcap": head.softcap,
+            "teacher_bias": None if teacher.bias is None else teacher.bias.contiguous(),
+            "teacher_scale": None if teacher.scale == 1 else teacher.scale,
+            "teacher_softcap": teacher.softcap,
             "share": divergence.beta,
             "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
@@ -155,9 +142,8 @@ class _Chunk:
             "KIND": EDGE.value if divergence.is_uneven() else KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
         }
-
-    def _buffer(self, C: int) -> Tensor:
-        return torch.empty(C, self.width, dtype=torch.float32, device=self.weight.device)
+        buffers = torch.empty(2, C, self.width, dtype=torch.float32, device=device)
+        self.of_student, self.of_teacher = buffers.unbind()
 
     def gradient(
         self,
@@ -174,20 +160,20 @@ class _Chunk:
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
-        common = self.common | {
-            "student": s,
-            "grads": g if self.train else None,
-            "token_weight": weights,
-            "losses": losses,
-            "row_factors": factors,
-            "stride_g": g.stride(0),
-        }
-        if self.divergence.kind == TARGETS:
-            given = self.divergence.given()[some]
-            run(target_rows_kernel, (C,), targets=given, largest=given.argmax(1), **common)
-        else:
-            teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
-            there = _rows(teacher.hidden, some, left_out)
-            product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
-            run(divergence_rows_kernel, (C,), teacher=t, labels=y, **common)
+        teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
+        there = _rows(teacher.hidden, some, left_out)
+        product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
+        run(
+            divergence_rows_kernel,
+            (C,),
+            student=s,
+            teacher=t,
+            grads=g if self.train else None,
+            labels=y,
+            token_weight=weights,
+            losses=losses,
+            row_factors=factors,
+            stride_g=g.stride(0),
+            **self.common,
+        )
         return losses, g[:, :V] if self.train else None, factors
