@@ -1,4 +1,4 @@
-"""First steps of all losses on a sharded vocabulary: checks, and agreement of the ranks."""
+"""First steps of the losses, on a sharded vocabulary too: checks, and agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from fusedce.contract.checks import (
     check_tensor_types,
     check_tensors,
     check_vocab_size,
+    check_whole,
+    checked,
     checked_temperature,
     flattened,
     memory_budget_of,
@@ -45,6 +47,39 @@ def is_sharded(weight: object, process_group: object) -> bool:
 def is_vocabulary_shard(x: Any) -> bool:
     """Whether ``x`` is a ``DTensor`` of which each rank of a mesh holds some rows."""
     return is_dtensor(x) and x.device_mesh.ndim == 1 and x.placements[0].is_shard(0)
+
+
+def ready(
+    problem: Problem,
+    placed: tuple[Any, bool, int | None],  # process_group, tokens_sharded, vocab_size
+    function: str,
+    check: Callable[[Problem], Problem],
+    **asked: Any,
+) -> tuple[Problem, Shard | None]:
+    """Check and flatten a problem; and find this rank's shard where the vocabulary is sharded.
+
+    ``check`` makes the checks of the public function's own arguments first. The rest is as in
+    :func:`agree_on_problem`.
+    """
+    if is_sharded(problem.weight, placed[0]):
+        with tell_peers_on_error(groups_of(problem.weight, placed[0]), device_of(problem.labels)):
+            problem = check(problem)
+        return agree_on_problem(problem, *placed, function, **asked)
+    check_whole(*placed[1:])
+    given = check(problem)
+    several = function in (STATISTICS, MEAN_LOGIT) and has_several_classes(given)
+    problem = checked(given.but(labels=given.labels[..., 0]) if several else given)
+    if several:
+        problem = problem.but(labels=given.labels.reshape(-1, given.labels.shape[-1]))
+    return with_temperature(problem, given.hidden), None
+
+
+def with_temperature(problem: Problem, hidden: Tensor) -> Problem:
+    """A flattened problem with its tokens' temperatures checked; ``hidden (..., H)`` as given."""
+    if problem.temperature is None:
+        return problem
+    used = problem.valid() if problem.labels.dim() == 1 else problem.valid().any(1)
+    return problem.but(temperature=checked_temperature(problem.temperature, hidden, used))
 
 
 def agree_on_problem(
@@ -98,10 +133,7 @@ def agree_on_problem(
         flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
         if classes is not None:
             flat = flat.but(labels=flat.labels.view(-1, classes.shape[-1]))
-        if problem.temperature is not None:
-            used = flat.valid() if classes is None else flat.valid().any(1)
-            t = checked_temperature(problem.temperature, problem.hidden, used)
-            flat = flat.but(temperature=t)
+        flat = with_temperature(flat, problem.hidden)
         check_vocab_size(vocab_size)
         check_flag("tokens_sharded", tokens_sharded)
     shard = agree(layout, vocab_size, function=function, monitor=monitor or "", **asked)
@@ -135,7 +167,9 @@ def divergence_over_ranks(
 
 
 def no_labels(hidden: Any) -> Tensor:
-    """``(...)`` int64 zeros, placed as ``hidden (..., H)`` is."""
+    """``(...)`` int64 zeros, placed as ``hidden (..., H)`` is; what is no tensor as it is."""
+    if not isinstance(hidden, Tensor):
+        return hidden
     if is_dtensor(hidden):
         return torch.zeros_like(hidden.detach().sum(-1), dtype=torch.int64)
     return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
