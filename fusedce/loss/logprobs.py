@@ -136,7 +136,7 @@ def fused_logprobs(
         return tempered(problem, temperature)
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, MEAN_LOGIT if mean_logit else STATISTICS, check)
+    problem, shard = ready(problem, placed, MEAN_LOGIT if mean_logit is True else STATISTICS, check)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     assert stats.argmax is not None
