@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import waiting
 from fusedce.backends.protocol import Summed
-from fusedce.contract.objective import Stats, Upstream, expected_upstream, slopes, token_losses
+from fusedce.backends.upstream import Upstreams, Values, upstream_of
+from fusedce.contract.objective import Stats, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 
 
@@ -38,17 +38,10 @@ def loss_and_grads(
     # Positions left out may hold anything, and NaN times 0 is NaN.
     losses = token_losses(problem, y, nll, lse, zmean).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)
-    by = slopes(problem, y, lse)
-    nothing = torch.zeros_like(nll)
-    outer = nothing + factor
-    gamma = None
-    at_label = by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll)
-    if smoothing:
-        gamma = outer * by.zmean / V
-        c = 1.0 if problem.class_weight is None else problem.class_weight.double()[y]
-        at_label = at_label + by.zmean * c / V
-    of_p, others = outer * (by.nll + by.lse), -torch.expm1(-nll)
-    upstream = Upstream(of_p, None, gamma, outer * at_label, used, others)
+    by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
+    of_zmean = outer * by.zmean if smoothing else None
+    of_stats = Upstreams(outer * by.nll, outer * by.lse, None, of_zmean, None)
+    upstream = upstream_of(problem, Values(nll, lse, nll[:0], nll[:0], nll[:0]), of_stats)
     grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
     total = losses.sum().to(stats.nll.dtype)
     return Summed(total, stats.n_valid, factor, *grads)

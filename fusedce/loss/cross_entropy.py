@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import LOSSES, SUM, groups_of, tell_peers_on_error
-from fusedce.contract.checks import check_reduction, check_tensor_types, check_whole, checked
+from fusedce.backends.shards.agreement import LOSSES, SUM
+from fusedce.contract.checks import check_reduction, check_tensor_types
 from fusedce.contract.divergence import Divergence, checked_targets
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Problem
 from fusedce.contract.rounding import acc_dtype
-from fusedce.contract.task import Task
-from fusedce.loss.sharded_problem import (
-    agree_on_problem,
-    device_of,
-    divergence_over_ranks,
-    is_sharded,
-    no_labels,
-)
+from fusedce.contract.task import Shard, Task
+from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
 
 
 @explains_names
@@ -117,22 +111,19 @@ def fused_cross_entropy(
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     placed = process_group, tokens_sharded, vocab_size
-    if is_sharded(weight, process_group):
-        with tell_peers_on_error(groups_of(weight, process_group), device_of(labels)):
-            check_reduction(reduction)
-        if _are_probabilities(hidden, labels):
-            task = _given_over_ranks(problem, placed, reduction)
-            return _of_probabilities(task, reduction, local_of(labels).shape[:-1])
-        return reduced(problem, reduction, *placed)
-    check_whole(tokens_sharded, vocab_size)
-    check_reduction(reduction)
     if _are_probabilities(hidden, labels):
-        check_tensor_types(problem)
-        problem, targets = checked_targets(problem, labels)
-        return _of_probabilities(Task(problem, divergence=targets), reduction, labels.shape[:-1])
-    problem = checked(problem)
+        return _of_probabilities(problem, placed, reduction)
+
+    def check(given: Problem) -> Problem:
+        check_reduction(reduction)
+        return given
+
+    function = SUM if class_weight is None and reduction != "none" else LOSSES
+    problem, shard = ready(problem, placed, function, check, reduction=reduction)
     if reduction == "none":
-        return dispatch.token_losses(Task(problem)).view(labels.shape)
+        return dispatch.token_losses(Task(problem, shard=shard)).view(local_of(labels).shape)
+    if shard is not None:
+        return _over_ranks(problem, shard, reduction)
     if reduction == "sum":
         return dispatch.loss_sum(Task(_as_it_is(problem)))[0].loss_sum
     denominator = _denominator(problem)
@@ -140,23 +131,12 @@ def fused_cross_entropy(
     return dispatch.loss_sum(Task(problem))[0].loss_sum / denominator
 
 
-def reduced(
-    problem: Problem,
-    reduction: str,
-    process_group: Any,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """The losses, their sum or their mean over ranks, of arguments as they were given."""
-    placed, labels = (process_group, tokens_sharded, vocab_size), problem.labels
-    function = SUM if problem.class_weight is None and reduction != "none" else LOSSES
-    problem, shard = agree_on_problem(problem, *placed, function, reduction=reduction)
-    if function == SUM:
+def _over_ranks(problem: Problem, shard: Shard, reduction: str) -> Tensor:
+    """The sum or the mean of the losses of a sharded vocabulary."""
+    if problem.class_weight is None:
         out, _ = dispatch.loss_sum(Task(problem, shard=shard))
         return out.loss_sum if reduction == "sum" else out.mean()
     losses = dispatch.token_losses(Task(problem, shard=shard))
-    if reduction == "none":
-        return losses.view(local_of(labels).shape)
     mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
     loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
     if reduction == "mean":
@@ -171,28 +151,25 @@ def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
     return labels.is_floating_point() and labels.dim() == hidden.dim()
 
 
-def _given_over_ranks(problem: Problem, placed: Any, reduction: str) -> Task:
-    """The task of class probabilities of this rank's classes."""
+def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
+    """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
     given, ignore_index = local_of(problem.labels), problem.ignore_index
-    labels = no_labels(problem.hidden)
 
-    def checked(here: Problem) -> Divergence:
-        if placed[1]:
+    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
+        check_reduction(reduction)
+        check_tensor_types(here)
+        if shard and placed[1]:
             raise ValueError(
                 "tokens_sharded must be False with labels of class probabilities: a rank needs "
                 "those of its classes for all tokens, so gather the hidden states before"
             )
-        here = here.but(ignore_index=ignore_index)
-        return checked_targets(here, given, shard=True)[1]
+        return checked_targets(here.but(ignore_index=ignore_index), given, shard=shard)
 
-    problem = problem.but(labels=labels, ignore_index=None)
-    return divergence_over_ranks(problem, placed, reduction, checked)
-
-
-def _of_probabilities(task: Task, reduction: str, shape: torch.Size) -> Tensor:
+    problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
+    task = divergence_task(problem, placed, reduction, checked)
     problem = task.problem
     if reduction == "none":
-        return dispatch.token_losses(task).view(shape)
+        return dispatch.token_losses(task).view(given.shape[:-1])
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
     positions = weights_and_count(problem.but(class_weight=None))[1].clamp(min=1)

@@ -17,7 +17,7 @@ from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task
+from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
 
 
@@ -155,14 +155,23 @@ def ce_with_grads(problem: Problem) -> SumWithGrads | None:
 
 
 def checked_ce(
-    problem: Problem, monitor: Collection[str] = (), argmax_out: Tensor | None = None
+    problem: Problem,
+    monitor: Collection[str] = (),
+    argmax_out: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
-    out, values = dispatch.loss_sum(Task(problem, wanted))
+    out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
-        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
-    _fill(argmax_out, values)  # now that labels, whose memory it may be, were read
+        found = sums(problem, monitor, *values)
+        if shard is not None:
+            total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
+            found = dict(zip(found, total.unbind(), strict=True))
+        out = MonitoredLossSum.of(out, found)
+    if argmax_out is not None and values.argmax is not None:
+        # now that labels, whose memory it may be, were read
+        argmax_out.copy_(values.argmax.view(argmax_out.shape))
     return out
 
 
@@ -180,21 +189,8 @@ def sharded_loss_sum(
         if argmax_out is not None:
             argmax_out = local_of(argmax_out)
             check_argmax_out(argmax_out, local_of(problem.labels))
-    wanted = wanted_for(monitor, argmax=argmax_out is not None)
     beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
     problem, shard = agree_on_problem(
         problem, process_group, tokens_sharded, vocab_size, monitor=", ".join(beside) or None
     )
-    out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
-    found = sums(problem, monitor, *values) if monitor else {}
-    _fill(argmax_out, values)
-    if not monitor:
-        return out
-    total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
-    return MonitoredLossSum.of(out, dict(zip(found, total.unbind(), strict=True)))
-
-
-def _fill(argmax_out: Tensor | None, values: dispatch.Monitored) -> None:
-    """Write the likeliest classes where the caller wants them."""
-    if argmax_out is not None and values.argmax is not None:
-        argmax_out.copy_(values.argmax.view(argmax_out.shape))
+    return checked_ce(problem, monitor, argmax_out, shard)

@@ -7,14 +7,13 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_whole
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Task
-from fusedce.loss.sharded_problem import divergence_over_ranks, is_sharded, no_labels
+from fusedce.loss.sharded_problem import divergence_task, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
 
@@ -172,12 +171,10 @@ def _asked(
     if labels is None and isinstance(hidden, Tensor):
         student = student.but(labels=no_labels(hidden), ignore_index=None)
     divergence = Divergence(teacher_hidden, teacher_weight, **of_teacher)
-    if is_sharded(weight, process_group):
-        placed = process_group, tokens_sharded, vocab_size
-        return divergence_over_ranks(
-            student, placed, reduction,
-            lambda here: checked_divergence(here, divergence.local(), labels, shard=True)[1],
-        )  # fmt: skip
-    check_whole(tokens_sharded, vocab_size)
-    problem, divergence = checked_divergence(student, divergence, labels)
-    return Task(problem, divergence=divergence)
+
+    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
+        other = divergence.local() if shard else divergence
+        return checked_divergence(here, other, labels, shard=shard)
+
+    placed = process_group, tokens_sharded, vocab_size
+    return divergence_task(student, placed, reduction, checked)

@@ -8,35 +8,14 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import (
-    ARGMAX,
-    MEAN_LOGIT,
-    STATISTICS,
-    groups_of,
-    tell_peers_on_error,
-)
-from fusedce.contract.checks import (
-    check_flag,
-    check_number,
-    check_softcap,
-    check_temperature,
-    check_whole,
-    checked,
-    checked_temperature,
-)
-from fusedce.contract.explain import explains_names, not_a_tensor
+from fusedce.backends.shards.agreement import ARGMAX, MEAN_LOGIT, STATISTICS
+from fusedce.contract.checks import check_flag, check_number, check_softcap, check_temperature
+from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.contract.task import Task
-from fusedce.loss.sharded_problem import (
-    agree_on_problem,
-    device_of,
-    has_several_classes,
-    is_sharded,
-    no_labels,
-)
+from fusedce.loss.sharded_problem import no_labels, ready
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,25 +130,19 @@ def fused_logprobs(
         logit_scale=logit_scale, chunk_tokens=chunk_tokens, memory_budget=memory_budget,
         backend=backend,
     )  # fmt: skip
-    if is_sharded(weight, process_group):
-        placed = process_group, tokens_sharded, vocab_size
-        return _sharded_stats(problem, temperature, mean_logit, *placed)
-    check_whole(tokens_sharded, vocab_size)
-    check_flag("mean_logit", mean_logit)
-    problem = tempered(problem, temperature)
-    several = has_several_classes(problem)
-    problem = checked(problem.but(labels=labels[..., 0]) if several else problem)
-    if problem.temperature is not None:
-        used = problem.valid()
-        if several:
-            used = problem.but(labels=labels.reshape(-1, labels.shape[-1])).valid().any(1)
-        t = checked_temperature(problem.temperature, hidden, used)
-        problem = problem.but(temperature=t)
+
+    def check(problem: Problem) -> Problem:
+        check_flag("mean_logit", mean_logit)
+        return tempered(problem, temperature)
+
+    placed = process_group, tokens_sharded, vocab_size
+    problem, shard = ready(problem, placed, MEAN_LOGIT if mean_logit is True else STATISTICS, check)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    if several:
-        problem = problem.but(labels=labels.reshape(-1, labels.shape[-1]))
-    logprob, stats = dispatch.token_stats(Task(problem, wanted))
-    return _shaped(logprob.view(labels.shape), stats, hidden.shape[:-1], mean_logit)
+    logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
+    assert stats.argmax is not None
+    tokens, logprob = local_of(hidden).shape[:-1], logprob.view(local_of(labels).shape)
+    found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
+    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
 
 
 @explains_names
@@ -204,48 +177,15 @@ def fused_argmax(
         >>> fused_argmax(torch.eye(3), torch.eye(3))
         tensor([0, 1, 2])
     """
-    sharded = is_sharded(weight, process_group)
-    if not isinstance(hidden, Tensor):
-        error = not_a_tensor("hidden", hidden)
-        if sharded:
-            with tell_peers_on_error(groups_of(weight, process_group), None):
-                raise error
-        raise error
-    labels = no_labels(hidden)
-    problem, shard = Problem(
-        hidden, weight, labels, bias=bias, softcap=softcap, logit_scale=logit_scale,
+    problem = Problem(
+        hidden, weight, no_labels(hidden), bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
-    ), None  # fmt: skip
-    if sharded:
-        placed = process_group, tokens_sharded, vocab_size
-        problem, shard = agree_on_problem(problem, *placed, ARGMAX)
-    else:
-        check_whole(tokens_sharded, vocab_size)
-        problem = checked(problem)
+    )  # fmt: skip
+    placed = process_group, tokens_sharded, vocab_size
+    problem, shard = ready(problem, placed, ARGMAX, lambda given: given)
     argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
-    return argmax.view(local_of(labels).shape)
-
-
-def _sharded_stats(
-    problem: Problem,
-    temperature: float | Tensor,
-    mean_logit: bool,
-    process_group: Any,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-) -> TokenStats | TokenStatsAndMean:
-    """:func:`fused_logprobs` of a sharded vocabulary, of arguments as they were given."""
-    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
-        check_flag("mean_logit", mean_logit)
-        problem = tempered(problem, temperature)
-    hidden, labels = problem.hidden, problem.labels
-    function = MEAN_LOGIT if mean_logit else STATISTICS
-    problem, shard = agree_on_problem(problem, process_group, tokens_sharded, vocab_size, function)
-    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
-    tokens = local_of(hidden).shape[:-1]
-    return _shaped(logprob.view(local_of(labels).shape), stats, tokens, mean_logit)
+    return argmax.view(local_of(hidden).shape[:-1])
 
 
 def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
@@ -261,12 +201,3 @@ def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
         softcap=None if problem.softcap is None else problem.softcap / t,
         logit_scale=check_number("logit_scale", problem.logit_scale) / t,
     )
-
-
-def _shaped(
-    logprob: Tensor, stats: Stats, tokens: torch.Size, mean_logit: bool
-) -> TokenStats | TokenStatsAndMean:
-    """The result of the public functions: statistics in the shape of the tokens."""
-    assert stats.argmax is not None
-    found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
-    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found

@@ -10,20 +10,19 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
-from fusedce.backends.shards.agreement import TOPK, groups_of, tell_peers_on_error
+from fusedce.backends.shards.agreement import TOPK
 from fusedce.backends.shards.collectives import all_gather, all_tokens
 from fusedce.backends.torch.logit_tiles import Logits, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
-from fusedce.contract.checks import check_whole, checked, checked_temperature
-from fusedce.contract.explain import explains_names, not_a_tensor
+from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import Problem, Projection, Wanted
 from fusedce.contract.results import TopK
 from fusedce.contract.task import Shard
 from fusedce.loss.logprobs import fused_logprobs, tempered
-from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded, no_labels
+from fusedce.loss.sharded_problem import no_labels, ready
 
 _WIDER = 4  # as many classes as a tile of the plan has
 
@@ -80,29 +79,22 @@ def fused_topk(
                 [1, 0],
                 [2, 0]])
     """
-    sharded = is_sharded(weight, process_group)
-    with tell_peers_on_error(groups_of(weight, process_group) if sharded else [], None):
-        if not isinstance(hidden, Tensor):
-            raise not_a_tensor("hidden", hidden)
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"k must be an int, got {type(k).__name__}")
     options: dict[str, Any] = {
         "bias": bias, "softcap": softcap, "logit_scale": logit_scale,
         "memory_budget": memory_budget, "backend": backend,
     }  # fmt: skip
-    placed = {
-        "process_group": process_group, "tokens_sharded": tokens_sharded, "vocab_size": vocab_size,
-    }  # fmt: skip
+    placed = process_group, tokens_sharded, vocab_size
     inputs = (x for x in (hidden, weight, bias) if isinstance(x, Tensor))
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     problem = Problem(hidden, weight, no_labels(hidden), **options)
-    found = _found(problem, k, temperature, placed, differentiable if sharded else None)
-    if differentiable:
-        logprob = fused_logprobs(
-            hidden, weight, found.index, temperature=temperature, **options, **placed
-        ).logprob
-        return found._replace(logprob=logprob)
-    return found
+    found = _found(problem, k, temperature, placed, differentiable)
+    if not differentiable:
+        return found
+    again = fused_logprobs(
+        hidden, weight, found.index, temperature=temperature, process_group=process_group,
+        tokens_sharded=tokens_sharded, vocab_size=vocab_size, **options,
+    )  # fmt: skip
+    return found._replace(logprob=again.logprob)
 
 
 @torch.compiler.disable
@@ -110,23 +102,19 @@ def _found(
     problem: Problem,
     k: int,
     temperature: float | Tensor,
-    placed: dict[str, Any],
-    differentiable: bool | None,  # None: the vocabulary is whole; the ranks must agree on it
+    placed: tuple[Any, bool, int | None],
+    differentiable: bool,  # the ranks must agree on it
 ) -> TopK:
     """The classes and their log-probabilities, without gradient."""
-    tokens, group = local_of(problem.hidden).shape[:-1], placed["process_group"]
-    shard = None
-    if differentiable is not None:
-        with tell_peers_on_error(groups_of(problem.weight, group), device_of(problem.labels)):
-            problem = tempered(problem, temperature)
-        asked: dict[str, Any] = {"k": k, "differentiable": differentiable}
-        problem, shard = agree_on_problem(problem, **placed, function=TOPK, **asked)
-    else:
-        check_whole(placed["tokens_sharded"], placed["vocab_size"])
-        problem = checked(tempered(problem, temperature))
-        if problem.temperature is not None:
-            t = checked_temperature(problem.temperature, problem.hidden, problem.valid())
-            problem = problem.but(temperature=t)
+
+    def check(problem: Problem) -> Problem:
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"k must be an int, got {type(k).__name__}")
+        return tempered(problem, temperature)
+
+    hidden = problem.hidden
+    problem, shard = ready(problem, placed, TOPK, check, k=k, differentiable=differentiable)
+    tokens = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")

@@ -232,3 +232,11 @@ def test_logprobs_of_the_classes_found_are_the_same():
     torch.testing.assert_close(
         found.logprob, fused_logprobs(hidden, weight, found.index).logprob, **EXACT
     )
+
+
+def test_a_temperature_has_the_shape_of_the_tokens():
+    hidden, weight, _ = inputs()
+    t = torch.linspace(0.5, 2, 6)
+    flat = fused_topk(hidden[:6], weight, K, temperature=t)
+    found = fused_topk(hidden[:6].view(2, 3, H), weight, K, temperature=t.view(2, 3))
+    assert torch.equal(found.logprob.flatten(0, 1), flat.logprob)

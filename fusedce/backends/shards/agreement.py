@@ -1,6 +1,6 @@
 """Placement of vocabulary and tokens on the ranks, and the exchange that compares it.
 
-The placement is read from DTensors or groups (:class:`Layout`). One all-gather then compares the
+The placement is read from DTensors or groups (:func:`layout_of`). One all-gather then compares the
 ranks' arguments and tokens, and finds each rank's rows of the vocabulary (:func:`agree`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,9 @@ _FIRST, _STEP = 0x2127599BF4325C37, 0x1_2DE6_BB58  # weights of a checksum: odd,
 _NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
 
 
-def _settings(layout: Layout, vocab_size: int | None, **asked: Any) -> dict[str, Any]:
+def _settings(problem: Problem, **asked: Any) -> dict[str, Any]:
     """Settings that ranks must share: options of the loss, and what decides the collectives."""
-    problem, c = layout.problem, layout.problem.class_weight
+    c = problem.class_weight
     grad = torch.is_grad_enabled()
     settings = {
         **{
@@ -82,9 +82,7 @@ def _settings(layout: Layout, vocab_size: int | None, **asked: Any) -> dict[str,
             or problem.backend == "triton"
             or asked["monitor"] != ""
         ),
-        "tokens_sharded": layout.tokens_sharded,
         "H": problem.hidden.shape[-1],
-        "vocab_size": vocab_size,
     }
     return {name: x for name, x in settings.items() if x is not None}
 
@@ -197,7 +195,10 @@ def _signs(i: Tensor) -> Tensor:
 
 
 def agree(
-    layout: Layout,
+    problem: Problem,  # of local tensors
+    groups: list[dist.ProcessGroup],  # as :func:`groups_of`, the vocabulary's last
+    *,
+    tokens_sharded: bool,
     vocab_size: int | None,
     **asked: Any,
 ) -> Shard:
@@ -206,13 +207,13 @@ def agree(
     ``asked``: further settings that must be equal; a ``function`` of `FUNCTIONS`, and the names of
     what is asked for beside the loss as ``monitor``, decide on the others.
 
-    Collectives: one all-gather of under 1 KiB on each of ``layout.groups``.
+    Collectives: one all-gather of under 1 KiB on each of ``groups``.
 
     Raises:
         TypeError, ValueError, RuntimeError: the ranks do not fit, or one of them has raised; the
             same on all of them.
     """
-    problem, group = layout.problem, layout.groups[-1]
+    group = groups[-1]
     labels = problem.labels.reshape(-1).long()
     valid = _valid(problem)
     N = len(valid)
@@ -237,12 +238,13 @@ def agree(
     for at, x in checked.items():
         if x is not None:
             _checksum(x, out=mine[at])
-    if len(layout.groups) > 1 or (GUARDS and not layout.tokens_sharded):
+    if len(groups) > 1 or (GUARDS and not tokens_sharded):
         mine[_SKETCH:] = _sketch(problem).view(torch.int64)
-    settings = _settings(layout, vocab_size, **asked)
-    with tell_peers_on_error(layout.groups, labels.device):
+    both = {"tokens_sharded": tokens_sharded, "vocab_size": vocab_size}
+    settings = _settings(problem, **asked, **both)
+    with tell_peers_on_error(groups, labels.device):
         mine = row(settings, mine)
-    told = _meet(mine, layout.groups)
+    told = _meet(mine, groups)
     if (differ := differing(told)) is not None:
         name, said = differ
         if name in ("softcap", "logit_scale") and asked["function"].startswith(STATISTICS):
@@ -253,7 +255,7 @@ def agree(
     rows, tokens, counts, valids, budgets, *checksums = zip(
         *(one.numbers[:_SKETCH] for one in told), strict=True
     )
-    if not layout.tokens_sharded:
+    if not tokens_sharded:
         if len({*tokens}) > 1 or len({*checksums[0]}) > 1:
             raise ValueError(
                 f"labels must be the same on all ranks that share the vocabulary, they hold "
@@ -287,23 +289,19 @@ def agree(
         first=sum(rows[: dist.get_rank(group)]),
         V=classes,
         largest=max(rows),
-        tokens=tokens if layout.tokens_sharded else None,
-        counted=sum(counts) if layout.tokens_sharded else counts[0],
-        valid=sum(valids) if layout.tokens_sharded else valids[0],
+        tokens=tokens if tokens_sharded else None,
+        counted=sum(counts) if tokens_sharded else counts[0],
+        valid=sum(valids) if tokens_sharded else valids[0],
         budget=min(budgets),
     )
 
 
-class Layout(NamedTuple):
-    """This rank's tensors, and the ranks that hold the other rows of the vocabulary."""
+def layout_of(
+    problem: Problem, process_group: Any, tokens_sharded: bool
+) -> tuple[Problem, list[dist.ProcessGroup], bool]:
+    """The problem of local tensors, :func:`groups_of` it, and whether tokens are sharded.
 
-    problem: Problem  # of local tensors
-    groups: list[dist.ProcessGroup]  # as :func:`groups_of`, the vocabulary's last
-    tokens_sharded: bool
-
-
-def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Layout:
-    """The placement of a problem, read from its DTensors or from the group that was given.
+    They are read from its DTensors, or from the group that was given.
 
     Raises:
         ValueError: a placement or group that does not describe a sharded vocabulary.
@@ -313,7 +311,7 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
         groups = groups_of(weight, process_group)
         if not groups:
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return Layout(problem, groups, tokens_sharded)
+        return problem, groups, tokens_sharded
     if process_group is not None:
         raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
     mesh, dim = weight.device_mesh, shard_dim("weight", weight)
@@ -330,7 +328,7 @@ def layout_of(problem: Problem, process_group: Any, tokens_sharded: bool) -> Lay
                     f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
                 )
             local[name] = x.to_local()
-    return Layout(problem.but(**local), groups_of(weight, None), tokens_sharded)
+    return problem.but(**local), groups_of(weight, None), tokens_sharded
 
 
 def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:

@@ -117,49 +117,43 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class RunningSums:
-    """All-reduces of the ranks' ``d_rows (N_valid, H)`` piece by piece, beside the computation."""
+    """The ranks' ``d_rows (N_valid, H)``, added up piece by piece beside the computation.
 
-    def __init__(self, d_rows: Tensor | None, group: dist.ProcessGroup) -> None:
-        self._d_rows, self._group = d_rows, group
+    Sharded tokens are added up in the end.
+    """
+
+    def __init__(self, d_rows: Tensor | None, shard: Shard) -> None:
+        self._d_rows, self._shard, self._group = d_rows, shard, shard.group
         self._started = 0  # rows
         self._works: list[dist.Work] = []
 
     def start(self, end: int) -> None:
         """Start the all-reduce of the rows before ``end`` that has not been started."""
-        if self._d_rows is not None and end > self._started:
+        if self._d_rows is not None and self._shard.tokens is None and end > self._started:
             rows = self._d_rows[self._started : end]
             self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
             self._started = end
 
-    def wait(self) -> None:
-        """Start the all-reduce of the remaining rows, and wait for all of them."""
-        if self._d_rows is not None:
-            self.start(len(self._d_rows))
+    def d_hidden(self, rows: Tensor, N: int, n_here: int) -> Tensor:
+        """``d_hidden (n_here, H)`` of this rank's tokens, from that of the valid ``rows`` of ``N``.
+
+        Collectives: an all-reduce of the remaining rows, or a reduce-scatter of ``(N, H)`` if the
+        tokens are sharded.
+        """
+        d_rows, shard = self._d_rows, self._shard
+        assert d_rows is not None
+        self.start(len(d_rows))
         with waiting_for_ranks(self._group):
             for work in self._works:
                 work.wait()
-
-
-def sum_over_ranks(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden`` of this rank's tokens from every rank's addend of the valid rows."""
-    RunningSums(d_rows if shard.tokens is None else None, shard.group).wait()
-    return of_all_tokens(d_rows, rows, N, n_here, shard)
-
-
-def of_all_tokens(d_rows: Tensor, rows: Tensor, N: int, n_here: int, shard: Shard) -> Tensor:
-    """``d_hidden (n_here, H)`` of this rank's tokens, from that of the valid rows.
-
-    Collectives: a reduce-scatter of ``(N, H)`` if the tokens are sharded.
-    """
-    H = d_rows.shape[1]
-    if shard.tokens is None and len(rows) == N:
-        return d_rows
-    d_hidden = d_rows.new_zeros(N, H)
-    d_hidden[rows] = d_rows
-    if shard.tokens is None:
-        return d_hidden
-    mine = d_rows.new_empty(max(shard.tokens), H)
-    if N:
-        with waiting_for_ranks(shard.group):
-            getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
-    return mine[:n_here]
+        if shard.tokens is None and len(rows) == N:
+            return d_rows
+        d_hidden = d_rows.new_zeros(N, d_rows.shape[1])
+        d_hidden[rows] = d_rows
+        if shard.tokens is None:
+            return d_hidden
+        mine = d_rows.new_empty(max(shard.tokens), d_rows.shape[1])
+        if N:
+            with waiting_for_ranks(shard.group):
+                getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
+        return mine[:n_here]

@@ -19,18 +19,13 @@ from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Dtypes, check_budget
 from fusedce.backends.shards.collectives import (
+    RunningSums,
     all_gather,
     all_reduce,
     all_tokens,
     sharded_call,
-    sum_over_ranks,
 )
-from fusedce.backends.shards.merge import (
-    entropy_of,
-    label_and_others,
-    nll_and_lse,
-    of_ranks,
-)
+from fusedce.backends.shards.merge import entropy_of, label_and_others, nll_and_lse, of_ranks
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats
@@ -137,7 +132,7 @@ def grads(
     )
     if wanted.hidden:
         N = len(counted.problem.labels)
-        d_hidden = sum_over_ranks(d_hidden, counted.rows, N, counted.n_here, shard)
+        d_hidden = RunningSums(d_hidden, shard).d_hidden(counted.rows, N, counted.n_here)
     rows = len(problem.weight)
     return (
         d_hidden.to(dtype),

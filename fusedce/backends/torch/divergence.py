@@ -31,7 +31,7 @@ from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.held import compared_classes
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
-from fusedce.backends.shards.collectives import gather_tokens, of_classes
+from fusedce.backends.shards.collectives import RunningSums, gather_tokens, of_classes
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import (
     NEAR,
@@ -92,7 +92,7 @@ def divergence_and_grads(task: Task) -> Summed:
     step, train = way.classes, any(wanted.gradients())
     parts = chunks_of(rows, way.tokens)
     d_rows = None if here is None else here.d_rows(wanted)
-    running = None if here is None else here.running(d_rows)
+    running = None if here is None else RunningSums(d_rows, here.shard)
     own = wanted if here is None else wanted.but(hidden=False)
     grads = Gradients(asked, own, dtypes=waiting(asked), chunks=len(parts))
     of_head = of_classes(grads, V)

@@ -28,7 +28,6 @@ from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import (
     RunningSums,
     all_tokens,
-    of_all_tokens,
     of_classes,
     sharded_call,
 )
@@ -71,16 +70,11 @@ class Here(NamedTuple):
         hidden = self.problem.hidden
         return hidden.new_zeros(len(self.rows), hidden.shape[1], dtype=acc_dtype(hidden.dtype))
 
-    def running(self, d_rows: Tensor | None) -> RunningSums:
-        """The sums over ranks of the chunks' gradients."""
-        return RunningSums(d_rows if self.shard.tokens is None else None, self.shard.group)
-
     def d_hidden(self, d_rows: Tensor | None, sums: RunningSums) -> Tensor:
         """``(n, H)`` of this rank's tokens; ``(0,)`` where not wanted."""
         if d_rows is None:
             return self.problem.hidden.new_empty(0, dtype=acc_dtype(self.problem.hidden.dtype))
-        sums.wait()
-        return of_all_tokens(d_rows, self.rows, len(self.problem.hidden), self.n, self.shard)
+        return sums.d_hidden(self.rows, len(self.problem.hidden), self.n)
 
 
 def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
@@ -96,7 +90,7 @@ def loss_and_grads(problem: Problem, shard: Shard, wanted: Wanted) -> Summed:
     logits = Logits(Projection.of(problem), products)
     total = torch.where(here.n_valid < 0, math.nan, 0.0).double()  # a bad label: see LossSum
     d_rows = here.d_rows(wanted)
-    sums = here.running(d_rows)
+    sums = RunningSums(d_rows, shard)
     factor = expected_upstream(problem, here.n_valid)
     begin = 0
     for number, chunk in enumerate(by_chunk):

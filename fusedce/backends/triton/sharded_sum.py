@@ -24,7 +24,6 @@ from fusedce.backends.shards.collectives import (
     all_gather,
     all_reduce,
     all_tokens,
-    of_all_tokens,
     of_classes,
     sharded_way,
 )
@@ -94,7 +93,7 @@ def loss_and_grads(
             every.fill_(-1)
         rows = packed.rows[:n].long()
         d_rows = problem.hidden.new_empty(n, H, dtype=torch.float32) if wanted.hidden else None
-        sums = RunningSums(d_rows if shard.tokens is None else None, shard.group)
+        sums = RunningSums(d_rows, shard)
         total = packed.loss_sum
         if n:
             peers = _peers(problem, local, rows, shard)
@@ -119,8 +118,7 @@ def loss_and_grads(
             argmax.copy_(shard.own(every, n_here))
         d_hidden, d_weight, d_bias = grads.written()
         if d_rows is not None:
-            sums.wait()
-            d_hidden = of_all_tokens(d_rows, rows, N, n_here, shard)
+            d_hidden = sums.d_hidden(rows, N, n_here)
         return Summed(_total(total, packed), packed.n_valid, factor, d_hidden, d_weight, d_bias)
 
 
