@@ -61,6 +61,13 @@ def add_to_sum(z, top, total):
 
 
 @triton.jit
+def label_loss(top, total, own):
+    """``log(1 + exp(excess))`` and the excess: the others' log-sum-exp over the label's logit."""
+    excess = tl.log(total) + top.to(tl.float64) - own
+    return tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0), excess
+
+
+@triton.jit
 def expm1_and_remainder(size):
     """``expm1(-size)`` and ``size + expm1(-size)`` for ``size >= 0``, both exact near 0."""
     # size^2 * (1/2 - size/6 + size^2/24 - ...): below 2^-27 relative for size < 0.5
@@ -137,6 +144,19 @@ def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
     return term, q, x, gap
 
 
+@triton.jit
+def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
+    """Store 0 as the loss, the factor and the gradient of ``row``; ``grads`` begins there."""
+    tl.store(losses + row, 0.0)
+    if row_factors is not None:
+        tl.store(row_factors + row, 0.0)
+    if grads is not None:
+        for start in range(0, width, BLOCK_V):
+            offs_v = start + tl.arange(0, BLOCK_V)
+            none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
+            tl.store(grads + offs_v, none, mask=offs_v < width)
+
+
 @triton.jit(
     do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share", "rest"]
 )
@@ -176,13 +196,7 @@ def divergence_rows_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        tl.store(losses + c, 0.0)
-        if row_factors is not None:
-            tl.store(row_factors + c, 0.0)
-        if grads is not None:
-            for start in range(0, width, BLOCK_V):
-                none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
-                tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
         return
 
     label = tl.load(labels + c)
@@ -218,8 +232,7 @@ def divergence_rows_kernel(
     g_label = tl.zeros((), tl.float32)
     if HAS_CE:
         own = z_label.to(tl.float64)
-        excess = tl.log(sum_1) + top_1.to(tl.float64) - own
-        nll = tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0)
+        nll, excess = label_loss(top_1, sum_1, own)
         lse_1 = (own + nll).to(tl.float32)
         g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
