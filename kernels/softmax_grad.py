@@ -15,9 +15,8 @@ probability; those of torch's bfloat16 logits are 3 to 15 there.
 
 References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above
 the label takes its own; then `softmax_rows` reads that row and brings all its blocks to the highest
-reference. It also does so where rows have to be normalised before they are rounded (``NORMALISE``):
-float16 lacks the range, and with label smoothing the difference from the smoothed target has to be
-rounded, not the probability.
+reference. It also does so with float16, which lacks the range: its rows are normalised before they
+are rounded (``NORMALISE``).
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
@@ -147,16 +146,14 @@ def exp_tile_kernel(
 @triton.jit(
     do_not_specialize=[
         "hidden", "labels", "maxima", "sums", "z_label", "merged", "losses", "entries", "terms",
-        "shifts", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
+        "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
         "stride_row", "stride_terms",
     ]
 )  # fmt: skip
 def softmax_rows_kernel(
-    exps,  # (C, V)
-    grads,  # (C, V) out: exps, or with shifts another buffer
+    exps,  # (C, V), rewritten in place
     hidden,  # (C, H)
     scaled,  # (C, H) out, or None: hidden times the rows' factors
-    class_weight,  # (V,) fp32, or None
     labels,  # (C,) int
     maxima,  # (blocks, rows) fp32
     sums,  # (blocks, rows) fp32
@@ -166,7 +163,6 @@ def softmax_rows_kernel(
     entries,  # (C,) fp32 out: the label's, 0 in the chunk; without AMPLIFY and the row's factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
-    shifts,  # (C,) fp32 or None: and shift * class_weight, taken before anything is rounded
     lse,  # (C,) fp32 out, with terms
     row_factors,  # (C,) fp32 out, or None: factor of the row
     best,  # (blocks, rows) int32, or None
@@ -175,14 +171,14 @@ def softmax_rows_kernel(
     first,
     H,
     V,
-    width,  # V rounded up to a multiple of 16: stride of exps and grads
+    width,  # V rounded up to a multiple of 16: stride of exps
     stride_hn,
     stride_row,  # of maxima, sums, best and merged
     stride_terms,
     scale,  # None for 1
     softcap,  # or None
     AMPLIFY: tl.constexpr,
-    NORMALISE: tl.constexpr,  # grads hold probabilities, and row_factors are powers of two
+    NORMALISE: tl.constexpr,  # exps become probabilities, and row_factors are powers of two
     BLOCKS: tl.constexpr,  # at least V / BLOCK_V
     BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_H: tl.constexpr,
@@ -193,13 +189,12 @@ def softmax_rows_kernel(
     """
     c = tl.program_id(0).to(tl.int64)
     exps += c * width
-    grads += c * width
     offs_v = tl.arange(0, BLOCK_V)
     offs_h = tl.arange(0, BLOCK_H)
     if first + c >= tl.load(count):
         for start in range(0, width, BLOCK_V):
-            none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
-            tl.store(grads + start + offs_v, none, mask=start + offs_v < width)
+            none = tl.zeros((BLOCK_V,), dtype=exps.dtype.element_ty)
+            tl.store(exps + start + offs_v, none, mask=start + offs_v < width)
         if scaled is not None:
             for start in range(0, H, BLOCK_H):
                 none = tl.zeros((BLOCK_H,), dtype=scaled.dtype.element_ty)
@@ -240,11 +235,9 @@ def softmax_rows_kernel(
     to_p = tl.exp2(reference - top) * inverse
     # p - 1 = -(sum of the others), which does not cancel.
     g_label = -others * inverse * logits_slope(z, scale, softcap)
-    of_p = 1.0
-    shift = 0.0
     factor = to_p
 
-    # Phase 2: options of the loss change the factor, the label's entry, and shift all entries.
+    # Phase 2: options of the loss change the factor and the label's entry.
     if terms is not None:
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
         a = tl.load(terms + c)
@@ -256,21 +249,10 @@ def softmax_rows_kernel(
             # The row's size goes to its factor: whatever the weights, the largest number stored is
             # at most `scale`.
             size = tl.abs(a) + tl.abs(b)
-            if shifts is not None:
-                shift = tl.load(shifts + c)
-                size += tl.abs(shift)
             # A power of two: the products' other operand takes it in without being rounded again.
             exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
             size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
-            if shifts is not None:  # (no soft-cap beside it: the slope is the scale)
-                if scale is not None:
-                    shift *= scale
-                if class_weight is not None:
-                    g_label += shift * tl.load(class_weight + tl.where(known, label, 0))
-                else:
-                    g_label += shift
             to_p *= of_p / size
-            shift /= size
             factor = size
         else:
             factor *= of_p
@@ -302,13 +284,8 @@ def softmax_rows_kernel(
         g *= tl.exp2(of_block - reference)
         if NORMALISE:
             g *= to_p
-        if shifts is not None:
-            if class_weight is not None:
-                g += shift * AMPLIFY * tl.load(class_weight + offs, mask=offs < width, other=0.0)
-            else:
-                g += shift * AMPLIFY
         g = tl.where(offs == label, 0.0, g)
-        tl.store(grads + offs, g.to(grads.dtype.element_ty), mask=offs < width)
+        tl.store(exps + offs, g.to(exps.dtype.element_ty), mask=offs < width)
 
     # Phase 5: the hidden state times the factor, for the product of the head's gradient.
     if scaled is not None:

@@ -4,11 +4,15 @@
 plain, no gradient, no argmax         one pass over the logits, which stay in registers
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
 options or argmax without gradient    sum of the tokens' losses, from their statistics
-a sharded vocabulary                  chunks of this rank's logits; under a small budget as above
 entropy or log-sum-exp monitored      the same
+label smoothing                       the same: rounded probabilities are no base for it
 inside torch.func                     the same: it alone allows a factor per sample
-label smoothing of capped logits      the same: its gradient is no function of the exponentials
+a sharded vocabulary                  the same; with Triton and gradients chunks of this rank's
+                                      logits, unless a budget is too small for them
 ====================================  ===========================================================
+
+Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
+and of probabilities that were rounded to two bytes nothing but their errors.
 """
 
 from __future__ import annotations
@@ -73,30 +77,26 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if divergence is not None:
         return False
-    triton, budget = problem.backend == "triton", problem.memory_budget
-    if shard is None:
-        one_pass = problem.plain() and not any(monitored)
-        return capped_smoothing(problem) or not (train or one_pass)
-    if (triton and capped_smoothing(problem)) or (monitored.argmax and not (triton and train)):
+    if problem.label_smoothing:
         return True
-    if budget is None:
+    if shard is None:
+        return not (train or (problem.plain() and not any(monitored)))
+    if not train or problem.backend != "triton":
+        return True
+    if problem.memory_budget is None:
         return False
     N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
-    return way_of(sharded_call(problem, shard, N), memory_budget=budget).name == TILES
+    way = way_of(sharded_call(problem, shard, N), memory_budget=problem.memory_budget)
+    return way.name == TILES
 
 
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     """The sum with the gradients that are wanted; ``None`` where the forward pass has none."""
     wanted = wanted_gradients(problem)
-    if transformed() or capped_smoothing(problem) or not any(wanted):
+    if transformed() or problem.label_smoothing or not any(wanted):
         return None
     problem = _prepared(Task(problem)).problem
     return sums.with_grads(with_expected_upstream(problem), wanted)
-
-
-def capped_smoothing(problem: Problem) -> bool:
-    """Whether labels are smoothed and logits capped: then no chunk's exponentials suffice."""
-    return problem.softcap is not None and problem.label_smoothing > 0
 
 
 def token_losses(task: Task) -> Tensor:

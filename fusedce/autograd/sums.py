@@ -123,7 +123,7 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
             if task.shard is not None and task.shard.tokens is not None:
                 all_reduce(total, task.shard.group)  # losses are this rank's, n_valid is of all
             return total.to(losses.dtype), n_valid, argmax, *grads
-        if any(wanted.gradients()) or task.shard is not None:
+        if any(wanted.gradients()):
             total, n_valid, *grads = backend.loss_and_grads(task, argmax if wanted.argmax else None)
             return total, n_valid, argmax, *grads
         total, n_valid = backend.loss(problem)
@@ -132,12 +132,12 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
 
 @_summed.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, divergence, shard = Task.of(flat)[0]
+    problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels
     total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
     n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
-    if divergence is None and shard is None and not any(wanted.gradients()):
+    if divergence is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
     return total, n_valid, argmax, torch.empty_like(total), *fake_grads(problem, wanted)
 

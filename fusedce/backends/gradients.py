@@ -55,15 +55,13 @@ def call_of(
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     element = problem.hidden.element_size()
-    if logit is None:  # smoothed exponentials are in float32 before they are rounded
-        logit = element + (4 if problem.label_smoothing else 0)
     return Call(
         n,
         N,
         V,
         H,
         element,
-        logit,
+        element if logit is None else logit,
         wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
         hidden=wanted.hidden,
         weight=wanted.weight,

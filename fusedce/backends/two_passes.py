@@ -26,21 +26,18 @@ def loss_and_grads(
     argmax: Tensor | None,
 ) -> Summed:
     """Compute loss and gradients as a backend's ``loss_and_grads`` does."""
-    V, smoothing = problem.weight.shape[0], problem.label_smoothing > 0
-    statistics = Wanted(lse=True, zmean=smoothing, argmax=argmax is not None)
-    stats = token_stats(problem, statistics, argmax)
+    V = problem.weight.shape[0]
+    stats = token_stats(problem, Wanted(lse=True, argmax=argmax is not None), argmax)
     y = problem.labels.long().clamp(0, V - 1)
     nll, lse = stats.nll.double(), stats.lse.double()
     used = problem.valid()
     if problem.token_weight is not None:  # (a bad label's loss is NaN)
         used = used & ((problem.token_weight != 0) | nll.isnan())
-    zmean = stats.zmean.double() if smoothing else None
     # Positions left out may hold anything, and NaN times 0 is NaN.
-    losses = token_losses(problem, y, nll, lse, zmean).masked_fill(~used, 0)
+    losses = token_losses(problem, y, nll, lse).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)
     by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
-    of_zmean = outer * by.zmean if smoothing else None
-    of_stats = Upstreams(outer * by.nll, outer * by.lse, None, of_zmean, None)
+    of_stats = Upstreams(outer * by.nll, outer * by.lse, None, None, None)
     upstream = upstream_of(problem, Values(nll, lse, nll[:0], nll[:0], nll[:0]), of_stats)
     grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
     total = losses.sum().to(stats.nll.dtype)

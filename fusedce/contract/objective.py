@@ -84,7 +84,7 @@ def token_losses(
     y: Tensor,  # (n,) labels, in range
     nll: Tensor,  # (n,)
     lse: Tensor,  # (n,), read where the loss is not of nll alone
-    zmean: Tensor | None,  # (n,), with label smoothing only
+    zmean: Tensor | None = None,  # (n,), with label smoothing only
 ) -> Tensor:
     """``(n,)`` losses, differentiable in nll, lse and zmean."""
     loss = nll

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.backends.shards import collectives, merge
 from fusedce.backends.shards import tokens as tokens_of_shards
-from fusedce.backends.torch import sharded_sum as torch_sharded
 from fusedce.backends.torch.rows import valid_rows
 from fusedce.backends.triton import archs, training
 from fusedce.backends.triton import sharded_sum as triton_sharded
@@ -33,7 +32,7 @@ class Done:
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setattr(Shard, "group", None)
-    for module in (collectives, merge, triton_sharded):
+    for module in (collectives, merge):
         monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
     monkeypatch.setattr(collectives.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, **_: Done())
@@ -76,8 +75,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [None, (N, N)])
-@pytest.mark.parametrize("module", [torch_sharded, triton_sharded])
-def test_nothing_waits_after_the_ranks_have_met(alone, launches, module, dtype, tokens):
+def test_nothing_waits_after_the_ranks_have_met(alone, launches, dtype, tokens):
     problem = Problem(
         torch.empty(N, H, dtype=dtype, device="meta"),
         torch.empty(V // 2, H, dtype=dtype, device="meta"),
@@ -85,17 +83,13 @@ def test_nothing_waits_after_the_ranks_have_met(alone, launches, module, dtype, 
         bias=torch.empty(V // 2, dtype=dtype, device="meta"),
         token_weight=torch.empty(N, device="meta"),
         softcap=3.0,
-        label_smoothing=0.1,
         z_loss=0.1,
         chunk_tokens=4,
+        backend="triton",
     )
     shard = Shard("", 0, V, V // 2, tokens, counted=9, valid=9)
     wanted = Wanted(hidden=True, weight=True, bias=True)
-    if module is triton_sharded:  # which sends smoothed logits with a cap another way
-        problem = problem.but(softcap=None, backend="triton")
-        total, n_valid = module.loss(problem, shard)
-        assert total.shape == n_valid.shape == ()
-    total, n_valid, _, *grads = module.loss_and_grads(problem, shard, wanted)
+    total, n_valid, _, *grads = triton_sharded.loss_and_grads(problem, shard, wanted)
     assert total.shape == ()
     assert [grad.shape for grad in grads] == [(N, H), (V // 2, H), (V // 2,)]
     for waits in (bool, int, torch.nonzero):  # a wait would raise like this

@@ -72,16 +72,8 @@ def _settings(problem: Problem, **asked: Any) -> dict[str, Any]:
         "class_weight": None if c is None else f"{[*c.shape]}, checksum {_checksum(c.double())}",
         **asked,
         "backend": problem.backend,
-        # A sum of the torch backend has done with its collectives before backward, unless a budget
-        # makes it losses, and has the same without gradients.
         "weight.requires_grad": grad
-        and any(x is not None and x.requires_grad for x in (problem.weight, problem.bias))
-        and (
-            asked["function"] != SUM
-            or problem.memory_budget is not None
-            or problem.backend == "triton"
-            or asked["monitor"] != ""
-        ),
+        and any(x is not None and x.requires_grad for x in (problem.weight, problem.bias)),
         "H": problem.hidden.shape[-1],
     }
     return {name: x for name, x in settings.items() if x is not None}

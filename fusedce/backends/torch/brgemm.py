@@ -44,14 +44,15 @@ def usable() -> bool:
 def _allowed() -> bool:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
     limit = limit.strip().upper()
-    if torch.__version__ < _TRIED or not _cpu_has("_is_avx512_bf16_supported"):
+    if torch.__version__ < _TRIED or not cpu_has("_is_avx512_bf16_supported"):
         return False
-    if _cpu_has("_is_amx_tile_supported"):  # with AMX the kernel wants another layout
+    if cpu_has("_is_amx_tile_supported"):  # with AMX the kernel wants another layout
         return limit in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")
     return re.fullmatch(r"|ALL|DEFAULT|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10.*", limit) is not None
 
 
-def _cpu_has(name: str) -> bool:
+def cpu_has(name: str) -> bool:
+    """Whether this CPU has what a function of ``torch.cpu`` asks for."""
     probe = getattr(torch.cpu, name, None)
     return probe is not None and bool(probe())
 

@@ -28,10 +28,16 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import compared_classes
+from fusedce.backends.held import Call, compared_classes
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
-from fusedce.backends.shards.collectives import RunningSums, gather_tokens, of_classes
+from fusedce.backends.shards.collectives import (
+    RunningSums,
+    all_tokens,
+    gather_tokens,
+    of_classes,
+    sharded_call,
+)
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import (
     NEAR,
@@ -43,8 +49,7 @@ from fusedce.backends.torch.logit_tiles import (
     tiles,
 )
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.backends.torch.sharded_sum import Here
+from fusedce.backends.torch.rows import chunks_of, counted_rows, valid_rows
 from fusedce.contract.divergence import (
     FORWARD,
     INFINITE,
@@ -55,7 +60,8 @@ from fusedce.contract.divergence import (
     Divergence,
 )
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection
+from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Shard, Task
 
 FAR = 64  # nats: rounding a log-sum-exp of that size to float32 changes a probability by 4e-6
@@ -73,7 +79,7 @@ def divergence_and_grads(task: Task) -> Summed:
         rows, n_valid = valid_rows(problem)
         call = call_of(problem, wanted, len(rows), waiting(problem))
     else:
-        here = Here.of(problem, shard)
+        here = _Here.of(problem, shard)
         problem, divergence = here.problem, _of_here(here, divergence)
         rows, n_valid, call = here.rows, here.n_valid, here.call
         if problem.class_weight is not None:
@@ -142,7 +148,43 @@ def divergence_and_grads(task: Task) -> Summed:
     return Summed(losses, n_valid, factor, d_hidden, d_weight, d_bias)
 
 
-def _of_here(here: Here, divergence: Divergence) -> Divergence:
+class _Here(NamedTuple):
+    """The tokens of all ranks, and the classes that lie here."""
+
+    problem: Problem  # its weight has rows of classes alone; labels are among all classes
+    rows: Tensor  # (n,) the tokens that count
+    n_valid: Tensor  # () int64
+    call: Call
+    n: int  # tokens of this rank's own
+    shard: Shard
+
+    @classmethod
+    def of(cls, problem: Problem, shard: Shard) -> _Here:
+        """Collectives: those of :func:`all_tokens` where each rank has tokens of its own."""
+        n, real = len(problem.hidden), shard.real(problem)
+        if shard.tokens is not None:
+            problem = all_tokens(problem, max(shard.tokens), shard.group)
+        rows, n_valid = counted_rows(problem, shard)
+        call = sharded_call(problem, shard, len(problem.hidden))
+        bias = None if problem.bias is None else problem.bias[:real]
+        problem = problem.but(weight=problem.weight[:real], bias=bias)
+        return cls(problem, rows, n_valid, call, n, shard)
+
+    def d_rows(self, wanted: Wanted) -> Tensor | None:
+        """``(n, H)`` zeros for the gradients of the tokens that count."""
+        if not wanted.hidden:
+            return None
+        hidden = self.problem.hidden
+        return hidden.new_zeros(len(self.rows), hidden.shape[1], dtype=acc_dtype(hidden.dtype))
+
+    def d_hidden(self, d_rows: Tensor | None, sums: RunningSums) -> Tensor:
+        """``(n, H)`` of this rank's tokens; ``(0,)`` where not wanted."""
+        if d_rows is None:
+            return self.problem.hidden.new_empty(0, dtype=acc_dtype(self.problem.hidden.dtype))
+        return sums.d_hidden(self.rows, len(self.problem.hidden), self.n)
+
+
+def _of_here(here: _Here, divergence: Divergence) -> Divergence:
     """The other distribution of all ranks' tokens and the classes here."""
     hidden, weight, bias = divergence.hidden, divergence.weight, divergence.bias
     if hidden is None or weight is None:

@@ -153,15 +153,10 @@ def _checked(gemm: Bf16) -> Bf16 | None:
 
 def _amx_for_mkl() -> bool:
     """Whether MKL uses AMX here: this CPU and system have it, and no variable limits MKL."""
-    if not (_cpu_has("_is_amx_tile_supported") and _cpu_has("_init_amx")):
+    if not (brgemm.cpu_has("_is_amx_tile_supported") and brgemm.cpu_has("_init_amx")):
         return False
     limits = (os.environ.get(name, "") for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"))
     return all(re.fullmatch(r"|AUTO|AVX512_E[4-9]", limit.strip().upper()) for limit in limits)
-
-
-def _cpu_has(name: str) -> bool:
-    probe = getattr(torch.cpu, name, None)
-    return probe is not None and bool(probe())
 
 
 def _mkl_beside_onednn() -> bool:

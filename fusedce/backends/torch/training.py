@@ -14,10 +14,6 @@ The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
 float32 would have rounded most of the loss away.
-
-Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
-and of probabilities rounded to bfloat16 nothing but their errors. So the exponentials of a chunk
-then wait in float32, and what is rounded is the difference.
 """
 
 from __future__ import annotations
@@ -30,22 +26,15 @@ from torch import Tensor
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.held import TILES
-from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import tile_classes, tiles_of, way_of
 from fusedce.backends.protocol import Summed
-from fusedce.backends.torch.logit_tiles import (
-    Logits,
-    TileStats,
-    clear_labels,
-    label_entry,
-    references,
-    tiles,
-)
+from fusedce.backends.torch.logit_tiles import Logits, TileStats, references, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
-from fusedce.contract.objective import Slopes, expected_upstream, slopes, token_losses
+from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.task import Task
 
 _ROWS = 2**18  # elements of a product of some rows, and of its operand, at a time
 _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
@@ -77,15 +66,15 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     return total.to(acc), n_valid
 
 
-def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
+def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
+    problem, wanted, *_ = task
     V, H = problem.weight.shape
     device = problem.hidden.device
     rows, n_valid = valid_rows(problem)
     products = Products.of(problem.hidden)
     logits = Logits(Projection.of(problem), products)
-    head, acc = logits.head, products.acc
-    stored = acc if problem.label_smoothing else products.gradients
+    head, acc, stored = logits.head, products.acc, products.gradients
     call = call_of(problem, wanted, len(rows), waiting(problem), logit=stored.itemsize)
     way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     if way.name == TILES:
@@ -95,7 +84,6 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
     factor = expected_upstream(problem, n_valid)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    mean = MeanLogit(problem) if problem.label_smoothing else None
     buffer = torch.empty(V * min(way.tokens, len(rows)), dtype=stored, device=device)
     if argmax is not None:
         argmax.fill_(-1)
@@ -106,34 +94,25 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         y = problem.labels[chunk].long()
         dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
         made = _Exponentials(logits, buffer[: V * C].view(V, C), step)
-        stats = made.make(
-            logits.operand(h), y, argmax=argmax is not None, dh=dh if mean is None else None
-        )
+        stats = made.make(logits.operand(h), y, argmax=argmax is not None, dh=dh)
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
             argmax[chunk] = stats.argmax()
 
         y = y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
         of_chunk = problem.rows(chunk)
-        total += token_losses(of_chunk, y, nll, lse, None if mean is None else mean.of(h)).sum()
+        total += token_losses(of_chunk, y, nll, lse).sum()
         by = slopes(of_chunk, y, lse)
         outer = problem.logit_scale * factor
-        at_label = outer * _label_gradient(problem, by, y, nll, head.slope(stats.z_label.double()))
-        at_label = at_label.to(acc)  # (C,)
+        # By the label's scaled product: `p - 1` where the others have `p`.
+        at_label = outer * (by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll))
+        slope = head.slope(stats.z_label.double())
+        at_label = (at_label if slope is None else at_label * slope).to(acc)  # (C,)
         assert stats.k is not None
         factors = (outer * (by.nll + by.lse) * (stats.k.double() - lse).exp_()).to(acc)  # (C,)
-        if mean is None:
-            if dh is not None:
-                dh.mul_(factors[:, None])
-            made.add_to_head(grads, h, factors, first=number == 0)
-        else:
-            shift = torch.as_tensor(outer * by.zmean / V).to(acc).expand(C)
-            for begin, end in tiles(V, step):
-                g = _smoothed(problem, made.exps[begin:end], factors, shift, stats.y, begin)
-                made.add_tile(grads, dh, g, h, begin, first=number == 0)
-            factors = torch.ones_like(factors)  # they are in the exponentials now
-
+        made.add_to_head(grads, h, factors, first=number == 0)
         if grads.hidden is not None and dh is not None:
+            dh.mul_(factors[:, None])
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
         product = functools.partial(made.add_rows_to, h=h, factors=factors)
@@ -204,56 +183,3 @@ class _Exponentials:
 
     def _scaled(self, h: Tensor, factors: Tensor) -> Tensor:
         return (h * factors[:, None]).to(self.products.gradients)
-
-    def add_tile(
-        self,
-        grads: Gradients,
-        dh: Tensor | None,  # (C, H)
-        g: Tensor,  # (v, C) in acc
-        h: Tensor,  # (C, H) in acc
-        begin: int,
-        *,
-        first: bool,
-    ) -> None:
-        """Adds what a tile of gradients of the logits makes of all three gradients."""
-        end, gemm = begin + len(g), self.products.gradients
-        if grads.bias is not None:
-            grads.bias[begin:end] += g.sum(1)
-        g = g.to(gemm)
-        if dh is not None:
-            self.products(g.t(), self.logits.rows(begin, end, gemm), dh, add=begin > 0)
-        if grads.weight is not None:
-            self.products(g, h.to(gemm), grads.weight[begin:end], add=not first)
-
-
-def _label_gradient(
-    problem: Problem,
-    by: Slopes,
-    y: Tensor,  # (C,)
-    nll: Tensor,  # (C,) float64
-    slope: Tensor | None,  # (C,)
-) -> Tensor:
-    """``(C,)`` float64: derivative of the loss by the label's scaled product."""
-    g = by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll)
-    if problem.label_smoothing:
-        c = 1.0 if problem.class_weight is None else problem.class_weight.double()[y]
-        g = g + by.zmean * c / problem.weight.shape[0]
-    return g if slope is None else g * slope
-
-
-def _smoothed(
-    problem: Problem,
-    exps: Tensor,  # (v, C), overwritten
-    factors: Tensor,  # (C,)
-    shift: Tensor,  # (C,)
-    y: Tensor,  # (C,)
-    begin: int,
-) -> Tensor:
-    """``exps * factors + class_weight * shift``, and 0 at the labels."""
-    g = exps.mul_(factors)
-    if problem.class_weight is None:
-        g.add_(shift)
-    else:
-        g.addr_(problem.class_weight[begin : begin + len(g)].to(g.dtype), shift)
-    clear_labels(g, *label_entry(y, begin, len(g)))
-    return g

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fusedce.backends.protocol import Summed
@@ -34,10 +33,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     problem, wanted, _, shard = task
     if shard is None:
         return training.loss_and_grads(problem, wanted, argmax)
-    if any(wanted.gradients()):
-        return sharded_sum.loss_and_grads(problem, shard, wanted, argmax)
-    total, n_valid = sharded_sum.loss(problem, shard)
-    return Summed(total, n_valid, torch.ones_like(total), *(total.new_empty(0) for _ in range(3)))
+    return sharded_sum.loss_and_grads(problem, shard, wanted, argmax)
 
 
 def divergence_and_grads(task: Task) -> Summed:

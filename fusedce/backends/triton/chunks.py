@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
@@ -59,17 +58,13 @@ class Chunks:
         self.tiles = Tiles(self.weight, C, self.arch, of_logits=gemm_blocks(problem) is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.grads = torch.empty(C, multiple_of_16(V), dtype=weight.dtype, device=device)
-        exps = self.grads
-        if problem.label_smoothing and problem.softcap is None:
-            # The difference from the smoothed target is rounded, not the probability.
-            exps = torch.empty(C, multiple_of_16(V), dtype=torch.float32, device=device)
-        self.normalise = weight.dtype == torch.float16 or exps is not self.grads
+        self.normalise = weight.dtype == torch.float16
         self.exponentials = Exponentials(
             problem,
             C,
             self.tiles,
             pointwise=self.pointwise,
-            out=exps,
+            out=self.grads,
             amplify=self.amplify,
             own_references=self.normalise,
         )
@@ -111,15 +106,12 @@ class Chunks:
             entries=span(self.entries, 0, C),
             scaled=None if self.scaled is None else span(self.scaled, 0, C),
         )
-        terms = None if options is None else options.terms
         run(
             softmax_rows_kernel,
             (C,),
-            exps=exponentials.out,
-            grads=grads,
+            exps=grads,
             hidden=h,
             scaled=gradient.scaled,
-            class_weight=None if options is None else options.class_weight,
             labels=y,
             maxima=exponentials.maxima,
             sums=exponentials.sums,
@@ -128,8 +120,7 @@ class Chunks:
             losses=losses,
             entries=gradient.entries,
             count=count,
-            terms=terms,
-            shifts=None if terms is None or exponentials.out is grads else terms[3],
+            terms=None if options is None else options.terms,
             lse=None if options is None else options.lse,
             row_factors=gradient.factors,
             best=best,
@@ -206,54 +197,33 @@ class ChunkFactors(NamedTuple):
     problem: Problem  # token weights are the chunk's
     y: Tensor  # (C,) labels, in range
     padding: Tensor | None  # (C,) bool: rows that are none, inside a CUDA graph
-    zmean: Tensor | None  # (C,) fp64, with label smoothing
-    terms: Tensor  # (4, C) fp32: derivatives by nll, lse, lse of the latter, and the mean logit
-    class_weight: Tensor | None  # (V,) fp32, at most 1, padded, with label smoothing
+    terms: Tensor  # (3, C) fp32: derivatives by nll, by lse, and of the latter by lse
     lse: Tensor  # (C,) fp32, for the kernel to fill
 
     def losses(self, nll: Tensor) -> Tensor:
         """``(C,)`` losses from the kernel's ``nll (C,)`` and log-sum-exps."""
-        losses = token_losses(self.problem, self.y, nll.double(), self.lse.double(), self.zmean)
+        losses = token_losses(self.problem, self.y, nll.double(), self.lse.double())
         return losses if self.padding is None else losses.masked_fill(self.padding, 0)
 
 
 class RowFactors:
     """Options of a loss as factors per row; :meth:`chunk` gives those of one chunk."""
 
-    def __init__(
-        self, problem: Problem, V: int | None = None, mean: MeanLogit | None = None
-    ) -> None:
-        """``V``, ``mean``: of all ranks' classes, where ``weight`` has only some of them."""
+    def __init__(self, problem: Problem, V: int | None = None) -> None:
+        """``V``: the number of all ranks' classes, where ``weight`` has only some of them."""
         self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
-        self.mean = MeanLogit(problem) if mean is None and problem.label_smoothing else mean
-        self.class_weight = None
-        self.largest = torch.ones((), dtype=torch.float32, device=problem.weight.device)
-        if self.mean is not None and problem.class_weight is not None:
-            c = problem.class_weight.float()
-            self.largest = c.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-            self.class_weight = padded(c / self.largest)
 
     def chunk(
         self,
         rows: Tensor | slice,
-        h: Tensor,  # (C, H), padding 0
         y: Tensor,  # (C,)
         padding: Tensor | None,  # (C,) bool
     ) -> ChunkFactors:
-        """Factors of the tokens ``rows``, from their hidden states and labels."""
-        C, device = len(h), h.device
+        """Factors of the tokens ``rows``, from their labels."""
         problem = self.problem.rows(rows)
         y = y.long().clamp(0, self.V - 1)
-        zero = torch.zeros(C, dtype=torch.float64, device=device)
+        zero = torch.zeros(len(y), dtype=torch.float64, device=y.device)
         at_0, at_1 = slopes(problem, y, zero), slopes(problem, y, zero + 1)
-        shift = zero + at_0.zmean * self.largest / self.V
-        terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero, shift])
-        return ChunkFactors(
-            problem,
-            y,
-            padding,
-            None if self.mean is None else self.mean.of(h.float()),
-            terms.float(),
-            self.class_weight,
-            torch.empty(C, dtype=torch.float32, device=device),
-        )
+        terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero])
+        lse = torch.empty(len(y), dtype=torch.float32, device=y.device)
+        return ChunkFactors(problem, y, padding, terms.float(), lse)

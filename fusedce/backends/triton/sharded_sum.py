@@ -17,55 +17,23 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, waiting
-from fusedce.backends.mean_logit import MeanLogit
 from fusedce.backends.protocol import Summed
 from fusedce.backends.shards.collectives import (
     RunningSums,
-    all_gather,
     all_reduce,
     all_tokens,
     of_classes,
     sharded_way,
 )
-from fusedce.backends.shards.merge import label_and_others, nll_and_lse, of_ranks
 from fusedce.backends.triton.chunks import Chunks, RowFactors
 from fusedce.backends.triton.exponentials import Peers, label_logits
-from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.launch import Rows, compact, on, pointwise, raise_on_cpu
 from fusedce.backends.triton.training import add_chunks, walkable
-from fusedce.contract.objective import expected_upstream, token_losses
+from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.task import Shard
 
 _NOWHERE = -1  # the row of a label that lies on another rank
-
-
-def loss(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
-    """``loss_sum ()`` and ``n_valid ()`` int64 over all ranks' tokens; holds O(N) numbers."""
-    problem, local = _problems(problem, shard)
-    with on(problem.hidden.device):
-        packed = compact(problem, V=shard.V)
-        raise_on_cpu(packed.n_valid, problem, shard.V)
-        rows = packed.rows[: shard.counted].long()
-        y, of_rows = problem.labels[rows].long(), local.labels[rows]
-        # The first row stands in for a label that lies elsewhere.
-        local = local.but(
-            hidden=problem.hidden[rows], labels=of_rows.clamp(min=0), ignore_index=-100,
-            token_weight=None, memory_budget=None,
-        )  # fmt: skip
-        found = token_stats(local, Wanted(lse=True), None)
-        z_label, others = label_and_others(found.nll, found.lse)
-        here, nowhere = of_rows != _NOWHERE, -math.inf
-        others = torch.where(here, others, found.lse.double())
-        z_label = z_label.masked_fill(~here, nowhere)
-        if not shard.real(problem):
-            others, z_label = others.fill_(nowhere), z_label.fill_(nowhere)
-        of_all, z_labels = of_ranks([others, z_label], shard)
-        nll, lse = nll_and_lse(of_all.logsumexp(0), z_labels, (y >= 0) & (y < shard.V))
-        mean = _mean_logit(problem, shard) if problem.label_smoothing else None
-        zmean = None if mean is None else mean.of(local.hidden.float())
-        losses = token_losses(problem.rows(rows), y.clamp(0, shard.V - 1), nll, lse, zmean)
-        return _total(losses.sum(dtype=torch.float64).float(), packed), packed.n_valid
 
 
 def loss_and_grads(
@@ -98,10 +66,7 @@ def loss_and_grads(
         if n:
             peers = _peers(problem, local, rows, shard)
             chunks = Chunks(local, C, of_weight=wanted.weight, peers=peers)
-            options = None
-            if not problem.plain():
-                mean = _mean_logit(problem, shard) if problem.label_smoothing else None
-                options = RowFactors(local, shard.V, mean)
+            options = None if problem.plain() else RowFactors(local, shard.V)
             real = shard.real(problem)
             head_gradients = of_classes(grads, real)
             if not real:  # the row of zeros needs memory for a gradient, which is not read
@@ -157,17 +122,6 @@ def _peers(problem: Problem, local: Problem, rows: Tensor, shard: Shard) -> Peer
 def _known(z_label: Tensor, y: Tensor, shard: Shard) -> Tensor:
     """``z_label`` with NaN where a label is no class; the sums over ranks have 0 there."""
     return z_label.masked_fill((y < 0) | (y >= shard.V), math.nan)
-
-
-def _mean_logit(problem: Problem, shard: Shard) -> MeanLogit:
-    """Mean logit over the classes of all ranks. Collectives: one all-gather of H + 1 float64."""
-
-    def total(x: Tensor) -> Tensor:
-        return all_gather(x, shard.group).view(-1, len(x)).sum(0)
-
-    real = shard.real(problem)
-    bias = None if problem.bias is None else problem.bias[:real]
-    return MeanLogit(problem.but(weight=problem.weight[:real], bias=bias), shard.V, total)
 
 
 def _total(total: Tensor, packed: Rows) -> Tensor:

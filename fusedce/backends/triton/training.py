@@ -117,7 +117,7 @@ def add_chunks(
         if graph:  # ignored rows take part, as zeros
             padding = torch.arange(begin, end, device=device) >= count
             h = h.masked_fill(padding[:, None], 0)
-        factors = None if options is None else options.chunk(chunk, h, y, padding)
+        factors = None if options is None else options.chunk(chunk, y, padding)
         gradient = chunks.gradient(h, y, nll, count, begin, factors, argmax, rows)
         if factors is not None:
             nll.copy_(factors.losses(nll))

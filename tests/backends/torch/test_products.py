@@ -110,7 +110,7 @@ def test_rows_that_repeat_are_read_right():
 
 
 def test_a_limit_on_mkl_is_obeyed(monkeypatch):
-    monkeypatch.setattr(products, "_cpu_has", lambda name: True)
+    monkeypatch.setattr(brgemm, "cpu_has", lambda name: True)
     for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"):
         monkeypatch.delenv(name, raising=False)
     assert products._amx_for_mkl()
@@ -143,7 +143,7 @@ def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
 def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
     """Where it cannot, it ends the process instead of raising."""
     found = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}
-    monkeypatch.setattr(brgemm, "_cpu_has", lambda name: found[name])
+    monkeypatch.setattr(brgemm, "cpu_has", lambda name: found[name])
     monkeypatch.setattr(brgemm, "library", lambda: (None, None))
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
