@@ -114,12 +114,12 @@ def fused_cross_entropy(
     if _are_probabilities(hidden, labels):
         return _of_probabilities(problem, placed, reduction)
 
-    def check(given: Problem) -> Problem:
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         check_reduction(reduction)
-        return given
+        return given, {"reduction": reduction}
 
     function = SUM if class_weight is None and reduction != "none" else LOSSES
-    problem, shard = ready(problem, placed, function, check, reduction=reduction)
+    problem, shard = ready(problem, placed, function, check)
     if reduction == "none":
         return dispatch.token_losses(Task(problem, shard=shard)).view(local_of(labels).shape)
     if shard is not None:

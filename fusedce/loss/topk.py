@@ -107,13 +107,13 @@ def _found(
 ) -> TopK:
     """The classes and their log-probabilities, without gradient."""
 
-    def check(problem: Problem) -> Problem:
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"k must be an int, got {type(k).__name__}")
-        return tempered(problem, temperature)
+        return tempered(given, temperature), {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden
-    problem, shard = ready(problem, placed, TOPK, check, k=k, differentiable=differentiable)
+    problem, shard = ready(problem, placed, TOPK, check)
     tokens = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
