@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.autograd.sums import SumWithGrads
+from fusedce.autograd.sums import SumWithGrads as SumWithGrads
 from fusedce.backends.shards.agreement import SUM
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
@@ -19,6 +19,8 @@ from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import ready
+
+ce_with_grads = dispatch.sum_with_grads  # for a caller with an autograd node of its own
 
 
 @explains_names
@@ -136,14 +138,6 @@ def fused_ce(
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     return sharded_loss_sum(problem, process_group, argmax_out, monitor, vocab_size, tokens_sharded)
-
-
-def ce_with_grads(problem: Problem) -> SumWithGrads | None:
-    """:func:`checked_ce` without graph: the loss, and its gradients for the caller's autograd node.
-
-    ``None`` where the forward pass computes no gradients.
-    """
-    return dispatch.sum_with_grads(problem)
 
 
 def checked_ce(
