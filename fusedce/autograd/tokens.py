@@ -206,7 +206,6 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 _OF_HEADS = {
     "weight", "bias", "class_weight", "expected_upstream", "divergence_weight", "divergence_bias",
 }  # fmt: skip
-_BEFORE = len(Problem._fields)
 
 
 class TokenStats(torch.autograd.Function):
@@ -265,7 +264,7 @@ class TokenGrads(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
         """All samples in one call where they share the head and no gradient of it is wanted."""
         B = info.batch_size
-        wanted = Wanted(*flat[_BEFORE : _BEFORE + len(Wanted._fields)])
+        wanted = Task.of(flat, Values, Upstreams)[0].wanted
         names = fields(Values, Upstreams)
         if not _share_the_head(names, in_dims) or wanted.weight or wanted.bias:
             return _one_by_one(TokenGrads.apply, B, in_dims, flat)

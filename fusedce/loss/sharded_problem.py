@@ -21,12 +21,10 @@ from fusedce.backends.shards.agreement import (
 )
 from fusedce.contract.checks import (
     autocast,
-    check_flag,
     check_options,
+    check_placed,
     check_tensor_types,
     check_tensors,
-    check_vocab_size,
-    check_whole,
     checked,
     checked_temperature,
     flattened,
@@ -73,9 +71,8 @@ def ready(
     """
     process_group, tokens_sharded, vocab_size = placed
     sharded = is_sharded(problem.weight, process_group)
-    if not sharded:
-        check_whole(tokens_sharded, vocab_size)
     with telling_peers(problem, process_group) if sharded else nullcontext():
+        check_placed(tokens_sharded, vocab_size, sharded=sharded)
         check_tensor_types(problem)
         given, asked = check(problem)
         groups: list[Any] = []
@@ -98,8 +95,6 @@ def ready(
             backend = resolve_backend(given.backend, given.hidden)
             given = given.but(backend=backend, memory_budget=budget)
             flat = flattened(given.but(labels=given.labels.long()))  # some ranks' may be int32
-            check_vocab_size(vocab_size)
-            check_flag("tokens_sharded", tokens_sharded)
         else:
             flat = checked(given)
         if several:
@@ -134,7 +129,7 @@ def divergence_task(
     ``checked`` makes both records of this rank's tensors, and is told whether these are a shard's.
     """
     if not is_sharded(problem.weight, placed[0]):
-        check_whole(*placed[1:])
+        check_placed(*placed[1:], sharded=False)
         problem, divergence = checked(problem, False)
         return Task(problem, divergence=divergence)
     with telling_peers(problem, placed[0]):

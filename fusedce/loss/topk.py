@@ -60,9 +60,7 @@ def fused_topk(
     Args:
         k: number of classes, at least 1 and at most V.
         hidden, weight, bias, softcap, logit_scale, temperature, memory_budget, backend,
-            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`. Over a
-            sharded vocabulary each rank finds its own ``k`` candidates, and one all-gather of
-            ``2 k + 1`` float64 numbers a token merges them: the same bits on all ranks.
+            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`.
 
     Returns:
         :class:`TopK`: ``logprob (..., k)`` float32 (float64 for float64 inputs) in descending
