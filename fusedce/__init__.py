@@ -51,36 +51,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "FusedLinearCrossEntropyLoss": "loss.names_of_peers",
-    "FusedTrainerMixin": "trainer",
-    "LossAccumulator": "accumulate.accumulator",
-    "LossSum": "contract.results",
-    "TokenStats": "contract.results",
-    "TopK": "contract.results",
-    "audit": "auditing",
-    "count_valid": "contract.labels",
-    "fused_argmax": "loss.logprobs",
-    "fused_ce": "loss.fused_ce",
-    "fused_cross_entropy": "loss.cross_entropy",
-    "fused_kl": "loss.kl",
-    "fused_kl_tokens": "loss.kl",
-    "fused_logprobs": "loss.logprobs",
-    "fused_topk": "loss.topk",
-    "head_report": "head.replace",
-    "linear_cross_entropy": "loss.names_of_peers",
-    "model_loss": "trainer.model_loss",
-    "reference_ce": "loss.reference",
-    "reference_kl": "loss.reference",
-    "replace_loss_head": "head.replace",
-    "restore_loss_head": "head.replace",
-    "shift_labels": "contract.labels",
+_NAMES = {
+    "accumulate.accumulator": ("LossAccumulator",),
+    "auditing": ("audit",),
+    "contract.labels": ("count_valid", "shift_labels"),
+    "contract.results": ("LossSum", "TokenStats", "TopK"),
+    "head.replace": ("head_report", "replace_loss_head", "restore_loss_head"),
+    "loss.cross_entropy": ("fused_cross_entropy",),
+    "loss.fused_ce": ("fused_ce",),
+    "loss.kl": ("fused_kl", "fused_kl_tokens"),
+    "loss.logprobs": ("fused_argmax", "fused_logprobs"),
+    "loss.names_of_peers": ("FusedLinearCrossEntropyLoss", "linear_cross_entropy"),
+    "loss.reference": ("reference_ce", "reference_kl"),
+    "loss.topk": ("fused_topk",),
+    "trainer": ("FusedTrainerMixin",),
+    "trainer.model_loss": ("model_loss",),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 """The module of each public name."""
 _MODULES = (
     "accumulate", "head", "loss", "recipes", "sharded", "testing", "trainer", "trainer_rl",
 )  # fmt: skip
-__all__ = list(_HOME)
+__all__ = sorted(_HOME)
 
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report a name that is not there

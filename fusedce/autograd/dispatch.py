@@ -91,7 +91,10 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
 
 
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
-    """The sum with the gradients that are wanted; ``None`` where the forward pass has none."""
+    """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
+
+    ``None`` where the forward pass computes no gradients.
+    """
     wanted = wanted_gradients(problem)
     if transformed() or problem.label_smoothing or not any(wanted):
         return None

@@ -31,7 +31,7 @@ from fusedce.autograd.derivatives import (
     refuse_second_derivatives,
 )
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import waiting
+from fusedce.backends.gradients import waiting, without_values
 from fusedce.backends.shards.collectives import all_reduce
 from fusedce.contract.problem import Problem, Wanted, arguments_of
 from fusedce.contract.results import LossSum
@@ -49,7 +49,8 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
         task = task.but(problem=detached(problem))
         total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
     if any(task.wanted.gradients()):
-        total = with_gradients(total, factor, problem, grads)
+        attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
+        total = torch.ops.fusedce.attach(*attached, *grads, problem.backend)
     return total, n_valid, argmax
 
 
@@ -84,24 +85,6 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     dtype = problem.hidden.dtype
     ours = not keeps_saved_tensors()
     return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
-
-
-def with_gradients(total: Tensor, factor: Tensor, problem: Problem, grads: list[Tensor]) -> Tensor:
-    """``total`` with a graph: ``grads`` hold ``factor`` times its gradients, or nothing."""
-    d_hidden, d_weight, d_bias = grads
-    attached = Attached(
-        loss_sum=total,
-        factor=factor,
-        hidden=problem.hidden,
-        weight=problem.weight,
-        bias=problem.bias,
-        d_hidden=d_hidden,
-        d_weight=d_weight,
-        d_bias=d_bias,
-        backend=str(problem.backend),
-    )
-    result: Tensor = torch.ops.fusedce.attach(*attached)
-    return result
 
 
 @torch.library.custom_op(
@@ -139,16 +122,13 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if divergence is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
-    return total, n_valid, argmax, torch.empty_like(total), *fake_grads(problem, wanted)
-
-
-def fake_grads(problem: Problem, wanted: Wanted) -> list[Tensor]:
-    """Gradients of a sum without values, as they wait for backward; ``(0,)`` where not wanted."""
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    return [
-        problem.hidden.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
-        for x, want, dtype in zip(inputs, wanted.gradients(), waiting(problem), strict=True)
-    ]
+    return (
+        total,
+        n_valid,
+        argmax,
+        torch.empty_like(total),
+        *without_values(problem, wanted, waiting(problem)),
+    )
 
 
 class Attached(NamedTuple):

@@ -23,7 +23,7 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import check_divergence_budget, of_inputs
+from fusedce.backends.gradients import check_divergence_budget, of_inputs, without_values
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
 from fusedce.contract.problem import Problem, Wanted
@@ -188,14 +188,9 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
 
 
 @_grads.register_fake
-def fake_grads(*flat: Any) -> tuple[Tensor, ...]:
-    """Gradients without values, in the inputs' dtype: ``(0,)`` where none is wanted."""
+def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    return tuple(
-        problem.hidden.new_empty(x.shape if want and x is not None else (0,))
-        for x, want in zip(inputs, wanted.gradients(), strict=True)
-    )
+    return tuple(without_values(problem, wanted, of_inputs(problem)))
 
 
 # ---- inside transforms of torch.func ------------------------------------------------------------
@@ -211,7 +206,6 @@ def fake_grads(*flat: Any) -> tuple[Tensor, ...]:
 _OF_HEADS = {
     "weight", "bias", "class_weight", "expected_upstream", "divergence_weight", "divergence_bias",
 }  # fmt: skip
-_BEFORE = len(Problem._fields)
 
 
 class TokenStats(torch.autograd.Function):
@@ -270,7 +264,7 @@ class TokenGrads(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
         """All samples in one call where they share the head and no gradient of it is wanted."""
         B = info.batch_size
-        wanted = Wanted(*flat[_BEFORE : _BEFORE + len(Wanted._fields)])
+        wanted = Task.of(flat, Values, Upstreams)[0].wanted
         names = fields(Values, Upstreams)
         if not _share_the_head(names, in_dims) or wanted.weight or wanted.bias:
             return _one_by_one(TokenGrads.apply, B, in_dims, flat)

@@ -10,7 +10,6 @@ A tile of the gradient holds the addends of the tokens' statistics and theirs be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -73,8 +72,14 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
     head = Projection.of(problem)
     valid, y = in_range(problem, classes)
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
-    for rows in _chunks(problem, classes):
-        h = _rows(problem, rows, valid[rows])
+    budget, (N, K) = problem.memory_budget, classes.shape
+    # A quarter of the budget, which others use as well; rows are held as they are and in float32.
+    held = _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)
+    step = max(held // (K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())), 1)
+    for begin in range(0, N, step):
+        rows = slice(begin, min(begin + step, N))
+        # 0 where no entry counts, whatever the row holds
+        h = problem.hidden[rows].to(head.acc).masked_fill(~valid[rows].any(1, keepdim=True), 0)
         # (A matrix product might round its operands, where the user allows that for float32.)
         z[rows] = problem.weight[y[rows]].to(head.acc).mul_(h[:, None]).sum(2)
     if problem.bias is not None:
@@ -105,24 +110,3 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
             code = bad_label_code(at, int(own[at]))
             raise ValueError(bad_label_message(code, V, problem.ignore_index, own))
     return valid, classes.long().clamp(0, V - 1)
-
-
-def _rows(problem: Problem, rows: slice, valid: Tensor) -> Tensor:
-    """``(C, H)`` in fp32 or fp64; 0 where no entry counts, whatever the row holds."""
-    h = problem.hidden[rows].to(Projection.of(problem).acc)
-    return h.masked_fill(~valid.any(1, keepdim=True), 0)
-
-
-def _chunks(problem: Problem, classes: Tensor) -> Iterator[slice]:
-    """Slices of tokens whose rows of the head fit the budget, as they are and in float32."""
-    N, K = classes.shape
-    each = K * problem.hidden.shape[1] * (4 + problem.hidden.element_size())
-    step = max(_held(problem) // each, 1)
-    for begin in range(0, N, step):
-        yield slice(begin, min(begin + step, N))
-
-
-def _held(problem: Problem) -> int:
-    """Bytes to hold at a time: a quarter of the budget, which others use as well."""
-    budget = problem.memory_budget
-    return _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)

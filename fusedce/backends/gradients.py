@@ -42,6 +42,15 @@ def waiting(problem: Problem) -> Dtypes:
     return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
 
 
+def without_values(problem: Problem, wanted: Wanted, dtypes: Dtypes) -> list[Tensor]:
+    """Gradients for a fake implementation: ``(0,)`` where not wanted."""
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    return [
+        problem.hidden.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
+        for x, want, dtype in zip(inputs, wanted.gradients(), dtypes, strict=True)
+    ]
+
+
 def call_of(
     problem: Problem,
     wanted: Wanted,
@@ -171,17 +180,11 @@ class Gradients:
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
-        of_hidden, of_weight, of_bias = self.dtypes
-        return (
-            self._written(self.hidden, of_hidden),
-            self._written(self.weight, of_weight),
-            self._written(self.bias, of_bias),
+        d_hidden, d_weight, d_bias = (
+            torch.empty(0, dtype=dtype, device=self.device) if grad is None else grad.to(dtype)
+            for grad, dtype in zip((self.hidden, self.weight, self.bias), self.dtypes, strict=True)
         )
-
-    def _written(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if grad is None:
-            return torch.empty(0, dtype=dtype, device=self.device)
-        return grad if grad.dtype == dtype else grad.to(dtype)
+        return d_hidden, d_weight, d_bias
 
 
 def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:

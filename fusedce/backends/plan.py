@@ -172,12 +172,9 @@ def tiles_of(
     else:
         most = call.limits.block_tokens
         T = tile_classes(call, None, most)
-    R = (
-        equal_parts(n, most, _block_multiple(call))
-        if chunk_tokens is None
-        else min(chunk_tokens, n)
-    )
-    return by_tiles(call, R, T)
+    if chunk_tokens is not None:
+        return by_tiles(call, min(chunk_tokens, n), T)
+    return by_tiles(call, equal_parts(n, most, _block_multiple(call)), T)
 
 
 def way_of_divergence(

@@ -12,9 +12,11 @@ from torch import Tensor
 from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
 from fusedce.contract.labels import can_be_read, check_ignore_index, check_labels
 from fusedce.contract.problem import NUMBERS, RANGES, Problem
+from fusedce.contract.rounding import acc_dtype
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _LARGEST = torch.iinfo(torch.int64).max
+_LEAST_TEMPERATURE = 1e-30
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -34,11 +36,7 @@ def checked(problem: Problem) -> Problem:
 
 
 def check_options(problem: Problem) -> None:
-    """Check the numbers and the weights of a problem.
-
-    Raises:
-        TypeError, ValueError: an option has a wrong type, shape, device or value.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
     check_softcap(problem.softcap)
     check_ignore_index(problem.ignore_index, problem.labels)
     check_chunk_tokens(problem.chunk_tokens)
@@ -153,7 +151,7 @@ def check_tensors(problem: Problem) -> None:
     if weight.dim() != 2 or weight.shape[1] != H:
         raise ValueError(
             f"weight must be (V, H) with H={H} (from hidden), got {tuple(weight.shape)}"
-            + _explained(problem)
+            + misplaced(problem)
         )
     V = weight.shape[0]
     if V == 0:
@@ -167,7 +165,7 @@ def check_tensors(problem: Problem) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(labels.shape)}" + _explained(problem)
+            f"got {tuple(labels.shape)}" + misplaced(problem)
         )
     check_labels(labels)
     if bias is not None and bias.shape != (V,):
@@ -192,18 +190,8 @@ def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
         )
 
 
-def _explained(problem: Problem) -> str:
-    meant = misplaced(problem)
-    return "" if meant is None else f". {meant}"
-
-
 def check_temperature(value: float) -> float:
-    """``value`` as a float.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not positive, or so small that logits over it are infinite.
-    """
+    """``value`` as a float; an error where it is not positive, or logits over it are infinite."""
     t = check_number("temperature", value)
     if t <= 0:
         raise ValueError(f"temperature must be positive, got {value}")
@@ -235,18 +223,13 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def check_vocab_size(vocab_size: object) -> None:
-    """Raise a ``TypeError`` unless ``vocab_size`` is an int or ``None``."""
+def check_placed(tokens_sharded: bool, vocab_size: int | None, *, sharded: bool) -> None:
+    """Check the arguments of a sharded vocabulary, which elsewhere must have their defaults."""
+    check_flag("tokens_sharded", tokens_sharded)
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
         raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
-
-
-def check_whole(tokens_sharded: bool, vocab_size: int | None) -> None:
-    """Raise unless these arguments, of a sharded vocabulary alone, have their defaults."""
-    check_flag("tokens_sharded", tokens_sharded)
-    check_vocab_size(vocab_size)
     for name, given in (("tokens_sharded", tokens_sharded), ("vocab_size", vocab_size is not None)):
-        if given:
+        if given and not sharded:
             raise ValueError(
                 f"{name} is for a weight whose rows are split among ranks, got a whole one: give "
                 f"process_group=, or a DTensor with Shard(0)"
@@ -267,15 +250,10 @@ def check_reduction(reduction: object) -> None:
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
-_LEAST_TEMPERATURE = 1e-30
-
-
 def check_number(name: str, value: float) -> float:
-    """``value`` as a float, checked against the range of the option ``name``.
+    """``value`` as a float; ``TypeError`` or ``ValueError`` where :data:`RANGES` does not allow it.
 
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not finite in float32, or outside of :data:`RANGES`.
+    Every number must be finite in float32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -285,6 +263,14 @@ def check_number(name: str, value: float) -> float:
     if not least <= value <= most:
         raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
     return float(value)
+
+
+def check_width(name: str, x: Tensor, hidden: Tensor) -> None:
+    """Raise ``TypeError`` unless ``x`` is float64 exactly where ``hidden`` is."""
+    if acc_dtype(x.dtype) != acc_dtype(hidden.dtype):
+        raise TypeError(
+            f"{name} must be float64 exactly where hidden is, got {x.dtype} for {hidden.dtype}"
+        )
 
 
 def _check_weights(
@@ -354,11 +340,9 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
-    """Check a budget in bytes.
+    """Raise ``TypeError`` or ``ValueError`` unless it is ``None`` or a positive int, in bytes.
 
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is not positive, or ``chunk_tokens`` is given as well.
+    Not both of the two may be given.
     """
     if memory_budget is None:
         return
@@ -377,11 +361,7 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
 
 
 def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
-    """The given budget in bytes; else the environment's, unless ``chunk_tokens`` is given.
-
-    Raises:
-        ValueError: the variable of the environment is not a positive whole number.
-    """
+    """The given budget in bytes; else the environment's, unless ``chunk_tokens`` is given."""
     if memory_budget is not None or chunk_tokens is not None:
         return memory_budget
     given = os.environ.get(BUDGET_VARIABLE, "").strip()

@@ -17,6 +17,7 @@ from fusedce.contract.checks import (
     check_temperature,
     check_tensor_types,
     check_tensors,
+    check_width,
     checked,
     with_a_row,
 )
@@ -190,11 +191,7 @@ def checked_divergence(
             + ", if those are the same classes and the others are padding"
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
-    if acc_dtype(teacher.hidden.dtype) != acc_dtype(problem.hidden.dtype):
-        raise TypeError(
-            f"teacher_hidden must be float64 exactly where hidden is, got "
-            f"{teacher.hidden.dtype} for {problem.hidden.dtype}"
-        )
+    check_width("teacher_hidden", teacher.hidden, problem.hidden)
     softcap, bias = divergence.softcap, teacher.bias
     return problem, divergence.but(
         hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]),
@@ -244,11 +241,7 @@ def checked_targets(
             f"labels of class probabilities must be (..., V) = {(*leading, V)}, got "
             f"{tuple(probabilities.shape)}"
         )
-    if acc_dtype(probabilities.dtype) != acc_dtype(problem.hidden.dtype):
-        raise TypeError(
-            f"labels of class probabilities must be float64 exactly where hidden is, got "
-            f"{probabilities.dtype} for {problem.hidden.dtype}"
-        )
+    check_width("labels of class probabilities", probabilities, problem.hidden)
     differentiated = probabilities.requires_grad and torch.is_grad_enabled()
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         differentiated |= forward_ad.unpack_dual(probabilities).tangent is not None

@@ -134,30 +134,33 @@ def not_dense(name: str, given: Tensor) -> TypeError:
     return TypeError(f"{name} must be a dense tensor, got {given.layout}: pass {name}.to_dense()")
 
 
-def misplaced(problem: Problem) -> str | None:
-    """The likely mistake behind shapes that do not fit, for the end of an error message."""
+def misplaced(problem: Problem) -> str:
+    """The end of an error message for shapes that do not fit: the likely mistake, if there is one.
+
+    It begins with a full stop, and is empty where nothing is likely.
+    """
     hidden, weight, labels = (tuple(x.shape) for x in problem[:3])
     if labels == weight[:-1] != hidden[:-1] and hidden[-1:] == weight[-1:] and len(hidden) == 2:
-        return "hidden and weight look swapped: hidden comes first"
+        return ". hidden and weight look swapped: hidden comes first"
     if len(weight) == 2 and hidden[-1:] == weight[:1] and hidden[-1:] != weight[1:]:
         return (
-            "hidden looks like logits (pass the states that go into the head), or weight like its "
-            "own transpose (pass weight.T)"
+            ". hidden looks like logits (pass the states that go into the head), or weight like "
+            "its own transpose (pass weight.T)"
         )
     tokens = hidden[:-1]
     if hidden[-1:] != weight[1:] or len(tokens) == 0:
-        return None
+        return ""
     if len(labels) == len(tokens) and labels[:-1] == tokens[:-1]:
         if labels[-1] == tokens[-1] - 1:
             return (
-                "labels look cut, so that they are aligned with the next token: pass "
+                ". labels look cut, so that they are aligned with the next token: pass "
                 "fusedce.shift_labels(labels) of the uncut labels, or hidden[..., :-1, :]"
             )
         if labels[-1] == tokens[-1] + 1:
             return (
-                "hidden looks cut: pass labels[..., 1:], or the uncut hidden with "
+                ". hidden looks cut: pass labels[..., 1:], or the uncut hidden with "
                 "fusedce.shift_labels(labels)"
             )
     if math.prod(labels) == math.prod(tokens):
-        return "They have equally many positions: pass labels.reshape(hidden.shape[:-1])"
-    return None
+        return ". They have equally many positions: pass labels.reshape(hidden.shape[:-1])"
+    return ""

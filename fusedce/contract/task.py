@@ -71,12 +71,11 @@ class Task(NamedTuple):
     @classmethod
     def of(cls, flat: Sequence[Any], *records: Any) -> tuple[Any, ...]:
         """The task of an operator's arguments, and its own as ``records`` of their fields."""
-        problem, flat = Problem(*flat[:_OF_PROBLEM]), flat[_OF_PROBLEM:]
-        wanted, flat = Wanted(*flat[:_OF_WANTED]), flat[_OF_WANTED:]
-        own = []
-        for record in records:
-            own.append(record(*flat[: len(record._fields)]))
+        made = []
+        for record in (Problem, Wanted, *records):
+            made.append(record(*flat[: len(record._fields)]))
             flat = flat[len(record._fields) :]
+        problem, wanted, *own = made
         of_divergence, of_shard = flat[:_OF_DIVERGENCE], flat[_OF_DIVERGENCE:]
         named = dict(zip(Divergence._fields, of_divergence, strict=False))
         divergence = None if named.get("kind") is None else Divergence(*of_divergence)
@@ -87,7 +86,6 @@ class Task(NamedTuple):
         return cls(problem, wanted, divergence, shard), *own
 
 
-_OF_PROBLEM, _OF_WANTED = len(Problem._fields), len(Wanted._fields)
 _OF_DIVERGENCE = len(Divergence._fields)
 
 

@@ -114,21 +114,29 @@ def fused_cross_entropy(
     if _are_probabilities(hidden, labels):
         return _of_probabilities(problem, placed, reduction)
 
-    def check(given: Problem) -> Problem:
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         check_reduction(reduction)
-        return given
+        return given, {"reduction": reduction}
 
     function = SUM if class_weight is None and reduction != "none" else LOSSES
-    problem, shard = ready(problem, placed, function, check, reduction=reduction)
-    if reduction == "none":
-        return dispatch.token_losses(Task(problem, shard=shard)).view(local_of(labels).shape)
-    if shard is not None:
+    problem, shard = ready(problem, placed, function, check)
+    if shard is not None and reduction != "none":
         return _over_ranks(problem, shard, reduction)
+    return _reduced(Task(problem, shard=shard), reduction, local_of(labels).shape, problem)
+
+
+def _reduced(task: Task, reduction: str, shape: torch.Size, counted: Problem) -> Tensor:
+    """Losses in ``shape``, their sum, or their mean by the valid labels and weights of another."""
+    if reduction == "none":
+        return dispatch.token_losses(task).view(shape)
+    problem = task.problem
     if reduction == "sum":
-        return dispatch.loss_sum(Task(_as_it_is(problem)))[0].loss_sum
-    denominator = _denominator(problem)
-    problem = problem.but(expected_upstream=1 / denominator)
-    return dispatch.loss_sum(Task(problem))[0].loss_sum / denominator
+        return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
+    weights, count = weights_and_count(counted)
+    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
+    denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
+    task = task.but(problem=problem.but(expected_upstream=1 / denominator))
+    return dispatch.loss_sum(task)[0].loss_sum / denominator
 
 
 def _over_ranks(problem: Problem, shard: Shard, reduction: str) -> Tensor:
@@ -167,15 +175,7 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
 
     problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
     task = divergence_task(problem, placed, reduction, checked)
-    problem = task.problem
-    if reduction == "none":
-        return dispatch.token_losses(task).view(given.shape[:-1])
-    if reduction == "sum":
-        return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
-    positions = weights_and_count(problem.but(class_weight=None))[1].clamp(min=1)
-    positions = positions.to(acc_dtype(problem.hidden.dtype))
-    task = task.but(problem=problem.but(expected_upstream=1 / positions))
-    return dispatch.loss_sum(task)[0].loss_sum / positions
+    return _reduced(task, reduction, given.shape[:-1], task.problem.but(class_weight=None))
 
 
 def _as_it_is(problem: Problem) -> Problem:
@@ -184,11 +184,3 @@ def _as_it_is(problem: Problem) -> Problem:
         return problem
     one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))
     return problem.but(expected_upstream=one)
-
-
-def _denominator(problem: Problem) -> Tensor:
-    """``()``: number of valid tokens, or the sum of the weights of their classes; never 0 / 0."""
-    dtype = acc_dtype(problem.hidden.dtype)
-    weights, count = weights_and_count(problem)
-    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    return torch.where(count > 0, weights, 1.0).to(dtype)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.autograd.sums import SumWithGrads
-from fusedce.backends.shards.agreement import groups_of, tell_peers_on_error
-from fusedce.contract.checks import check_argmax_out, check_whole, checked
+from fusedce.autograd.sums import SumWithGrads as SumWithGrads
+from fusedce.backends.shards.agreement import SUM
+from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Shard, Task
-from fusedce.loss.sharded_problem import agree_on_problem, device_of, is_sharded
+from fusedce.loss.sharded_problem import ready
+
+ce_with_grads = dispatch.sum_with_grads  # for a caller with an autograd node of its own
 
 
 @explains_names
@@ -135,23 +137,7 @@ def fused_ce(
         softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    if is_sharded(weight, process_group):
-        placed = process_group, argmax_out, monitor, vocab_size, tokens_sharded
-        return sharded_loss_sum(problem, *placed)
-    check_whole(tokens_sharded, vocab_size)
-    check_monitor(monitor)
-    problem = checked(problem)
-    if argmax_out is not None:
-        check_argmax_out(argmax_out, labels)
-    return checked_ce(problem, monitor, argmax_out)
-
-
-def ce_with_grads(problem: Problem) -> SumWithGrads | None:
-    """:func:`checked_ce` without graph: the loss, and its gradients for the caller's autograd node.
-
-    ``None`` where the forward pass computes no gradients.
-    """
-    return dispatch.sum_with_grads(problem)
+    return sharded_loss_sum(problem, process_group, argmax_out, monitor, vocab_size, tokens_sharded)
 
 
 def checked_ce(
@@ -183,14 +169,16 @@ def sharded_loss_sum(
     vocab_size: int | None = None,
     tokens_sharded: bool = False,
 ) -> LossSum:
-    """:func:`fused_ce` of a sharded vocabulary, of arguments as they were given."""
-    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
+    """:func:`fused_ce` of arguments as they were given, of a whole vocabulary too."""
+
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         check_monitor(monitor)
+        beside = sorted(monitor)
         if argmax_out is not None:
-            argmax_out = local_of(argmax_out)
-            check_argmax_out(argmax_out, local_of(problem.labels))
-    beside = [*sorted(monitor), *(["argmax_out"] if argmax_out is not None else [])]
-    problem, shard = agree_on_problem(
-        problem, process_group, tokens_sharded, vocab_size, monitor=", ".join(beside) or None
-    )
-    return checked_ce(problem, monitor, argmax_out, shard)
+            check_argmax_out(local_of(argmax_out), local_of(given.labels))
+            beside.append("argmax_out")
+        return given, {"monitor": ", ".join(beside)}
+
+    placed = process_group, tokens_sharded, vocab_size
+    problem, shard = ready(problem, placed, SUM, check)
+    return checked_ce(problem, monitor, local_of(argmax_out), shard)

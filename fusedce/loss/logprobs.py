@@ -131,9 +131,9 @@ def fused_logprobs(
         backend=backend,
     )  # fmt: skip
 
-    def check(problem: Problem) -> Problem:
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         check_flag("mean_logit", mean_logit)
-        return tempered(problem, temperature)
+        return tempered(given, temperature), {}
 
     placed = process_group, tokens_sharded, vocab_size
     problem, shard = ready(problem, placed, MEAN_LOGIT if mean_logit is True else STATISTICS, check)
@@ -182,7 +182,7 @@ def fused_argmax(
         backend=backend,
     )  # fmt: skip
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, ARGMAX, lambda given: given)
+    problem, shard = ready(problem, placed, ARGMAX, lambda given: (given, {}))
     argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
     return argmax.view(local_of(hidden).shape[:-1])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fusedce.contract.explain import explains_names
-from fusedce.contract.labels import check_ignore_index, check_labels, shift_labels
+from fusedce.contract.labels import shift_labels
 from fusedce.loss.cross_entropy import fused_cross_entropy
 
 Reduction = Literal["mean", "sum", "none"]
@@ -150,8 +150,6 @@ def linear_cross_entropy(
             raise ValueError("ignore_index must be an int with shift: the last labels are missing")
         if not 0 <= offset < T:
             raise ValueError(f"shift must be in [0, T) with T={T} (from labels), got {shift}")
-        check_labels(labels)
-        check_ignore_index(ignore_index, labels)
         if isinstance(token_weight, Tensor) and token_weight.shape == labels.shape:
             token_weight = token_weight.roll(-offset, -1)
         labels = shift_labels(labels, offset=offset, ignore_index=ignore_index)

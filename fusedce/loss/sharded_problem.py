@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from fusedce.backends.shards.agreement import (
     DIVERGENCE,
     MEAN_LOGIT,
     STATISTICS,
-    SUM,
     agree,
     groups_of,
     layout_of,
@@ -21,12 +21,10 @@ from fusedce.backends.shards.agreement import (
 )
 from fusedce.contract.checks import (
     autocast,
-    check_flag,
     check_options,
+    check_placed,
     check_tensor_types,
     check_tensors,
-    check_vocab_size,
-    check_whole,
     checked,
     checked_temperature,
     flattened,
@@ -53,91 +51,71 @@ def ready(
     problem: Problem,
     placed: tuple[Any, bool, int | None],  # process_group, tokens_sharded, vocab_size
     function: str,
-    check: Callable[[Problem], Problem],
-    **asked: Any,
+    check: Callable[[Problem], tuple[Problem, dict[str, Any]]],
 ) -> tuple[Problem, Shard | None]:
     """Check and flatten a problem; and find this rank's shard where the vocabulary is sharded.
-
-    ``check`` makes the checks of the public function's own arguments first. The rest is as in
-    :func:`agree_on_problem`.
-    """
-    if is_sharded(problem.weight, placed[0]):
-        with tell_peers_on_error(groups_of(problem.weight, placed[0]), device_of(problem.labels)):
-            problem = check(problem)
-        return agree_on_problem(problem, *placed, function, **asked)
-    check_whole(*placed[1:])
-    given = check(problem)
-    several = function in (STATISTICS, MEAN_LOGIT) and has_several_classes(given)
-    problem = checked(given.but(labels=given.labels[..., 0]) if several else given)
-    if several:
-        problem = problem.but(labels=given.labels.reshape(-1, given.labels.shape[-1]))
-    return with_temperature(problem, given.hidden), None
-
-
-def with_temperature(problem: Problem, hidden: Tensor) -> Problem:
-    """A flattened problem with its tokens' temperatures checked; ``hidden (..., H)`` as given."""
-    if problem.temperature is None:
-        return problem
-    used = problem.valid() if problem.labels.dim() == 1 else problem.valid().any(1)
-    return problem.but(temperature=checked_temperature(problem.temperature, hidden, used))
-
-
-def agree_on_problem(
-    problem: Problem,
-    process_group: Any,
-    tokens_sharded: bool = False,
-    vocab_size: int | None = None,
-    function: str = SUM,
-    monitor: str | None = None,
-    **asked: Any,
-) -> tuple[Problem, Shard]:
-    """Check and flatten this rank's problem, and compare it with those of the other ranks.
 
     Labels ``(..., K)``, several classes of a token, become ``(N, K)``.
 
     Args:
-        problem, process_group, tokens_sharded, vocab_size: as given to the public function.
+        problem: as given to the public function.
         function: one of :data:`fusedce.backends.shards.agreement.FUNCTIONS`.
-        monitor: names of the statistics and outputs that are asked for beside the loss.
-        asked: further settings of the public function, which all ranks must share.
-
-    Returns:
-        The problem of this rank's tensors, and its shard.
+        check: makes the checks of the public function's own arguments, and returns the problem with
+            those of its settings that all ranks must share; as ``monitor`` the names of the
+            statistics and outputs that are asked for beside the loss.
 
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
-    Collectives: see :func:`fusedce.backends.shards.agreement.agree`.
+    Collectives, of a sharded vocabulary: see :func:`fusedce.backends.shards.agreement.agree`.
     """
-    with tell_peers_on_error(groups_of(problem.weight, process_group), device_of(problem.labels)):
+    process_group, tokens_sharded, vocab_size = placed
+    sharded = is_sharded(problem.weight, process_group)
+    with telling_peers(problem, process_group) if sharded else nullcontext():
+        check_placed(tokens_sharded, vocab_size, sharded=sharded)
         check_tensor_types(problem)
-        problem, groups, by_tokens = layout_of(problem, process_group, tokens_sharded)
-        problem = autocast(problem)
-        classes = None
-        if function in (STATISTICS, MEAN_LOGIT) and has_several_classes(problem):
-            classes = problem.labels
-            function = f"{function}, {classes.shape[-1]} classes each"
-            problem = problem.but(labels=classes[..., 0])
-        check_tensors(with_a_row(problem))
-        problem = problem.but(backend=resolve_backend(problem.backend, problem.hidden))
-        c = problem.class_weight
-        # The class weights are those of all ranks' classes, whose number `agree` finds.
-        check_options(problem.but(weight=c) if isinstance(c, Tensor) else problem)
-        # An environment may differ between ranks as arguments may.
-        budget = memory_budget_of(problem.memory_budget, problem.chunk_tokens)
-        labels = problem.labels if classes is None else classes
-        problem = problem.but(labels=labels, memory_budget=budget)
-        flat = flattened(problem.but(labels=problem.labels.long()))  # some ranks' may be int32
-        if classes is not None:
-            flat = flat.but(labels=flat.labels.view(-1, classes.shape[-1]))
-        flat = with_temperature(flat, problem.hidden)
-        check_vocab_size(vocab_size)
-        check_flag("tokens_sharded", tokens_sharded)
+        given, asked = check(problem)
+        groups: list[Any] = []
+        by_tokens = tokens_sharded
+        if sharded:
+            given, groups, by_tokens = layout_of(given, process_group, tokens_sharded)
+        given = autocast(given)
+        labels = given.labels
+        several = function in (STATISTICS, MEAN_LOGIT) and has_several_classes(given)
+        if several:
+            function = f"{function}, {labels.shape[-1]} classes each"
+            given = given.but(labels=labels[..., 0])
+        if sharded:
+            check_tensors(with_a_row(given))
+            c = given.class_weight
+            # The class weights are those of all ranks' classes, whose number `agree` finds.
+            check_options(given.but(weight=c) if isinstance(c, Tensor) else given)
+            # An environment may differ between ranks as arguments may.
+            budget = memory_budget_of(given.memory_budget, given.chunk_tokens)
+            backend = resolve_backend(given.backend, given.hidden)
+            given = given.but(backend=backend, memory_budget=budget)
+            flat = flattened(given.but(labels=given.labels.long()))  # some ranks' may be int32
+        else:
+            flat = checked(given)
+        if several:
+            classes = labels.to(flat.labels.dtype).reshape(-1, labels.shape[-1])
+            flat = flat.but(labels=classes)
+        if flat.temperature is not None:
+            used = flat.valid().any(1) if several else flat.valid()
+            flat = flat.but(temperature=checked_temperature(flat.temperature, given.hidden, used))
+    if not sharded:
+        return flat, None
     shard = agree(
-        problem, groups, tokens_sharded=by_tokens, vocab_size=vocab_size,
-        function=function, monitor=monitor or "", **asked,
+        given.but(labels=labels), groups, tokens_sharded=by_tokens, vocab_size=vocab_size,
+        **{"function": function, "monitor": "", **asked},
     )  # fmt: skip
     return flat, shard
+
+
+def telling_peers(problem: Problem, process_group: Any) -> AbstractContextManager[None]:
+    """Send an error inside the block to the ranks of a sharded vocabulary."""
+    groups = groups_of(problem.weight, process_group)
+    return tell_peers_on_error(groups, device_of(problem.labels))
 
 
 def divergence_task(
@@ -151,10 +129,10 @@ def divergence_task(
     ``checked`` makes both records of this rank's tensors, and is told whether these are a shard's.
     """
     if not is_sharded(problem.weight, placed[0]):
-        check_whole(*placed[1:])
+        check_placed(*placed[1:], sharded=False)
         problem, divergence = checked(problem, False)
         return Task(problem, divergence=divergence)
-    with tell_peers_on_error(groups_of(problem.weight, placed[0]), device_of(problem.labels)):
+    with telling_peers(problem, placed[0]):
         if problem.backend == "triton":
             raise RuntimeError(
                 "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
@@ -165,7 +143,7 @@ def divergence_task(
         divergence = checked(local, True)[1]
         problem = problem.but(backend=problem.backend or "torch")
         asked = {"reduction": reduction} | divergence.settings()
-    problem, shard = agree_on_problem(problem, *placed, DIVERGENCE, **asked)
+    problem, shard = ready(problem, placed, DIVERGENCE, lambda given: (given, asked))
     return Task(problem, divergence=divergence, shard=shard)
 
 

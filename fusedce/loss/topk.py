@@ -60,9 +60,7 @@ def fused_topk(
     Args:
         k: number of classes, at least 1 and at most V.
         hidden, weight, bias, softcap, logit_scale, temperature, memory_budget, backend,
-            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`. Over a
-            sharded vocabulary each rank finds its own ``k`` candidates, and one all-gather of
-            ``2 k + 1`` float64 numbers a token merges them: the same bits on all ranks.
+            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`.
 
     Returns:
         :class:`TopK`: ``logprob (..., k)`` float32 (float64 for float64 inputs) in descending
@@ -107,13 +105,13 @@ def _found(
 ) -> TopK:
     """The classes and their log-probabilities, without gradient."""
 
-    def check(problem: Problem) -> Problem:
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"k must be an int, got {type(k).__name__}")
-        return tempered(problem, temperature)
+        return tempered(given, temperature), {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden
-    problem, shard = ready(problem, placed, TOPK, check, k=k, differentiable=differentiable)
+    problem, shard = ready(problem, placed, TOPK, check)
     tokens = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
