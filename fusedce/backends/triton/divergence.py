@@ -28,7 +28,7 @@ from fusedce.backends.triton.launch import (
     run,
     span,
 )
-from fusedce.backends.triton.products import add_product, product
+from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
 from fusedce.contract.divergence import JSD, KINDS, NEVER, REVERSE, Divergence
 from fusedce.contract.problem import Problem, Projection, Wanted
@@ -47,11 +47,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
-        graph = capturing(device)
-        if graph:
-            n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
-        else:
-            n, outer, factor = rows_and_factor(problem, packed)
+        n, outer, factor = rows_and_factor(problem, packed)
         way = way_of_divergence(
             call_of(problem, wanted, n, dtypes, triton=True),
             divergence.teacher_size(),
@@ -63,15 +59,19 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
             return Summed(losses, packed.n_valid, factor, *grads.written())
-        weights = _weights(problem, graph)
-        rows = torch.arange(N, device=device) if graph else packed.rows[:n].long()
+        weights = _weights(problem)
+        rows = packed.rows[:n].long()
+        left_out = None
+        if capturing(device):  # all rows take part, and those that do not count as zeros
+            left_out = torch.arange(n, device=device) >= packed.used
+            weights[rows] = weights[rows].masked_fill(left_out, 0)
         chunk = _Chunk(problem, divergence, C, any(wanted.gradients()))
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
-            left_out = (weights == 0)[some, None] if graph else None
-            h = _rows(hidden, some, left_out)
-            lost, g, factors = chunk.gradient(h, some, left_out, labels[some], weights[some])
+            none = None if left_out is None else left_out[begin : begin + C, None]
+            h = _rows(hidden, some, none)
+            lost, g, factors = chunk.gradient(h, some, none, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
@@ -85,11 +85,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             if grads.bias is not None:
                 add_to_bias(grads.bias, g, factors, alpha)
             if grads.weight is not None:
-                largest = None
-                if factors is not None:  # float16 has not their range
-                    largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-                    h = (h.float() * (factors / largest)[:, None]).to(dtype)
-                add_product(grads.weight, g, h, alpha, largest, first=begin == 0)
+                h, largest = scaled_by(h, factors)
+                add_product(grads.weight, g.t(), h, alpha, largest, first=begin == 0)
         return Summed(losses, packed.n_valid, factor, *grads.written())
 
 
@@ -99,16 +96,11 @@ def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
     return rows if left_out is None else rows.masked_fill(left_out, 0)
 
 
-def _weights(problem: Problem, graph: bool) -> Tensor:
-    """``(N,)`` fp32, 0 at positions that are left out."""
-    w = problem.token_weight
-    if w is None:
-        w = torch.ones_like(problem.labels, dtype=torch.float32)
-    w = w.float()
-    if graph:
-        return w.masked_fill(~problem.valid(), 0)
-    V, y = len(problem.weight), problem.labels
-    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)  # a bad label counts
+def _weights(problem: Problem) -> Tensor:
+    """``(N,)`` fp32; 1 where a label is bad, so that it counts."""
+    V, y, w = len(problem.weight), problem.labels, problem.token_weight
+    w = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
+    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
 
 
 class _Chunk:
