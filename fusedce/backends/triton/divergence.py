@@ -23,6 +23,7 @@ from fusedce.backends.triton.launch import (
     capturing,
     compact,
     on,
+    pointwise,
     power_of_2,
     raise_on_cpu,
     run,
@@ -69,9 +70,10 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
-            none = None if left_out is None else left_out[begin : begin + C, None]
-            h = _rows(hidden, some, none)
-            lost, g, factors = chunk.gradient(h, some, none, labels[some], weights[some])
+            h = hidden[some]
+            if left_out is not None:
+                h = h.masked_fill(left_out[begin : begin + C, None], 0)
+            lost, g, factors = chunk.gradient(h, some, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
@@ -90,12 +92,6 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         return Summed(losses, packed.n_valid, factor, *grads.written())
 
 
-def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
-    """``x[some]``, 0 at rows ``left_out (C, 1)``."""
-    rows = x[some]
-    return rows if left_out is None else rows.masked_fill(left_out, 0)
-
-
 def _weights(problem: Problem) -> Tensor:
     """``(N,)`` fp32; 1 where a label is bad, so that it counts."""
     V, y, w = len(problem.weight), problem.labels, problem.token_weight
@@ -109,27 +105,21 @@ class _Chunk:
     def __init__(self, problem: Problem, divergence: Divergence, C: int, train: bool) -> None:
         weight, device = problem.weight, problem.weight.device
         self.weight, self.divergence, self.train = weight, divergence, train
-        self.arch = archs.architecture(device)
-        V = len(weight)
-        self.V, self.width = V, multiple_of_16(V)
-        # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
-        self.block = min(power_of_2(V), self.arch.divergence_block_v)
+        arch, V = archs.architecture(device), len(weight)
+        width = multiple_of_16(V)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
         student, teacher = divergence.student(problem), divergence.teacher().projection
         self.common: dict[str, Any] = {
-            "bias": None if student.bias is None else student.bias.contiguous(),
-            "scale": None if student.scale == 1 else student.scale,
-            "softcap": student.softcap,
+            **pointwise(student),
+            **{f"teacher_{name}": x for name, x in pointwise(teacher).items()},
             "V": V,
-            "width": self.width,
+            "width": width,
             "NORMALISE": self.normalise,
             "AMPLIFY": self.amplify,
-            "BLOCK_V": self.block,
-            "num_warps": self.arch.divergence_warps,
-            "teacher_bias": None if teacher.bias is None else teacher.bias.contiguous(),
-            "teacher_scale": None if teacher.scale == 1 else teacher.scale,
-            "teacher_softcap": teacher.softcap,
+            # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
+            "BLOCK_V": min(power_of_2(V), arch.divergence_block_v),
+            "num_warps": arch.divergence_warps,
             "share": divergence.beta,
             "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
@@ -141,26 +131,25 @@ class _Chunk:
         self.excluded = None  # (V,) bool: by a bias of -inf of the head whose logarithm diverges
         if divergence.kind != JSD and head.bias is not None and head.softcap is None:
             self.excluded = head.bias <= -NEVER
-        buffers = torch.empty(2, C, self.width, dtype=torch.float32, device=device)
+        buffers = torch.empty(2, C, width, dtype=torch.float32, device=device)
         self.of_student, self.of_teacher = buffers.unbind()
 
     def gradient(
         self,
         h: Tensor,  # (C, H)
         some: Tensor,  # (C,) positions
-        left_out: Tensor | None,  # (C, 1) bool
         y: Tensor,  # (C,)
         weights: Tensor,  # (C,) fp32
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
-        C, V, device = len(h), self.V, h.device
+        C, V, device = len(h), len(self.weight), h.device
         s = span(self.of_student, 0, C)
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
         teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
-        there = _rows(teacher.hidden, some, left_out)
+        there = teacher.hidden[some]
         product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
         impossible = None
         if self.excluded is not None:

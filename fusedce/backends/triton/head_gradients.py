@@ -18,7 +18,7 @@ from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.launch import CachedLaunch, padded, pointwise, power_of_2, run
 from fusedce.backends.triton.products import add_product, scaled_by
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
 
 _COLUMNS = 16384  # of a chunk's gradient that are widened at a time
@@ -31,7 +31,9 @@ class Head:
         weight, bias = problem.weight, problem.bias
         self.arch = archs.architecture(weight.device)
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.pointwise = pointwise(problem) | {"bias": None if bias is None else padded(bias)}
+        self.pointwise = pointwise(Projection.of(problem))
+        if bias is not None:
+            self.pointwise["bias"] = padded(bias)
         self.amplify = amplification(weight.dtype, problem.logit_scale)
 
     def finish_hidden(
