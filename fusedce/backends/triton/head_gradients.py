@@ -1,4 +1,4 @@
-"""The gradient of the head by a chunk: a product, and the entries that are not in it.
+"""A head as its gradients need it: products, and the entries that are not in them.
 
 :mod:`fusedce.kernels.input_grads` adds those entries to the product. In a buffer of two bytes (that
 of a single chunk and a large head) the product is rounded before. That shows where hidden states

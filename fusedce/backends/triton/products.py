@@ -131,8 +131,7 @@ class Tiles:
         self.block = exp_block(V, arch.exp_block_v)
         processors = archs.processors(weight.device)
         self.most_rows, self.most = arch.tile_shape(C, V, H, self.block, processors)
-        self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
-        self._columns = weight.t().split_with_sizes(self._sizes, 1)
+        self._columns = weight.t().split(self.most, 1)
         self._rows_of_hidden = arch.rows_of_hidden(C, H, processors)
         self.products = torch.empty(
             max(
@@ -146,7 +145,8 @@ class Tiles:
     def logits(self, h: Tensor) -> Iterator[Tile]:
         """Tiles of ``h (C, H) @ weight.T``, each in the same buffer."""
         C, step, begin = h.shape[0], self.most_rows, 0
-        for T, w in zip(self._sizes, self._columns, strict=True):
+        for w in self._columns:
+            T = w.shape[1]
             for first in range(0, C, step):
                 some = span(h, first, min(first + step, C))
                 rows = some.shape[0]

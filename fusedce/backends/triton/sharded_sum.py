@@ -81,12 +81,8 @@ def loss_and_grads(
         raise_on_cpu(packed.n_valid, problem, shard.V)
         factor = expected_upstream(problem, packed.n_valid)
         C = min(way.tokens, n)
-        grads = Gradients(
-            problem,
-            wanted.but(hidden=False),
-            dtypes=waiting(problem),
-            chunks=-(-n // C) if n else 0,
-        )
+        asked, chunks_of_rows = wanted.but(hidden=False), -(-n // C) if n else 0
+        grads = Gradients(problem, asked, dtypes=waiting(problem), chunks=chunks_of_rows)
         every = None
         if argmax is not None:  # of all ranks' tokens
             every = argmax if shard.tokens is None else argmax.new_empty(N)

@@ -46,11 +46,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         C = min(way.tokens, n)
         every_row = n == N and not capturing(device)
         grads = Gradients(
-            problem,
-            wanted,
-            dtypes=dtypes,
-            chunks=-(-n // C) if n else 0,
-            every_row=every_row,
+            problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0, every_row=every_row
         )
         if argmax is not None and not every_row:
             argmax.fill_(-1)

@@ -44,25 +44,20 @@ def token_grads(
     problem = problem.but(labels=problem.labels.contiguous())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
-        graph = capturing(device)
-        n = N if graph else int(count)
+        n = N if capturing(device) else int(count)
         way = tiles_of(
             call_of(problem, wanted, n, dtypes, triton=True),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
-        every_row = n == N and not graph
+        every_row = n == N and not capturing(device)
         grads = Gradients(
             problem, wanted, dtypes=dtypes, chunks=min(n, 1), every_row=every_row, by_tiles=True
         )
         grads.dtypes = asked
         if n == 0:
             return grads.written()
-        walk = _Walk(problem, rows, n, lse, upstream, every_row=every_row)
-        walk.count = count
-        if graph:  # unused rows take part, as zeros
-            padding = torch.arange(n, device=device) >= count
-            walk.h = walk.h.masked_fill(padding[:, None], 0)
+        walk = _Walk(problem, rows, count, n, lse, upstream, every_row=every_row)
         dh = None
         if grads.hidden is not None:
             in_place = every_row and grads.hidden.dtype == torch.float32
@@ -83,12 +78,11 @@ def token_grads(
 class _Walk(Head):
     """The tokens that are used, (n, ...) each, and the buffers of one tile after another."""
 
-    count: Tensor  # () int32: rows from here on are padding
-
     def __init__(
         self,
         problem: Problem,
         rows: Tensor,  # (N,) int32
+        count: Tensor,  # () int32: rows from here on are padding
         n: int,
         lse: Tensor,
         upstream: Upstream,
@@ -97,11 +91,15 @@ class _Walk(Head):
     ) -> None:
         super().__init__(problem)
         weight, c = problem.weight, problem.class_weight
+        self.count = count
         self.class_weight = None if c is None else padded(c.float())
         self.chosen = chosen = slice(None) if every_row else rows[:n].long()
         self.h = problem.hidden[chosen]
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
+        if capturing(weight.device):  # unused rows take part, as zeros
+            padding = torch.arange(n, device=weight.device) >= count
+            self.h = self.h.masked_fill(padding[:, None], 0)
         labels = problem.labels[chosen]
         self.factors, of_rows = _factors(upstream, chosen, self.class_weight, weight.dtype)
         temperature = problem.temperature
