@@ -11,16 +11,6 @@ from .softmax_grad import label_of_tile
 from .tile import LOG2E, finish_logits, logits_slope
 
 
-@triton.jit
-def finished_label(products, bias, at, scale, softcap):
-    """The finished logit at index ``at`` of a row of products; any number where ``at`` is -1."""
-    at = tl.maximum(at, 0)
-    b = None
-    if bias is not None:
-        b = tl.load(bias + at).to(tl.float32)
-    return finish_logits(tl.load(products + at), b, scale, softcap)
-
-
 @triton.jit(
     do_not_specialize=[
         "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
@@ -83,12 +73,12 @@ def token_grad_kernel(
             g += tl.load(gamma + c) * tl.load(class_weight + offs_t, mask=mask_t, other=0.0)
         else:
             g += tl.load(gamma + c)
-    g *= logits_slope(z, scale, softcap) * AMPLIFY
+    slope = logits_slope(z, scale, softcap)
+    g *= slope * AMPLIFY
 
     at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
     if at >= 0:
-        z_label = finished_label(products, bias, at, scale, softcap)
-        exact = tl.load(at_label + c) * logits_slope(z_label, scale, softcap)
-        tl.store(entries + c, exact)
+        own = tl.sum(tl.where(offs_t == at, slope, 0.0), axis=0)
+        tl.store(entries + c, tl.load(at_label + c) * own)
     g = tl.where(offs_t == at, 0.0, g)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

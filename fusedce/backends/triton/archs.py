@@ -56,7 +56,6 @@ class Architecture(NamedTuple):
     name: str
     two_bytes: Walks  # bf16, fp16
     four_bytes: Walks
-    compiler: tuple[str, int | str, int] | None = None  # Triton's (backend, arch, warp size)
     shared_limit: int = 0  # bytes a program may use
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
@@ -65,13 +64,18 @@ class Architecture(NamedTuple):
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
     divergence_warps: int = 8
-    # Float32 products at a time.
-    tile_elements: tuple[int, int] = held.TILE_ELEMENTS
-    tile_flops: int = held.TILE_FLOPS
+    tile_elements: tuple[int, int] = held.TILE_ELEMENTS  # float32 products at a time
     compact_block_n: int = 1024
     merge_block_n: int = 128
     scale_block: int = 8192
     label_block: tuple[int, int] = (16, 256)  # rows of a label, and of H, added at a time
+
+    @property
+    def compiler(self) -> tuple[str, int | str, int] | None:
+        """Triton's (backend, arch, warp size)."""
+        if self.name.startswith("sm_"):
+            return "cuda", int(self.name[3:]), 32
+        return ("hip", self.name, 64) if self.gcn else None
 
     def walks(self, element_size: int) -> Walks:
         """Blocks for inputs of ``element_size`` bytes."""
@@ -81,7 +85,7 @@ class Architecture(NamedTuple):
         self, C: int, V: int, H: int, block: int, processors: int = 1
     ) -> tuple[int, int]:
         """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        rows, T = held.tile_shape(C, V, H, block, self.tile_elements, self.tile_flops)
+        rows, T = held.tile_shape(C, V, H, block, self.tile_elements)
         return rows_in_waves(C, T, rows, processors), T
 
     def rows_of_hidden(self, C: int, H: int, processors: int = 1) -> int:
@@ -105,10 +109,6 @@ def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
     return min(range(most // 128 * 128, most // 2, -128), key=waves, default=most)
 
 
-def _same(blocks: Blocks) -> Walks:
-    return Walks(blocks, blocks, blocks, blocks)
-
-
 def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
     """Blocks of the forward kernel for rows that are aligned to 16 bytes.
 
@@ -117,8 +117,8 @@ def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
     """
     if options:
         return walks.forward_with_options
-    narrow = walks.forward_narrow is not None and walks.narrow_up_to >= H
-    return walks.forward_narrow if narrow and walks.forward_narrow else walks.forward
+    narrow = walks.forward_narrow
+    return walks.forward if narrow is None or walks.narrow_up_to < H else narrow
 
 
 def by_one_gemm(walks: Walks, H: int) -> bool:
@@ -139,21 +139,49 @@ def by_one_gemm(walks: Walks, H: int) -> bool:
     return walks.gemm_up_to >= H if asked == "" else asked == "1"
 
 
+def _same(blocks: Blocks) -> Walks:
+    return Walks(blocks, blocks, blocks, blocks)
+
+
 _AMPERE = Blocks(128, 128, 64, 8, 3)
-_AMPERE_FP32 = Blocks(128, 64, 32, 8, 3)
 _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
-_HOPPER_NARROW = Blocks(128, 64, 64, 8, 4, DESCRIPTOR=True)
-_TWO_A_PROCESSOR = Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True)  # programs of a multiprocessor
+_HOPPER_NARROW = _HOPPER_SMALL._replace(BLOCK_V=64)
 _SMALL = Blocks(64, 64, 64, 4, 2)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
 _TMA = _TINY._replace(DESCRIPTOR=True)
 
-_FOUR_BYTES = _same(_AMPERE_FP32)
+_AMPERE_TWO = _same(_AMPERE)._replace(
+    forward=Blocks(256, 128, 32, 8, 3),
+    stats_with_options=_AMPERE._replace(BLOCK_V=64),
+    gemm=_AMPERE,
+    gemm_with_options=_AMPERE._replace(BLOCK_V=64),
+)
+_FOUR_BYTES = _same(Blocks(128, 64, 32, 8, 3))
+_HOPPER_TWO = Walks(
+    forward=_HOPPER,
+    forward_with_options=_HOPPER,
+    stats=_HOPPER_SMALL,
+    stats_with_options=_HOPPER_NARROW,
+    gemm=_HOPPER,
+    gemm_with_options=_HOPPER_SMALL,
+    gemm_up_to=held.EXP_GEMM_H,
+    forward_narrow=Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),  # two programs a multiprocessor
+    narrow_up_to=held.FORWARD_NARROW_H,
+)
+_BLACKWELL_TWO = _HOPPER_TWO._replace(
+    forward_with_options=_HOPPER_SMALL,
+    gemm_with_options=_HOPPER_NARROW,
+    forward_narrow=None,
+    narrow_up_to=0,
+)
+# With 8 warps, sm_100's compiler spills 80 to 112 bytes of a thread's products.
+_BLACKWELL_FOUR = _same(Blocks(128, 64, 32, 16, 3))
 # Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
 _OTHER_TWO = _same(_SMALL)._replace(gemm=_SMALL, gemm_with_options=_SMALL)
+_OTHER_FOUR = _same(_SMALL_FP32)
 # Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.
 _WIDE = Blocks(128, 128, 32, 8, 4)
 _ADA_TWO = _OTHER_TWO._replace(
@@ -163,87 +191,39 @@ _ADA_TWO = _OTHER_TWO._replace(
     gemm_with_options=_WIDE._replace(BLOCK_V=64),  # 128 spills 264 bytes
 )
 _ADA_FOUR = _same(Blocks(64, 64, 32, 8, 2))._replace(stats_with_options=_SMALL_FP32)
-# fp32 beside sm_100's compiler: with 8 warps the products of a thread spill 80 to 112 bytes.
-_BLACKWELL_FP32 = _same(Blocks(128, 64, 32, 16, 3))
-_OTHER_FOUR = _same(_SMALL_FP32)
+_ADA = Architecture(
+    "sm_86",
+    _ADA_TWO,
+    _ADA_FOUR,
+    shared_limit=99 * KiB,
+    divergence_block_v=256,  # with 512, uneven jsd spills
+    capabilities=((8, 6),),
+)
 
 ARCHITECTURES = (
     Architecture(
-        "sm_80",
-        Walks(
-            forward=Blocks(256, 128, 32, 8, 3),
-            forward_with_options=_AMPERE,
-            stats=_AMPERE,
-            stats_with_options=Blocks(128, 64, 64, 8, 3),
-            gemm=_AMPERE,
-            gemm_with_options=Blocks(128, 64, 64, 8, 3),
-        ),
-        _FOUR_BYTES,
-        compiler=("cuda", 80, 32),
-        shared_limit=163 * KiB,
-        capabilities=((8, 0), (8, 7)),
+        "sm_80", _AMPERE_TWO, _FOUR_BYTES, shared_limit=163 * KiB, capabilities=((8, 0), (8, 7))
     ),
-    Architecture(
-        "sm_90",
-        Walks(
-            forward=_HOPPER,
-            forward_with_options=_HOPPER,
-            stats=_HOPPER_SMALL,
-            stats_with_options=_HOPPER_NARROW,
-            gemm=_HOPPER,
-            gemm_with_options=_HOPPER_SMALL,
-            gemm_up_to=held.EXP_GEMM_H,
-            forward_narrow=_TWO_A_PROCESSOR,
-            narrow_up_to=held.FORWARD_NARROW_H,
-        ),
-        _FOUR_BYTES,
-        compiler=("cuda", 90, 32),
-        shared_limit=227 * KiB,
-        capabilities=((9, 0),),
-    ),
+    Architecture("sm_90", _HOPPER_TWO, _FOUR_BYTES, shared_limit=227 * KiB, capabilities=((9, 0),)),
     Architecture(
         "sm_100",
-        Walks(
-            forward=_HOPPER,
-            forward_with_options=_HOPPER_SMALL,
-            stats=_HOPPER_SMALL,
-            stats_with_options=_HOPPER_NARROW,
-            gemm=_HOPPER,
-            gemm_with_options=_HOPPER_NARROW,
-            gemm_up_to=held.EXP_GEMM_H,
-        ),
-        _BLACKWELL_FP32,
-        compiler=("cuda", 100, 32),
+        _BLACKWELL_TWO,
+        _BLACKWELL_FOUR,
         shared_limit=227 * KiB,
         capabilities=((10, 0), (10, 3)),
     ),
-    *(
-        Architecture(
-            f"sm_{number}",
-            _ADA_TWO,
-            _ADA_FOUR,
-            compiler=("cuda", number, 32),
-            shared_limit=99 * KiB,
-            divergence_block_v=256,  # with 512, uneven jsd spills
-            capabilities=(divmod(number, 10),),
-        )
-        for number in (86, 89)
-    ),
-    Architecture(
-        "sm_120",
-        _ADA_TWO._replace(gemm_up_to=EVERY_H),
-        _ADA_FOUR,
-        compiler=("cuda", 120, 32),
-        shared_limit=99 * KiB,
+    _ADA,
+    _ADA._replace(name="sm_89", capabilities=((8, 9),)),
+    _ADA._replace(
+        name="sm_120",
+        two_bytes=_ADA_TWO._replace(gemm_up_to=EVERY_H),
         token_warps=8,  # with 4, float32 spills 8 bytes
-        divergence_block_v=256,  # with 512, float16 jsd spills 16 bytes
         capabilities=((12, 0), (12, 1)),
     ),
     Architecture(
         "gfx942",
         _OTHER_TWO._replace(forward=Blocks(256, 128, 64, 8, 2)),
         _OTHER_FOUR,
-        compiler=("hip", "gfx942", 64),
         shared_limit=64 * KiB,
         gcn=("gfx90a", "gfx942", "gfx950"),
     ),

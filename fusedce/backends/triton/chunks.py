@@ -1,107 +1,100 @@
-"""The gradient of a chunk of logits, that of its hidden states, and the options behind both."""
+"""A chunk's logits as exponentials, their gradient, and the options behind both.
+
+The exponentials are made by products of cuBLAS with a kernel after each, or by one product of ours
+with an epilogue; the architecture's row decides. Callers see no difference.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.exponentials import Exponentials, Peers, gemm_blocks
+from fusedce.backends.triton.head_gradients import ChunkGradient, Head
 from fusedce.backends.triton.launch import (
     CachedLaunch,
-    padded,
-    pointwise,
+    Rows,
+    aligned,
+    has_options,
     power_of_2,
     run,
     span,
+    walk,
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.objective import slopes, token_losses
 from fusedce.contract.problem import Problem
-from fusedce.kernels.input_grads import hidden_grad_kernel
-from fusedce.kernels.softmax_grad import softmax_rows_kernel
+from fusedce.kernels.softmax_grad import (
+    exp_tile_kernel,
+    label_logit_kernel,
+    softmax_rows_kernel,
+)
+from fusedce.kernels.walk import EXPONENTIALS
 
 
-class ChunkGradient(NamedTuple):
-    """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
+def gemm_blocks(problem: Problem) -> archs.Blocks | None:
+    """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
+    weight = problem.weight
+    walks = archs.architecture(weight.device).walks(weight.element_size())
+    blocks = walks.gemm_with_options if has_options(problem) else walks.gemm
+    H = weight.shape[1]
+    if blocks is None or weight.stride(1) != 1 or not aligned(weight) or H % blocks.BLOCK_H:
+        return None  # cuBLAS reads other rows better
+    return blocks if archs.by_one_gemm(walks, H) else None
 
-    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[c]`` (without ``amplify``) more at the
-    column ``labels[c]``.
+
+class Chunks(Head):
+    """The logits of one chunk after another, of at most ``C`` tokens, in the same buffers.
+
+    A row of ``maxima`` and ``sums``, one a block of classes, is as long as the chunk at hand.
     """
 
-    logits: Tensor  # (C, V)
-    factors: Tensor | None  # (C,) fp32
-    labels: Tensor  # (C,) int; out of range: none
-    entries: Tensor  # (C,) fp32
-    scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
-
-
-class Chunks:
-    """The logits of one chunk after another, in the same buffers."""
-
-    def __init__(
-        self, problem: Problem, C: int, *, of_weight: bool = False, peers: Peers | None = None
-    ) -> None:
-        """``peers``: the ranks that hold other rows of the vocabulary."""
-        weight, bias = problem.weight, problem.bias
-        self.peers = peers
+    def __init__(self, problem: Problem, C: int, *, of_weight: bool = False) -> None:
+        super().__init__(problem)
+        weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         V, H = weight.shape
-        device = weight.device
-        self.arch = archs.architecture(device)
-        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.pointwise = pointwise(problem) | {"bias": None if bias is None else padded(bias)}
-        self.amplify = amplification(weight.dtype, problem.logit_scale)
-        self.tiles = Tiles(self.weight, C, self.arch, of_logits=gemm_blocks(problem) is None)
+        self.problem, self.classes = problem, V
+        self.gemm = gemm_blocks(problem)
+        self.tiles = Tiles(weight, C, self.arch, of_logits=self.gemm is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
-        self.grads = torch.empty(C, multiple_of_16(V), dtype=weight.dtype, device=device)
-        self.normalise = weight.dtype == torch.float16
-        self.exponentials = Exponentials(
-            problem,
-            C,
-            self.tiles,
-            pointwise=self.pointwise,
-            out=self.grads,
-            amplify=self.amplify,
-            own_references=self.normalise,
-        )
-        self.entries, self.factors = torch.empty(2, C, dtype=torch.float32, device=device).unbind()
+        self.width = multiple_of_16(V)
+        self.exps = torch.empty(C, self.width, dtype=dtype, device=device)
+        # Every block has a reference of its own then, not the labels' logits.
+        self.normalise = dtype == torch.float16
+        self.block = self.tiles.block if self.gemm is None else self.gemm.BLOCK_V
+        self.blocks = -(-V // self.block)
+        sizes = (self.blocks * C, self.blocks * C, C, C, C)
+        of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        self.maxima, self.sums, *rest = of_rows.split_with_sizes(sizes)
+        self.z_label, self.entries, self.factors = rest
         self.scaled = None
         if of_weight and not self.normalise:
-            self.scaled = torch.empty(C, H, dtype=weight.dtype, device=device)
+            self.scaled = torch.empty(C, H, dtype=dtype, device=device)
 
     def gradient(
         self,
         h: Tensor,  # (C, H)
         y: Tensor,  # (C,)
-        losses: Tensor,  # (C,) fp32 to fill
-        count: Tensor,  # () int32: valid rows
+        of: Losses,  # to fill
         first: int,  # number of the chunk's first row
-        options: ChunkFactors | None,
-        argmax: Tensor | None,  # (N,) int64 to fill at `rows`
-        rows: Tensor,  # (N,) int32
     ) -> ChunkGradient:
         """Compute the chunk's logits, losses and gradient."""
         (V, H), C = self.weight.shape, h.shape[0]
-        exponentials, grads = self.exponentials, self.grads
-        best = merged = None
-        if self.peers is None:
-            if argmax is not None:
-                best = torch.empty_like(exponentials.sums, dtype=torch.int32)
-            exponentials.fill(h, y, best)
-        else:
-            lse = None if options is None else options.lse
-            of_chunk = slice(first, first + C)
-            likeliest = None if argmax is None else torch.empty_like(y)
-            merged = self.peers.merged(exponentials, h, y, of_chunk, losses, lse, likeliest)
-            if argmax is not None and likeliest is not None:
-                argmax[rows[of_chunk].long()] = likeliest
+        losses = span(of.losses, first, first + C)
+        terms = lse = None
+        if of.terms is not None and of.lse is not None:
+            terms = span(of.terms, first, first + C, dim=1)
+            lse = span(of.lse, first, first + C)
+        best = None if of.argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
+        merged = self.exponentials(h, y, best, of, first)
+        if merged is not None:
+            best = None
         gradient = ChunkGradient(
-            logits=span(span(grads, 0, C), 0, V, dim=1),
-            factors=None if self.normalise and options is None else span(self.factors, 0, C),
+            logits=span(span(self.exps, 0, C), 0, V, dim=1),
+            factors=None if self.normalise and terms is None else span(self.factors, 0, C),
             labels=y,
             entries=span(self.entries, 0, C),
             scaled=None if self.scaled is None else span(self.scaled, 0, C),
@@ -109,40 +102,111 @@ class Chunks:
         run(
             softmax_rows_kernel,
             (C,),
-            exps=grads,
+            exps=self.exps,
             hidden=h,
             scaled=gradient.scaled,
             labels=y,
-            maxima=exponentials.maxima,
-            sums=exponentials.sums,
-            z_label=exponentials.z_label,
+            maxima=self.maxima,
+            sums=self.sums,
+            z_label=self.z_label,
             merged=merged,
             losses=losses,
             entries=gradient.entries,
-            count=count,
-            terms=None if options is None else options.terms,
-            lse=None if options is None else options.lse,
+            count=of.packed.used,
+            terms=terms,
+            lse=lse,
             row_factors=gradient.factors,
             best=best,
-            argmax=None if best is None else argmax,
-            rows=None if best is None else rows,
+            argmax=None if best is None else of.argmax,
+            rows=None if best is None else of.packed.rows,
             first=first,
             H=H,
             V=V,
-            width=multiple_of_16(V),
+            width=self.width,
             stride_hn=h.stride(0),
             stride_row=C,
-            stride_terms=C,
+            stride_terms=0 if terms is None else terms.stride(0),
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
             AMPLIFY=self.amplify,
             NORMALISE=self.normalise,
-            BLOCKS=power_of_2(exponentials.blocks),
-            BLOCK_V=exponentials.block,
+            BLOCKS=power_of_2(self.blocks),
+            BLOCK_V=self.block,
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=self.arch.exp_warps,
         )
         return gradient
+
+    def exponentials(
+        self, h: Tensor, y: Tensor, best: Tensor | None, of: Losses, first: int
+    ) -> Tensor | None:
+        """Fill the exponentials and their statistics, and ``best (blocks * C,)`` int32.
+
+        Returns ``(2, C)`` fp32 where other ranks have classes, and fills losses, lse and argmax:
+        reference and sum of the rows' exponentials over all ranks.
+        """
+        self.label_logits(h, y, self.z_label)
+        self.fill(h, y, best)
+        return None
+
+    def label_logits(
+        self,
+        h: Tensor,  # (C, H), or (N, H) with rows
+        y: Tensor,  # (C,) int
+        z_label: Tensor,  # (C,) fp32 to fill; NaN where y is no class
+        rows: Tensor | None = None,  # (C,) int32: the row of h of each label
+    ) -> None:
+        """Compute the logits of the labels."""
+        (V, H), C = self.weight.shape, y.shape[0]
+        block_c, block_h = self.arch.label_block
+        run(
+            label_logit_kernel,
+            (-(-C // block_c),),
+            hidden=h,
+            weight=self.weight,
+            labels=y,
+            rows=rows,
+            z_label=z_label,
+            C=C,
+            H=H,
+            V=V,
+            stride_hn=h.stride(0),
+            stride_wv=self.weight.stride(0),
+            BLOCK_C=block_c,
+            BLOCK_H=min(power_of_2(H), block_h),
+            num_warps=4,
+            **self.pointwise,
+        )
+
+    def fill(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
+        """Compute the exponentials relative to the labels' logits, by one walk or by tiles."""
+        shared: dict[str, Any] = self.pointwise | {
+            "exps": self.exps,
+            "labels": y,
+            "z_label": None if self.normalise else self.z_label,
+            "maxima": self.maxima,
+            "sums": self.sums,
+            "best": best,
+            "stride_ec": self.exps.stride(0),
+            "AMPLIFY": self.amplify,
+        }
+        C, block = h.shape[0], self.block
+        if self.gemm is not None:
+            problem = self.problem.but(hidden=h, weight=self.weight)
+            walk(problem, self.gemm, EXPONENTIALS, stride_split=C, width=self.width, **shared)
+            return
+        launch = CachedLaunch(
+            exp_tile_kernel,
+            products=self.tiles.products,
+            most=self.tiles.most,
+            V=self.weight.shape[0],
+            stride_block=C,
+            BLOCK_V=block,
+            num_warps=self.arch.exp_warps,
+            **shared,
+        )
+        for first, rows, begin, T, _ in self.tiles.logits(h):
+            launch((rows, -(-T // block), 1), first=first, first_block=begin // block)
 
     def hidden_gradient(
         self,
@@ -153,77 +217,44 @@ class Chunks:
         outer: float,  # a factor
     ) -> None:
         """Write the chunk's rows of ``outer * gradient @ weight`` into ``d_hidden``."""
-        (V, H), C = self.weight.shape, gradient.logits.shape[0]
-        block = min(power_of_2(H), 1024)
-        launch = CachedLaunch(
-            hidden_grad_kernel,
-            products=self.tiles.products,
-            weight=self.weight,
-            columns=gradient.labels,
-            entries=gradient.entries,
-            row_factors=gradient.factors,
-            rows=rows,
-            d_hidden=d_hidden,
-            first=first,
-            H=H,
-            V=V,
-            stride_wv=self.weight.stride(0),
-            stride_dn=d_hidden.stride(0),
-            stride_row=C,
-            factor=outer,
-            AMPLIFY=self.amplify,
-            ENTRIES=1,
-            BLOCK_H=block,
-            num_warps=self.arch.exp_warps,
+        g, products = gradient, self.tiles.products
+        C, H = len(g.labels), d_hidden.shape[1]
+        launch = self.finish_hidden(
+            products, g.labels, g.entries, g.factors, rows, d_hidden, first, C, outer
         )
-        for begin, n in self.tiles.of_hidden(gradient.logits):
-            launch((n, -(-H // block), 1), begin=begin)
+        for begin, n in self.tiles.of_hidden(g.logits):
+            launch((n, -(-H // 1024), 1), begin=begin)
 
 
-def amplification(dtype: torch.dtype, logit_scale: float) -> float:
-    """The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
+class Losses:
+    """Losses of the rows that are computed, (n,) each, and the options behind them."""
 
-    In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most classes of a
-    large vocabulary have such probabilities. bfloat16 and float32 have the range.
-    """
-    if dtype != torch.float16:
-        return 1.0
-    return 2.0 ** (14 - max(math.ceil(math.log2(max(abs(logit_scale), 1.0))), 0))
-
-
-class ChunkFactors(NamedTuple):
-    """Options of one chunk of tokens, and the log-sum-exps that the kernel fills."""
-
-    problem: Problem  # token weights are the chunk's
-    y: Tensor  # (C,) labels, in range
-    padding: Tensor | None  # (C,) bool: rows that are none, inside a CUDA graph
-    terms: Tensor  # (3, C) fp32: derivatives by nll, by lse, and of the latter by lse
-    lse: Tensor  # (C,) fp32, for the kernel to fill
-
-    def losses(self, nll: Tensor) -> Tensor:
-        """``(C,)`` losses from the kernel's ``nll (C,)`` and log-sum-exps."""
-        losses = token_losses(self.problem, self.y, nll.double(), self.lse.double())
-        return losses if self.padding is None else losses.masked_fill(self.padding, 0)
-
-
-class RowFactors:
-    """Options of a loss as factors per row; :meth:`chunk` gives those of one chunk."""
-
-    def __init__(self, problem: Problem, V: int | None = None) -> None:
-        """``V``: the number of all ranks' classes, where ``weight`` has only some of them."""
-        self.problem, self.V = problem, problem.weight.shape[0] if V is None else V
-
-    def chunk(
+    def __init__(
         self,
-        rows: Tensor | slice,
-        y: Tensor,  # (C,)
-        padding: Tensor | None,  # (C,) bool
-    ) -> ChunkFactors:
-        """Factors of the tokens ``rows``, from their labels."""
-        problem = self.problem.rows(rows)
-        y = y.long().clamp(0, self.V - 1)
-        zero = torch.zeros(len(y), dtype=torch.float64, device=y.device)
-        at_0, at_1 = slopes(problem, y, zero), slopes(problem, y, zero + 1)
+        problem: Problem,  # whose token weights are the rows'
+        y: Tensor,  # (n,) labels
+        packed: Rows,
+        argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
+        chunks: Chunks,
+    ) -> None:
+        n, V, device = len(y), chunks.classes, y.device
+        self.problem, self.packed, self.argmax = problem, packed, argmax
+        self.losses = torch.empty(n, dtype=torch.float32, device=device)
+        self.terms = self.lse = None
+        if problem.plain():
+            return
+        self.y = y.long().clamp(0, V - 1)
+        zero = torch.zeros(n, dtype=torch.float64, device=device)
+        self.lse = torch.empty_like(self.losses)  # the kernel fills it
+        at_0, at_1 = (slopes(problem, self.y, x) for x in (zero, zero + 1))
         terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero])
-        lse = torch.empty(len(y), dtype=torch.float32, device=y.device)
-        return ChunkFactors(problem, y, padding, terms.float(), lse)
+        self.terms = terms.float()  # (3, n): derivatives by nll, by lse, and of the latter by lse
+
+    def total(self, padding: Tensor | None) -> Tensor:
+        """``()`` fp32 sum of the losses; of rows that are ``padding (n,)`` they are 0."""
+        losses = self.losses
+        if self.lse is not None:  # of nll and lse, which the kernel has filled
+            nll, lse = losses.double(), self.lse.double()
+            losses = token_losses(self.problem, self.y, nll, lse).float()
+            losses = losses if padding is None else losses.masked_fill_(padding, 0)
+        return losses.sum(dtype=torch.float64).float()

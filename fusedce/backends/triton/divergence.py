@@ -23,12 +23,13 @@ from fusedce.backends.triton.launch import (
     capturing,
     compact,
     on,
+    pointwise,
     power_of_2,
     raise_on_cpu,
     run,
     span,
 )
-from fusedce.backends.triton.products import add_product, product
+from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
 from fusedce.contract.divergence import JSD, KINDS, NEVER, REVERSE, Divergence
 from fusedce.contract.problem import Problem, Projection, Wanted
@@ -47,11 +48,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
-        graph = capturing(device)
-        if graph:
-            n, outer, factor = N, 1.0, torch.ones_like(packed.loss_sum)
-        else:
-            n, outer, factor = rows_and_factor(problem, packed)
+        n, outer, factor = rows_and_factor(problem, packed)
         way = way_of_divergence(
             call_of(problem, wanted, n, dtypes, triton=True),
             divergence.teacher_size(),
@@ -63,15 +60,20 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
             return Summed(losses, packed.n_valid, factor, *grads.written())
-        weights = _weights(problem, graph)
-        rows = torch.arange(N, device=device) if graph else packed.rows[:n].long()
+        weights = _weights(problem)
+        rows = packed.rows[:n].long()
+        left_out = None
+        if capturing(device):  # all rows take part, and those that do not count as zeros
+            left_out = torch.arange(n, device=device) >= packed.used
+            weights[rows] = weights[rows].masked_fill(left_out, 0)
         chunk = _Chunk(problem, divergence, C, any(wanted.gradients()))
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
-            left_out = (weights == 0)[some, None] if graph else None
-            h = _rows(hidden, some, left_out)
-            lost, g, factors = chunk.gradient(h, some, left_out, labels[some], weights[some])
+            h = hidden[some]
+            if left_out is not None:
+                h = h.masked_fill(left_out[begin : begin + C, None], 0)
+            lost, g, factors = chunk.gradient(h, some, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
@@ -85,30 +87,16 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             if grads.bias is not None:
                 add_to_bias(grads.bias, g, factors, alpha)
             if grads.weight is not None:
-                largest = None
-                if factors is not None:  # float16 has not their range
-                    largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
-                    h = (h.float() * (factors / largest)[:, None]).to(dtype)
-                add_product(grads.weight, g, h, alpha, largest, first=begin == 0)
+                h, largest = scaled_by(h, factors)
+                add_product(grads.weight, g.t(), h, alpha, largest, first=begin == 0)
         return Summed(losses, packed.n_valid, factor, *grads.written())
 
 
-def _rows(x: Tensor, some: Tensor, left_out: Tensor | None) -> Tensor:
-    """``x[some]``, 0 at rows ``left_out (C, 1)``."""
-    rows = x[some]
-    return rows if left_out is None else rows.masked_fill(left_out, 0)
-
-
-def _weights(problem: Problem, graph: bool) -> Tensor:
-    """``(N,)`` fp32, 0 at positions that are left out."""
-    w = problem.token_weight
-    if w is None:
-        w = torch.ones_like(problem.labels, dtype=torch.float32)
-    w = w.float()
-    if graph:
-        return w.masked_fill(~problem.valid(), 0)
-    V, y = len(problem.weight), problem.labels
-    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)  # a bad label counts
+def _weights(problem: Problem) -> Tensor:
+    """``(N,)`` fp32; 1 where a label is bad, so that it counts."""
+    V, y, w = len(problem.weight), problem.labels, problem.token_weight
+    w = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
+    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
 
 
 class _Chunk:
@@ -117,27 +105,21 @@ class _Chunk:
     def __init__(self, problem: Problem, divergence: Divergence, C: int, train: bool) -> None:
         weight, device = problem.weight, problem.weight.device
         self.weight, self.divergence, self.train = weight, divergence, train
-        self.arch = archs.architecture(device)
-        V = len(weight)
-        self.V, self.width = V, multiple_of_16(V)
-        # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
-        self.block = min(power_of_2(V), self.arch.divergence_block_v)
+        arch, V = archs.architecture(device), len(weight)
+        width = multiple_of_16(V)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
         student, teacher = divergence.student(problem), divergence.teacher().projection
         self.common: dict[str, Any] = {
-            "bias": None if student.bias is None else student.bias.contiguous(),
-            "scale": None if student.scale == 1 else student.scale,
-            "softcap": student.softcap,
+            **pointwise(student),
+            **{f"teacher_{name}": x for name, x in pointwise(teacher).items()},
             "V": V,
-            "width": self.width,
+            "width": width,
             "NORMALISE": self.normalise,
             "AMPLIFY": self.amplify,
-            "BLOCK_V": self.block,
-            "num_warps": self.arch.divergence_warps,
-            "teacher_bias": None if teacher.bias is None else teacher.bias.contiguous(),
-            "teacher_scale": None if teacher.scale == 1 else teacher.scale,
-            "teacher_softcap": teacher.softcap,
+            # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
+            "BLOCK_V": min(power_of_2(V), arch.divergence_block_v),
+            "num_warps": arch.divergence_warps,
             "share": divergence.beta,
             "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
@@ -149,26 +131,25 @@ class _Chunk:
         self.excluded = None  # (V,) bool: by a bias of -inf of the head whose logarithm diverges
         if divergence.kind != JSD and head.bias is not None and head.softcap is None:
             self.excluded = head.bias <= -NEVER
-        buffers = torch.empty(2, C, self.width, dtype=torch.float32, device=device)
+        buffers = torch.empty(2, C, width, dtype=torch.float32, device=device)
         self.of_student, self.of_teacher = buffers.unbind()
 
     def gradient(
         self,
         h: Tensor,  # (C, H)
         some: Tensor,  # (C,) positions
-        left_out: Tensor | None,  # (C, 1) bool
         y: Tensor,  # (C,)
         weights: Tensor,  # (C,) fp32
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
-        C, V, device = len(h), self.V, h.device
+        C, V, device = len(h), len(self.weight), h.device
         s = span(self.of_student, 0, C)
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
         teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
-        there = _rows(teacher.hidden, some, left_out)
+        there = teacher.hidden[some]
         product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
         impossible = None
         if self.excluded is not None:

@@ -15,7 +15,6 @@ from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.backends.triton.launch import (
     compact,
-    contiguous,
     has_options,
     on,
     raise_on_cpu,
@@ -35,7 +34,7 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
-    problem = contiguous(problem)
+    problem = problem.but(labels=problem.labels.contiguous())
     (N, H), device = problem.hidden.shape, problem.hidden.device
     if blocks is None:
         walks = archs.architecture(device).walks(problem.hidden.element_size())
@@ -68,7 +67,7 @@ def loss(
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
     check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
-    problem = contiguous(problem)
+    problem = problem.but(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device
     arch = archs.architecture(device)
     walks = arch.walks(problem.hidden.element_size())

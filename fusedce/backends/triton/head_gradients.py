@@ -1,4 +1,4 @@
-"""The gradient of the head by a chunk: a product, and the entries that are not in it.
+"""A head as its gradients need it: products, and the entries that are not in them.
 
 :mod:`fusedce.kernels.input_grads` adds those entries to the product. In a buffer of two bytes (that
 of a single chunk and a large head) the product is rounded before. That shows where hidden states
@@ -8,22 +8,98 @@ share a mean, so that a row is a small difference of the two: up to 2.3 rounding
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.chunks import ChunkGradient, Chunks
-from fusedce.backends.triton.launch import power_of_2, run
-from fusedce.backends.triton.products import add_product
-from fusedce.kernels.input_grads import label_grad_kernel
+from fusedce.backends.triton.launch import CachedLaunch, padded, pointwise, power_of_2, run
+from fusedce.backends.triton.products import add_product, scaled_by
+from fusedce.contract.problem import Problem, Projection
+from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
 
 _COLUMNS = 16384  # of a chunk's gradient that are widened at a time
 
 
+class Head:
+    """A head as the kernels of its gradients read it."""
+
+    def __init__(self, problem: Problem) -> None:
+        weight, bias = problem.weight, problem.bias
+        self.arch = archs.architecture(weight.device)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.pointwise = pointwise(Projection.of(problem))
+        if bias is not None:
+            self.pointwise["bias"] = padded(bias)
+        self.amplify = amplification(weight.dtype, problem.logit_scale)
+
+    def finish_hidden(
+        self,
+        products: Tensor,  # (n, H) fp32, `amplify` times the gradient of the logits @ weight
+        columns: Tensor,  # (K * C,) int: see `add_entries`
+        entries: Tensor,  # (K * C,) fp32
+        factors: Tensor | None,  # (C,) fp32: of the products
+        rows: Tensor,  # (N,) int32
+        d_hidden: Tensor,  # (N, H) to fill at rows[first : first + C]
+        first: int,
+        C: int,
+        outer: float,  # a factor
+    ) -> CachedLaunch:
+        """The launch that adds single entries to some rows, and stores them at their positions."""
+        V, H = self.weight.shape
+        return CachedLaunch(
+            hidden_grad_kernel,
+            products=products,
+            weight=self.weight,
+            columns=columns,
+            entries=entries,
+            row_factors=factors,
+            rows=rows,
+            d_hidden=d_hidden,
+            first=first,
+            H=H,
+            V=V,
+            stride_wv=self.weight.stride(0),
+            stride_dn=d_hidden.stride(0),
+            stride_row=C,
+            factor=outer,
+            AMPLIFY=self.amplify,
+            ENTRIES=len(columns) // C,
+            BLOCK_H=min(power_of_2(H), 1024),
+            num_warps=self.arch.exp_warps,
+        )
+
+
+def amplification(dtype: torch.dtype, logit_scale: float) -> float:
+    """The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
+
+    In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most classes of a
+    large vocabulary have such probabilities. bfloat16 and float32 have the range.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    return 2.0 ** (14 - max(math.ceil(math.log2(max(abs(logit_scale), 1.0))), 0))
+
+
+class ChunkGradient(NamedTuple):
+    """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
+
+    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[c]`` (without ``amplify``) more at the
+    column ``labels[c]``.
+    """
+
+    logits: Tensor  # (C, V)
+    factors: Tensor | None  # (C,) fp32
+    labels: Tensor  # (C,) int; out of range: none
+    entries: Tensor  # (C,) fp32
+    scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
+
+
 def add_head_gradients(
-    chunks: Chunks,
+    head: Head,
     grads: Gradients,  # whose weight and bias are added to
     gradient: ChunkGradient,
     h: Tensor,  # (C, H), of unit stride
@@ -34,12 +110,15 @@ def add_head_gradients(
     """``weight (+)= gradient.T @ h`` and ``bias += gradient.sum(0)``. Deterministic."""
     weight, bias = grads.weight, grads.bias
     g, factors = gradient.logits, gradient.factors
-    alpha = outer / chunks.amplify
+    alpha = outer / head.amplify
     if bias is not None:
         add_to_bias(bias, g, factors, alpha)
     if weight is not None:
-        _add_product(weight, gradient, h, alpha, first=first)
-    add_entries(grads, gradient.labels, gradient.entries, h, outer)
+        scaled, largest = gradient.scaled, None
+        if scaled is None:
+            scaled, largest = scaled_by(h, factors)
+        add_product(weight, g.t(), scaled, alpha, largest, first=first)
+    add_entries(weight, bias, gradient.labels, gradient.entries, h, g.shape[1], outer)
     if weight is not None and weight.element_size() == 2:
         labels = gradient.labels.dtype
         compile_for_sums(h.device, h.dtype, labels, g.shape[1], h.shape[1], bias is not None)
@@ -55,81 +134,19 @@ def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -
         bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
 
 
-def _add_product(
-    total: Tensor,  # (V, H)
-    gradient: ChunkGradient,
-    h: Tensor,  # (C, H)
-    alpha: float,
-    *,
-    first: bool,
-) -> None:
-    largest, factors = None, gradient.factors
-    if gradient.scaled is not None:
-        h = gradient.scaled
-    elif factors is not None:
-        if h.dtype == torch.float16:  # whose range is not that of the factors
-            largest = factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
-            factors = factors / largest
-        h = (h.float() * factors[:, None]).to(h.dtype)
-    add_product(total, gradient.logits, h, alpha, largest, first=first)
-
-
 def add_entries(
-    grads: Gradients,
+    weight: Tensor | None,  # (V, H)
+    bias: Tensor | None,  # (V,)
     columns: Tensor,  # (K * C,) int; out of range: none
     entries: Tensor,  # (K * C,) fp32
     h: Tensor,  # (C, H)
-    outer: float,
+    V: int,
+    outer: float,  # a factor
 ) -> None:
-    """``weight[columns] += outer * entries * h``, and ``bias[columns]`` the same without h."""
-    weight, bias = grads.weight, grads.bias
+    """Add ``outer * entries`` at ``columns`` to the gradients of weight and bias. Deterministic."""
     if weight is None and bias is None:
         return
-    V = len(bias) if weight is None else len(weight)  # type: ignore[arg-type]
     columns, order = columns.sort(stable=True)  # nothing waits for the device
-    _launch(h, columns, order, entries, weight, bias, V, outer)
-
-
-@functools.cache
-def compile_for_sums(
-    device: torch.device,
-    dtype: torch.dtype,
-    of_columns: torch.dtype,
-    V: int,
-    H: int,
-    biased: bool,
-) -> None:
-    """Warm-up launch of the kernel that adds to float32, so that graph capture never compiles.
-
-    A CUDA graph computes the ignored rows, too: it may have several chunks, with a float32 sum,
-    where its warm-up had one with a gradient of two bytes.
-    """
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    _launch(
-        zeros(1, H, dtype=dtype),
-        zeros(1, dtype=of_columns) - 1,  # no column: nothing is added
-        zeros(1, dtype=torch.int64),
-        zeros(1),
-        zeros(1, H),
-        zeros(1) if biased else None,
-        V,
-        1.0,
-    )
-
-
-def _launch(
-    h: Tensor,  # (C, H)
-    columns: Tensor,  # (K * C,) sorted
-    order: Tensor,  # (K * C,) int64
-    entries: Tensor,  # (K * C,) fp32
-    weight: Tensor | None,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    V: int,
-    outer: float,
-) -> None:
     n, (C, H) = columns.shape[0], h.shape
     block_c, block_h = archs.architecture(h.device).label_block
     block_h = min(power_of_2(H), block_h)
@@ -153,3 +170,26 @@ def _launch(
         BLOCK_H=block_h,
         num_warps=4,
     )
+
+
+@functools.cache
+def compile_for_sums(
+    device: torch.device,
+    dtype: torch.dtype,
+    of_columns: torch.dtype,
+    V: int,
+    H: int,
+    biased: bool,
+) -> None:
+    """Warm-up launch of the kernel that adds to float32, so that graph capture never compiles.
+
+    A CUDA graph computes the ignored rows, too: it may have several chunks, with a float32 sum,
+    where its warm-up had one with a gradient of two bytes.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    none = zeros(1, dtype=of_columns) - 1  # no column: nothing is added
+    bias = zeros(1) if biased else None
+    add_entries(zeros(1, H), bias, none, zeros(1), zeros(1, H, dtype=dtype), V, 1.0)

@@ -19,7 +19,7 @@ from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.walk import walk_kernel
 
@@ -56,7 +56,7 @@ def walk(
         "stride_split": N if stride_split is None else stride_split,
         "tiles_per_split": tiles_per_split,
         "splits": splits,
-        **pointwise(problem),
+        **pointwise(Projection.of(problem)),
         "EPILOGUE": epilogue.value,
         "AMPLIFY": 1.0,
         "BLOCK_N": blocks.BLOCK_N,
@@ -75,18 +75,18 @@ def walk(
     )
 
 
-def pointwise(problem: Problem) -> dict[str, Any]:
+def pointwise(head: Projection) -> dict[str, Any]:
     """Arguments of the pointwise steps after the product; ``None`` for a step that is left out."""
     return {
-        "bias": problem.bias,
-        "scale": None if problem.logit_scale == 1.0 else problem.logit_scale,
-        "softcap": problem.softcap,
+        "bias": None if head.bias is None else head.bias.contiguous(),
+        "scale": None if head.scale == 1.0 else head.scale,
+        "softcap": head.softcap,
     }
 
 
 def has_options(problem: Problem) -> bool:
     """Whether logits are more than products."""
-    return any(x is not None for x in pointwise(problem).values())
+    return any(x is not None for x in pointwise(Projection.of(problem)).values())
 
 
 def power_of_2(n: int) -> int:
@@ -102,12 +102,6 @@ def span(x: Tensor, begin: int, end: int, dim: int = 0) -> Tensor:
 def padded(x: Tensor) -> Tensor:
     """``x (V,)`` with zeros up to a :func:`multiple_of_16`."""
     return pad(x, (0, multiple_of_16(len(x)) - len(x)))
-
-
-def contiguous(problem: Problem) -> Problem:
-    """The problem with labels and bias that have no gaps."""
-    labels, bias = problem.labels.contiguous(), problem.bias
-    return problem.but(labels=labels, bias=None if bias is None else bias.contiguous())
 
 
 def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:

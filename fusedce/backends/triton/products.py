@@ -55,54 +55,50 @@ def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
     return out.equal(exact)
 
 
-def add_to(
-    total: Tensor,  # (R, H) fp32
-    a: Tensor,  # (R, T)
-    b: Tensor,  # (T, H)
-    *,
-    scratch: Tensor,  # fp32, for products that cannot be added in place
-) -> None:
-    """``total += a @ b``."""
-    if a.dtype == torch.float32:
-        torch.addmm(total, a, b, out=total)
-    elif widens(torch.addmm, a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        H = total.shape[1]
-        step = scratch.numel() // H
-        if step == 0:
-            scratch, step = torch.empty(H, dtype=torch.float32, device=total.device), 1
-        for begin in range(0, len(total), step):
-            some = total[begin : begin + step]
-            added = scratch[: some.numel()].view_as(some)
-            some += product(a.device, a.dtype)(a[begin : begin + step], b, out=added)
+def scaled_by(h: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``h (C, H)`` times ``factors (C,)`` in its dtype, and the factor left out of it: None for 1.
+
+    That is the largest one in float16, whose range is not that of the factors.
+    """
+    if factors is None:
+        return h, None
+    largest = None
+    if h.dtype == torch.float16:
+        largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
+        factors = factors / largest
+    h = (h.float() * factors[:, None]).to(h.dtype)
+    return h, largest
 
 
 def add_product(
-    total: Tensor,  # (V, H), in a dtype of its own
-    g: Tensor,  # (C, V)
-    h: Tensor,  # (C, H)
-    factor: float,
+    total: Tensor,  # (R, H), in a dtype of its own
+    a: Tensor,  # (R, T)
+    b: Tensor,  # (T, H)
+    factor: float = 1.0,
     largest: Tensor | None = None,  # () fp32: another factor
     *,
-    first: bool,  # total is not yet written
+    first: bool = False,  # total is not yet written
+    scratch: Tensor | None = None,  # fp32, for products that cannot be added in place
 ) -> None:
-    """``total (+)= factor * largest * g.T @ h``."""
-    if largest is None:
-        beta = 0 if first else 1
-        if total.dtype == h.dtype:
-            torch.addmm(total, g.t(), h, beta=beta, alpha=factor, out=total)
-            return
-        if total.dtype == torch.float32 and widens(torch.addmm, h.device, h.dtype):
-            # Added in the product's epilogue: half the traffic of a product that is added later.
-            torch.addmm(
-                total, g.t(), h, beta=beta, alpha=factor, out_dtype=torch.float32, out=total
-            )
-            return
-    for begin in range(0, len(total), WEIGHT_ROWS):
-        some = total[begin : begin + WEIGHT_ROWS]
-        added = torch.empty(some.shape, dtype=torch.float32, device=some.device)
-        product(h.device, h.dtype)(g[:, begin : begin + WEIGHT_ROWS].t(), h, out=added)
+    """``total (+)= factor * largest * a @ b``."""
+    dtype, device, H = b.dtype, b.device, b.shape[1]
+    same = total.dtype == dtype
+    wide = total.dtype == torch.float32
+    if largest is None and (same or (wide and widens(torch.addmm, device, dtype))):
+        # Added in the product's epilogue: half the traffic of a product that is added later.
+        asked = {} if same else {"out_dtype": torch.float32}
+        torch.addmm(total, a, b, beta=0 if first else 1, alpha=factor, out=total, **asked)
+        return
+    step = WEIGHT_ROWS
+    if scratch is not None:
+        step = max(scratch.numel() // H, 1)
+    for begin in range(0, len(total), step):
+        some = total[begin : begin + step]
+        if scratch is None or scratch.numel() < H:
+            added = torch.empty(some.shape, dtype=torch.float32, device=device)
+        else:
+            added = scratch[: some.numel()].view_as(some)
+        product(device, dtype)(a[begin : begin + step], b, out=added)
         if largest is not None:
             added.mul_(largest)
         if first:
@@ -135,8 +131,7 @@ class Tiles:
         self.block = exp_block(V, arch.exp_block_v)
         processors = archs.processors(weight.device)
         self.most_rows, self.most = arch.tile_shape(C, V, H, self.block, processors)
-        self._sizes = [self.most] * (V // self.most) + ([V % self.most] if V % self.most else [])
-        self._columns = weight.t().split_with_sizes(self._sizes, 1)
+        self._columns = weight.t().split(self.most, 1)
         self._rows_of_hidden = arch.rows_of_hidden(C, H, processors)
         self.products = torch.empty(
             max(
@@ -149,20 +144,13 @@ class Tiles:
 
     def logits(self, h: Tensor) -> Iterator[Tile]:
         """Tiles of ``h (C, H) @ weight.T``, each in the same buffer."""
-        C, most_rows, products = h.shape[0], self.most_rows, self.products
-        some_rows = [(0, C, h)]
-        if most_rows < C:
-            some_rows = [
-                (number * most_rows, len(some), some)
-                for number, some in enumerate(h.split(most_rows))
-            ]
-        shape = (0, 0)
-        begin = 0
-        for T, w in zip(self._sizes, self._columns, strict=True):
-            for first, rows, some in some_rows:
-                if shape != (rows, T):
-                    shape = (rows, T)
-                    products = self.products.as_strided(shape, (multiple_of_16(T), 1))
+        C, step, begin = h.shape[0], self.most_rows, 0
+        for w in self._columns:
+            T = w.shape[1]
+            for first in range(0, C, step):
+                some = span(h, first, min(first + step, C))
+                rows = some.shape[0]
+                products = self.products.as_strided((rows, T), (multiple_of_16(T), 1))
                 self._product(some, w, out=products)
                 yield first, rows, begin, T, products
             begin += T

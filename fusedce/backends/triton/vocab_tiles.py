@@ -14,23 +14,19 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
 from fusedce.backends.plan import multiple_of_16, tiles_of
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.chunks import amplification
-from fusedce.backends.triton.head_gradients import add_entries, add_to_bias
+from fusedce.backends.triton.head_gradients import Head, add_entries, add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
     on,
     padded,
-    pointwise,
     power_of_2,
     run,
     span,
 )
-from fusedce.backends.triton.products import add_product, add_to, product
+from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.input_grads import hidden_grad_kernel
 from fusedce.kernels.token_grad import token_grad_kernel
 
 
@@ -48,25 +44,20 @@ def token_grads(
     problem = problem.but(labels=problem.labels.contiguous())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
-        graph = capturing(device)
-        n = N if graph else int(count)
+        n = N if capturing(device) else int(count)
         way = tiles_of(
             call_of(problem, wanted, n, dtypes, triton=True),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
-        every_row = n == N and not graph
+        every_row = n == N and not capturing(device)
         grads = Gradients(
             problem, wanted, dtypes=dtypes, chunks=min(n, 1), every_row=every_row, by_tiles=True
         )
         grads.dtypes = asked
         if n == 0:
             return grads.written()
-        walk = _Walk(problem, rows, n, lse, upstream, every_row=every_row)
-        walk.count = count
-        if graph:  # unused rows take part, as zeros
-            padding = torch.arange(n, device=device) >= count
-            walk.h = walk.h.masked_fill(padding[:, None], 0)
+        walk = _Walk(problem, rows, count, n, lse, upstream, every_row=every_row)
         dh = None
         if grads.hidden is not None:
             in_place = every_row and grads.hidden.dtype == torch.float32
@@ -75,38 +66,40 @@ def token_grads(
         walk.add_tiles(grads, dh, way.tokens, way.classes)
         walk.add_classes(upstream)
         if grads.hidden is not None and dh is not None:
-            walk.finish_hidden(dh, rows, grads.hidden)
-        add_entries(grads, walk.columns, walk.entries, walk.h, 1.0)
+            launch = walk.finish_hidden(
+                dh, walk.columns, walk.entries, walk.factors, rows, grads.hidden, 0, n, 1.0
+            )
+            launch((n, -(-dh.shape[1] // 1024), 1), begin=0)
+        of_head = grads.weight, grads.bias
+        add_entries(*of_head, walk.columns, walk.entries, walk.h, len(problem.weight), 1.0)
         return grads.written()
 
 
-class _Walk:
+class _Walk(Head):
     """The tokens that are used, (n, ...) each, and the buffers of one tile after another."""
-
-    count: Tensor  # () int32: rows from here on are padding
 
     def __init__(
         self,
         problem: Problem,
         rows: Tensor,  # (N,) int32
+        count: Tensor,  # () int32: rows from here on are padding
         n: int,
         lse: Tensor,
         upstream: Upstream,
         *,
         every_row: bool,
     ) -> None:
+        super().__init__(problem)
         weight, c = problem.weight, problem.class_weight
-        self.arch = archs.architecture(weight.device)
-        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.pointwise = pointwise(problem)
-        if problem.bias is not None:
-            self.pointwise["bias"] = padded(problem.bias)
-        self.amplify = amplification(weight.dtype, problem.logit_scale)
+        self.count = count
         self.class_weight = None if c is None else padded(c.float())
         self.chosen = chosen = slice(None) if every_row else rows[:n].long()
         self.h = problem.hidden[chosen]
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
+        if capturing(weight.device):  # unused rows take part, as zeros
+            padding = torch.arange(n, device=weight.device) >= count
+            self.h = self.h.masked_fill(padding[:, None], 0)
         labels = problem.labels[chosen]
         self.factors, of_rows = _factors(upstream, chosen, self.class_weight, weight.dtype)
         temperature = problem.temperature
@@ -124,10 +117,7 @@ class _Walk:
         device = self.weight.device
         products = torch.empty(R * multiple_of_16(T), dtype=torch.float32, device=device)
         stored = torch.empty(R, multiple_of_16(T), dtype=dtype, device=device)
-        h, largest = self.h, None
-        if self.factors is not None:  # float16, whose range is not that of the factors
-            largest = self.factors.amax().clamp_(min=torch.finfo(torch.float32).tiny)
-            h = (h.float() * (self.factors / largest)[:, None]).to(dtype)
+        h, largest = scaled_by(self.h, self.factors)
         for begin in range(0, V, T):
             end = min(begin + T, V)
             of_tile = None if grads.weight is None else grads.weight[begin:end]
@@ -139,10 +129,10 @@ class _Walk:
                 rows = slice(first, min(first + R, n))
                 g = self._gradient(products, stored, rows, begin, end)
                 if dh is not None:
-                    add_to(dh[rows], g, w, scratch=products)
+                    add_product(dh[rows], g, w, scratch=products)
                 if d_weight is not None:
                     alpha = 1.0 / self.amplify
-                    add_product(d_weight, g, h[rows], alpha, largest, first=first == 0)
+                    add_product(d_weight, g.t(), h[rows], alpha, largest, first=first == 0)
                 if grads.bias is not None:
                     factors = None if self.factors is None else self.factors[rows]
                     add_to_bias(grads.bias[begin:end], g, factors, 1.0 / self.amplify)
@@ -191,34 +181,6 @@ class _Walk:
             **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),
         )
         return stored[:C, :T]
-
-    def finish_hidden(self, dh: Tensor, rows: Tensor, d_hidden: Tensor) -> None:
-        """Add single entries to ``dh (n, H)``, apply factors, and store rows at their positions."""
-        (V, H), n = self.weight.shape, len(dh)
-        block = min(power_of_2(H), 1024)
-        run(
-            hidden_grad_kernel,
-            (n, -(-H // block)),
-            products=dh,
-            weight=self.weight,
-            columns=self.columns,
-            entries=self.entries,
-            row_factors=self.factors,
-            rows=rows,
-            d_hidden=d_hidden,
-            begin=0,
-            first=0,
-            H=H,
-            V=V,
-            stride_wv=self.weight.stride(0),
-            stride_dn=d_hidden.stride(0),
-            stride_row=n,
-            factor=1.0,
-            AMPLIFY=self.amplify,
-            ENTRIES=len(self.columns) // n,
-            BLOCK_H=block,
-            num_warps=self.arch.exp_warps,
-        )
 
 
 def _factors(
