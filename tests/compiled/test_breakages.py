@@ -3,8 +3,7 @@
 One breakage of each kind here; `python tests/mutate_compiled.py` tries all of them.
 """
 
-import pytest
-from support.compiled import Broken
+from support.compiled import FIRST_ARCH, Broken
 
 # Kinds of which some are harmless: see docs/kernels.md.
 SOME_SURVIVE = {
@@ -13,7 +12,7 @@ SOME_SURVIVE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+@FIRST_ARCH
 def test_one_breakage_of_each_kind_is_noticed(on, arch):
     broken = Broken(on(arch))
     kinds = {}

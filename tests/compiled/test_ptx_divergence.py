@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 from support.bounds import STATISTIC
+from support.compiled import ARCHS, BF16, DTYPES, FIRST_ARCH, FP16, FP32
 
 from fusedce import fused_kl, reference_kl
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 KINDS = ("forward", "reverse", "jsd")
 EVERYTHING = {
     "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
@@ -63,7 +62,7 @@ def in_blocks(gpu, classes):
     gpu.row = gpu.row._replace(divergence_block_v=classes)
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+@FIRST_ARCH
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
 def test_values_are_those_of_the_reference(on, arch, dtype, kind):
@@ -73,7 +72,7 @@ def test_values_are_those_of_the_reference(on, arch, dtype, kind):
     assert gpu.ran("divergence_rows_kernel") == 1
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -94,7 +93,7 @@ def test_every_option_at_once(on, arch, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize("V", [1, 2, 127, 1024, 2051])
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bounds import EXACT, STATISTIC
+from support.compiled import ARCHS, BF16, DTYPES, FP32, OPTIONS, TWO_BYTES
 
 import fusedce
 from fusedce.backends import triton as backend
@@ -10,11 +11,6 @@ from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.task import Task
 from fusedce.testing import Case, check
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 
 
 def train(hidden, weight, labels, **options):
@@ -45,7 +41,7 @@ def by_gemm(gpu, **fields):
 
 
 @ARCHS
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_gradients_are_those_of_the_reference(on, arch, dtype):
     gpu = on(arch)
     check(train, case(24, 72, 515, dtype, ignored=0.2, logits="peaked"))
@@ -110,7 +106,7 @@ def test_sizes(on, arch, dtype, N, H, V, gemm):
     check(train, case(N, H, V, dtype, ignored=0.2 if N > 1 else 0.0))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 @pytest.mark.parametrize("V", [1, 2, 7])
 def test_a_vocabulary_of_less_than_16_classes(on, dtype, V):
     """Rows are padded to 16, and a block of a maximum is no narrower."""
@@ -156,7 +152,7 @@ def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
 
 
 @pytest.mark.parametrize("above", [50.0, 1000.0])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
     """Such a row is gone over again where one of its entries has been taken out."""
     gpu = on("sm_90")
@@ -201,7 +197,7 @@ def test_a_bad_label_poisons_its_row_alone(on):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
     """Those of the other walks, too: the main loop is the same."""

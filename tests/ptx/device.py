@@ -46,7 +46,7 @@ class Device:
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", arch, 32)
-        self.timing, self.order, self.serialised = "late", 0, False
+        self.timing, self.order = "late", 0
         # Triton before 3.7 puts no fence between cp.async and wgmma.
         self.fences = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)
         self.launches: list[Launch] = []
@@ -136,7 +136,6 @@ class _Launcher:
             maps=maps,
             timing=device.timing,
             order=1000 * device.order + len(device.launches),
-            serialised=device.serialised,
             fences=device.fences,
         )
         device.launches.append(Launch(name, x * y * z, grid.run()))
