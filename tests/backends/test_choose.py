@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedce import fused_ce
 from fusedce.backends import choose
 from fusedce.backends.triton import archs
-from fusedce.testing import Case
 
 CUDA = torch.device("cuda", 0)
 
@@ -89,9 +87,3 @@ def test_the_processors_of_an_xpu_are_its_subslices(monkeypatch):
     archs.processors.cache_clear()
     assert archs.processors(torch.device("xpu")) == 448
     archs.processors.cache_clear()
-
-
-def test_an_unknown_name_is_refused():
-    hidden, weight, labels = Case().tensors()[:3]
-    with pytest.raises(ValueError, match="backend must be None, 'torch' or 'triton', got 'cuda'"):
-        fused_ce(hidden, weight, labels, backend="cuda")

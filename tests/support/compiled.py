@@ -16,14 +16,14 @@ import torch
 from ptx.breakages import Breakage, breakages
 from ptx.device import on_device
 
+from support.params import slow
+
 _BACKEND = "fusedce.backends.triton"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TWO_BYTES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-FIRST_ARCH = pytest.mark.parametrize(
-    "arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)]
-)
+FIRST_ARCH = pytest.mark.parametrize("arch", ["sm_90", slow("sm_80")])
 OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 
 

@@ -93,16 +93,6 @@ def test_the_sum_does_not_depend_on_the_calls(place, cuts):
     assert abs(together - whole.cpu()) <= ulp
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", ["flat", "peaked"])
-def test_sum_is_exact_to_1e_6(place, dtype, logits):
-    device, N, H, V = place
-    hidden, weight, labels, _ = Case((N,), H, V, dtype, logits=logits).tensors(device)
-    loss, _, _ = one_pass(hidden, weight, labels)
-    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
-    assert abs(loss - exact) <= STATISTIC * exact
-
-
 def far_from_their_first_tiles():
     """``weight`` whose column n holds the logits of token n, and labels: 4 splits of 3 tiles."""
     weight = torch.randn(700, 16, generator=torch.Generator().manual_seed(0))
@@ -181,31 +171,6 @@ def test_memory_is_per_row():
     one_pass(hidden, weight, labels)
     extra = torch.accelerator.max_memory_allocated() - before
     assert extra <= 16 * 2**20
-
-
-def test_memory_stays_in_its_plan():
-    """The launch's own formula bounds its memory at N=8192, V=256000, on every device."""
-    from fusedce.backends.triton import archs as configs
-
-    N, V = 8192, 256000
-    for row in configs.ARCHITECTURES:
-        for walks in (row.two_bytes, row.four_bytes):
-            for blocks in (walks.forward, walks.forward_with_options):
-                _, splits = configs.vocabulary_splits(V, blocks)
-                extra = 4 * (2 * splits + 1) * N + 4 * 2 * N + 8 * N + 16
-                assert extra <= 16 * 2**20, (row.name, blocks)
-
-
-def test_blocks_are_what_triton_takes():
-    """Sizes of a block, and warps, are powers of two; no product has fewer than 16 columns."""
-    from fusedce.backends.triton import archs as configs
-
-    for row in configs.ARCHITECTURES:
-        for walks in (row.two_bytes, row.four_bytes):
-            for blocks in (x for x in walks if isinstance(x, configs.Blocks)):
-                sizes = (blocks.BLOCK_N, blocks.BLOCK_V, blocks.BLOCK_H, blocks.num_warps)
-                assert all(n & (n - 1) == 0 for n in sizes), (row.name, blocks)
-                assert min(sizes[:3]) >= 16, (row.name, blocks)
 
 
 @pytest.mark.gpu
