@@ -67,9 +67,6 @@ class Device:
     def get_current_stream(self, device):
         return 0
 
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
     def get_device_properties(self, device):
         return {"max_shared_mem": self.shared_limit, "multiprocessor_count": 3}
 
@@ -117,7 +114,7 @@ class _Launcher:
 
     def __call__(self, x, y, z, stream, text, packed, metadata, enter, exit_, *values) -> None:
         device = self.device
-        name = parse_name(text)
+        name = decoded(text).program.name
         if device.edit is not None:
             text = device.edit(name, text)
         device.texts[name] = text
@@ -162,11 +159,6 @@ class _Launcher:
             else:
                 numbers.append(value)
         return numbers, maps
-
-
-def parse_name(text: str) -> str:
-    """The name of the module's kernel."""
-    return text.split(".visible .entry ")[1].split("(")[0]
 
 
 class _Memory:
