@@ -173,16 +173,9 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
     ).tensors()
 
     def run():
-        problem = Problem(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            expected_upstream=torch.ones(()),  # as inside, where the host knows no factor
-            softcap=5.0,
-            logit_scale=0.7,
-            chunk_tokens=chunk_tokens,
-        )
+        one = torch.ones(())  # as inside, where the host knows no factor
+        options = {"softcap": 5.0, "logit_scale": 0.7, "chunk_tokens": chunk_tokens}
+        problem = Problem(hidden, weight, labels, bias=bias, expected_upstream=one, **options)
         wanted = Wanted(hidden=True, weight=True, bias=True)
         return tuple(backend.loss_and_grads(Task(problem, wanted), None))
 
