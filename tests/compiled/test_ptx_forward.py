@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.bounds import EXACT, STATISTIC
+from support.bounds import STATISTIC
 from support.compiled import (
     ARCHS,
     BF16,
@@ -18,6 +18,7 @@ from support.compiled import (
     FP32,
     OPTIONS,
     TWO_BYTES,
+    assert_same_bits_in_every_order,
     skip_one_known_step,
 )
 
@@ -211,12 +212,7 @@ def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, ar
     hidden, weight, labels, _ = case(170, 72, 1000, ignored=0.1).tensors()
     assert (labels != -100).sum() > 128  # two row blocks
     hidden = hidden.nan_to_num()
-    found = [lse_of(hidden, weight, labels)]
-    gpu.timing = timing
-    for gpu.order in (1, 2):
-        found.append(lse_of(hidden, weight, labels))
-    for again in found[1:]:
-        torch.testing.assert_close(again, found[0], **EXACT)
+    assert_same_bits_in_every_order(gpu, lambda: lse_of(hidden, weight, labels), timing)
 
 
 def row_losses(hidden, weight, labels):

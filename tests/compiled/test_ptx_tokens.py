@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import oracle
-from support.bounds import EXACT, logit_rounding
+from support.bounds import logit_rounding
 from support.compiled import (
     ARCHS,
     BF16,
@@ -13,6 +13,7 @@ from support.compiled import (
     FP32,
     OPTIONS,
     TWO_BYTES,
+    assert_same_bits_in_every_order,
     skip_one_known_step,
 )
 
@@ -165,10 +166,7 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
         loss, _ = by_tiles(hidden, weight, inputs[2])
         return torch.autograd.grad(loss, (hidden, weight))
 
-    first = gradients()
-    gpu.timing = "random"
-    for gpu.order in (1, 2):
-        torch.testing.assert_close(gradients(), first, **EXACT)
+    assert_same_bits_in_every_order(gpu, gradients)
 
 
 @pytest.mark.slow

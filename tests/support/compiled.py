@@ -68,6 +68,14 @@ def backend_on(name: str):
             head_gradients.compile_for_sums.cache_clear()
 
 
+def assert_same_bits_in_every_order(device, compute, timing="random") -> None:
+    """Of CTAs, and of copies that land early or late."""
+    first = compute()
+    device.timing = timing
+    for device.order in (1, 2):
+        torch.testing.assert_close(compute(), first, rtol=0, atol=0)
+
+
 def skip_one_known_step(arch, dtype, H, options):
     """Triton specialises on H if it is one unit of loads, which no model's H is."""
     unit = 16 // dtype.itemsize if H * dtype.itemsize % 16 == 0 else 1
