@@ -49,7 +49,7 @@ FIRST = {
     "backends/torch/divergence": "loss/test_kl.py",
     "backends/torch": "backends/torch loss/test_fused_ce.py loss/test_memory_budget.py",
     "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
-    "backends": "backends/test_gradients.py loss/test_logprobs.py loss/test_one_rounding.py "
+    "backends": "backends/test_plan.py loss/test_logprobs.py loss/test_one_rounding.py "
     "loss/test_fused_ce.py",
     "accumulate/guard": "accumulate/test_guard.py accumulate/test_guard_ranks.py",
     "accumulate/gradients": "accumulate/test_streaming.py accumulate/test_guard_ranks.py",

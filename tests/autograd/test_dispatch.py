@@ -6,7 +6,7 @@ import torch
 import fusedce
 from fusedce.autograd import dispatch, sums, tokens
 from fusedce.backends.choose import get_backend
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem
 from fusedce.contract.task import Task
 
 
@@ -37,13 +37,6 @@ def test_the_backend_is_resolved_once_and_kept_in_backward(inputs, options, monk
     assert resolved == [None]
     assert len(used) > 1
     assert set(used) == {"torch"}
-
-
-def test_no_log_sum_exp_where_nobody_reads_it(inputs):
-    hidden, weight, labels = (x.detach() for x in inputs)
-    problem = Problem(hidden, weight, labels)
-    assert dispatch.token_stats(Task(problem))[1].lse.numel() == 0
-    assert dispatch.token_stats(Task(problem, Wanted(lse=True)))[1].lse.numel() == 9
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -1,12 +1,15 @@
-"""The way that a plan chooses, and the bytes it counts."""
+"""The way that a plan chooses, and the bytes that it counts and that gradients take."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedce.backends import held, plan
+from fusedce.backends.gradients import Gradients, of_inputs
 from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES, Call, MiB
 from fusedce.backends.triton import archs
+from fusedce.contract.problem import Problem, Wanted
 
 LLAMA = Call(8192, 8192, 128256, 4096, element=2, logit=2)
 SMOLLM = Call(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
@@ -55,6 +58,16 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
         assert rows * T * 4 <= (32 if H >= 4096 else 128) * 2**20
 
 
+def test_gradients_that_are_not_wanted_are_empty_on_the_device_of_the_inputs():
+    """Shapes and dtypes are those of the operators' fake implementations."""
+    x = torch.empty(3, 4, device="meta")
+    problem = Problem(x, torch.empty(7, 4, device="meta"), x[:, 0].long())
+    wanted = Wanted(hidden=False, weight=True, bias=False)
+    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
+    assert [grad.device.type for grad in grads] == ["meta"] * 3
+    assert [tuple(grad.shape) for grad in grads] == [(0,), (7, 4), (0,)]
+
+
 @pytest.mark.parametrize(("gib", "budget"), [(None, 1), (24, 1), (32, 1), (39.4, 2), (80, 2)])
 def test_a_large_device_has_larger_chunks(gib, budget):
     """The larger budget starts at 40 GB; a card sold as 40 GB reports 39.4 GiB."""
@@ -71,12 +84,6 @@ def test_rows_of_tiles_are_equal(C, V, H):
     assert rows == C or rows % 128 == 0
     assert parts * rows - C < 128 * parts  # no part is smaller than the others by more
     assert rows * T <= max(held.TILE_ELEMENTS[1], 128 * held.EXP_BLOCK_V)
-
-
-@pytest.mark.parametrize("H", [2304, 2560, 3072])
-def test_no_tile_has_a_few_rows_alone(H):
-    """8192 tokens were once cut into 7281 and 911, 6553 and 1639, 5461 and 2731."""
-    assert held.tile_shape(8192, 256000, H, 2048)[0] == 4096
 
 
 def test_less_memory_takes_the_next_way():

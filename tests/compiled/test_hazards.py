@@ -21,45 +21,75 @@ def fault(body, *tensors, **how):
     return str(error.value).splitlines()[0]
 
 
-# ---- global memory ------------------------------------------------------------------------------
+# ---- global and shared memory, asynchronous copies ----------------------------------------------
+
+WRITE, READ = AT + "st.global.b32 [%rd9], %r0;\n", AT + "ld.global.b32 %r3, [%rd9];\n"
+OTHER = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n"
+STORE = SHARED_AT + "st.shared.b32 [%r1], %r0;\n"
+READ_OTHER = "xor.b32 %r2, %r1, 128;\nld.shared.b32 %r3, [%r2];\n"
+AGAIN = "cp.async.ca.shared.global [%r1], [%rd9], 4;\ncp.async.commit_group;\n"
+COPY, WAIT = SHARED_AT + AT + AGAIN, "cp.async.wait_group 0;\n"
+FAULTS = [
+    ("out of bounds", AT + "st.global.b32 [%rd9+-4], %r2;", {}),
+    ("out of bounds", AT + "ld.global.b32 %r2, [%rd9+4];", {}),
+    (None, AT + "setp.lt.u32 %p1, %r0, 31;\n@%p1 ld.global.b32 %r2, [%rd9+4];", {}),
+    ("out of the 64 bytes", STORE, {"shared": 64}),
+    ("misaligned", AT + "ld.global.b64 %rd10, [%rd9];", {}),
+    ("misaligned", AT + "ld.global.b32 %r2, [%rd9+2];", {}),
+    ("misaligned", SHARED_AT + "st.shared.v2.b32 [%r1], {%r0, %r0};", {}),
+    ("different values", "st.global.b32 [%rd0], %r0;", {}),
+    ("different values", "mov.b32 %r1, 0;\nst.shared.b32 [%r1], %r0;", {}),
+    (None, "st.global.b32 [%rd0], 7;", {}),
+    ("never written", SHARED_AT + "ld.shared.b32 %r2, [%r1];", {}),
+    ("part of a warp", "setp.lt.u32 %p1, %r0, 16;\n@%p1 bar.sync 0;", {}),
+    ("another copy is on its way", COPY + AGAIN, {}),
+    # One warp may write a value that all warps have read before.
+    (None, "ld.global.b32 %r3, [%rd0];\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.global.b32 [%rd0], %r3;",
+     {"threads": 64}),
+]  # fmt: skip
 
 
-def test_out_of_bounds():
-    assert "out of bounds" in fault(AT + "ld.global.b32 %r2, [%rd9+4];", X[:32])
-    assert "out of bounds" in fault(AT + "st.global.b32 [%rd9+-4], %r2;", X[:32])
-    run(AT + "setp.lt.u32 %p1, %r0, 31;\n@%p1 ld.global.b32 %r2, [%rd9+4];", X[:32])
+@pytest.mark.parametrize(("seen", "body", "how"), FAULTS)
+def test_faults_of_accesses(seen, body, how):
+    x = X[: how.get("threads", 32)]
+    if seen is None:
+        run(body, x, **how)
+    else:
+        assert seen in fault(body, x, **how)
 
 
-def test_misaligned():
-    assert "misaligned" in fault(AT + "ld.global.b64 %rd10, [%rd9];", X)
-    assert "misaligned" in fault(AT + "ld.global.b32 %r2, [%rd9+2];", X)
-    assert "misaligned" in fault(SHARED_AT + "st.shared.v2.b32 [%r1], {%r0, %r0};", X)
+RACES = [  # where a barrier makes it right
+    ("race in global memory", WRITE + "{}" + OTHER + "ld.global.b32 %r3, [%rd8];"),
+    ("another warp read", READ + "{}" + OTHER + "st.global.b32 [%rd8], %r3;"),
+    ("read of what another warp wrote", STORE + "{}" + READ_OTHER),
+    ("another warp read", STORE + "bar.sync 0;\n" + READ_OTHER + "{}st.shared.b32 [%r1], %r3;"),
+    ("write over what another warp wrote",
+     STORE + "xor.b32 %r2, %r1, 128;\n{}st.shared.b32 [%r2], %r0;"),
+    ("another warp read",  # two warps, of which one writes
+     "mov.b32 %r1, 0;\nst.shared.b32 [%r1], 5;\nbar.sync 0;\nld.shared.b32 %r2, [%r1];\n"
+     "{}setp.ge.u32 %p1, %r0, 32;\n@%p1 st.shared.b32 [%r1], 6;"),
+    ("another warp read", STORE + "bar.sync 0;\n" + READ_OTHER + AT + "{}" + AGAIN),
+]  # fmt: skip
 
 
-def test_a_word_that_another_warp_wrote():
-    write = AT + "st.global.b32 [%rd9], %r0;\n"
-    read = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n" \
-           "ld.global.b32 %r3, [%rd8];"  # fmt: skip
-    assert "race in global memory" in fault(write + read, X, threads=64)
-    run(write + "bar.sync 0;\n" + read, X, threads=64)
+@pytest.mark.parametrize(("seen", "body"), RACES)
+def test_races_of_warps(seen, body):
+    assert seen in fault(body.format(""), X, threads=64)
+    run(body.format("bar.sync 0;\n"), X, threads=64)
 
 
-def test_a_word_that_another_warp_alone_has_read():
-    """One warp may write a value that all warps have read before."""
-    read = AT + "ld.global.b32 %r3, [%rd9];\n"
-    write = "xor.b32 %r2, %r0, 32;\nmul.wide.u32 %rd8, %r2, 4;\nadd.s64 %rd8, %rd8, %rd0;\n" \
-            "st.global.b32 [%rd8], %r3;"  # fmt: skip
-    assert "another warp read" in fault(read + write, X, threads=64)
-    run(read + "bar.sync 0;\n" + write, X, threads=64)
-    first = "setp.eq.u32 %p1, %r0, 0;\n@%p1 st.global.b32 [%rd0], %r3;"
-    run("ld.global.b32 %r3, [%rd0];\n" + first, X, threads=64)
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+def test_a_copy_is_read_after_its_wait_and_by_others_after_a_barrier(timing):
+    read = "ld.shared.b32 %r2, [%r1];\n"
+    assert "still fills" in fault(COPY + read, X, timing=timing)
+    assert "still fills" in fault(COPY + "cp.async.wait_group 1;\n" + read, X, timing=timing)
+    run(COPY + WAIT + read, X, timing=timing)
+    assert "another warp wrote" in fault(COPY + WAIT + READ_OTHER, X, threads=64, timing=timing)
+    run(COPY + WAIT + "bar.sync 0;\n" + READ_OTHER, X, threads=64, timing=timing)
+    assert "out of bounds" in fault(COPY, X[:16], timing=timing)
 
 
-def test_threads_write_different_values_to_one_place():
-    assert "different values" in fault("st.global.b32 [%rd0], %r0;", X)
-    assert "different values" in fault("mov.b32 %r1, 0;\nst.shared.b32 [%r1], %r0;", X)
-    run("st.global.b32 [%rd0], 7;", X)
-
+# ---- CTAs ---------------------------------------------------------------------------------------
 
 TICKET = """
     mov.u32 %r9, %ctaid.x;
@@ -102,9 +132,6 @@ def test_the_last_of_several_ctas_reads_what_they_wrote(order):
     assert total == 15
     body, *tensors = tickets(order="relaxed")
     assert "race of CTAs" in fault(body, *tensors, ctas=3, order=order)
-    for half in ("acquire", "release"):
-        body, *tensors = tickets(order=half)
-        assert "race of CTAs" in fault(body, *tensors, ctas=3, order=order)
 
 
 def test_a_ticket_releases_what_its_own_warp_wrote_and_what_stood_before_a_barrier():
@@ -122,64 +149,6 @@ def test_a_ticket_releases_what_its_own_warp_wrote_and_what_stood_before_a_barri
             assert seen in fault(body, *tensors, **wide)
         else:
             assert run(body, *tensors, **wide)[2] == 15
-
-
-# ---- shared memory ------------------------------------------------------------------------------
-
-STORE = SHARED_AT + "st.shared.b32 [%r1], %r0;\n"
-READ_OTHER = "xor.b32 %r2, %r1, 128;\nld.shared.b32 %r3, [%r2];\n"
-
-
-def test_races_in_shared_memory():
-    read_after_write = STORE + READ_OTHER
-    assert "read of what another warp wrote" in fault(read_after_write, X, threads=64)
-    write_after_read = STORE + "bar.sync 0;\n" + READ_OTHER + "{}st.shared.b32 [%r1], %r3;"
-    assert "another warp read" in fault(write_after_read.format(""), X, threads=64)
-    run(write_after_read.format("bar.sync 0;\n"), X, threads=64)
-    write_twice = STORE + "xor.b32 %r2, %r1, 128;\n{}st.shared.b32 [%r2], %r0;"
-    assert "write over what another warp wrote" in fault(write_twice.format(""), X, threads=64)
-    run(write_twice.format("bar.sync 0;\n"), X, threads=64)
-
-
-def test_two_warps_read_one_place_and_one_of_them_writes_it():
-    body = ("mov.b32 %r1, 0;\nst.shared.b32 [%r1], 5;\nbar.sync 0;\nld.shared.b32 %r2, [%r1];\n"
-            "setp.ge.u32 %p1, %r0, 32;\n@%p1 st.shared.b32 [%r1], 6;")  # fmt: skip
-    assert "another warp read" in fault(body, X, threads=64)
-
-
-def test_shared_memory_that_nobody_wrote_or_that_is_not_there():
-    assert "never written" in fault(SHARED_AT + "ld.shared.b32 %r2, [%r1];", X)
-    assert "out of the 64 bytes" in fault(STORE, X, shared=64)
-
-
-def test_a_barrier_of_a_part_of_a_warp():
-    body = "setp.lt.u32 %p1, %r0, 16;\n@%p1 bar.sync 0;"
-    assert "part of a warp" in fault(body, X)
-
-
-# ---- asynchronous copies ------------------------------------------------------------------------
-
-COPY = SHARED_AT + AT + "cp.async.ca.shared.global [%r1], [%rd9], 4;\ncp.async.commit_group;\n"
-WAIT = "cp.async.wait_group 0;\n"
-
-
-@pytest.mark.parametrize("timing", ["late", "early", "random"])
-def test_a_copy_is_read_after_its_wait_and_by_others_after_a_barrier(timing):
-    read = "ld.shared.b32 %r2, [%r1];\n"
-    assert "still fills" in fault(COPY + read, X, timing=timing)
-    assert "still fills" in fault(COPY + "cp.async.wait_group 1;\n" + read, X, timing=timing)
-    run(COPY + WAIT + read, X, timing=timing)
-    assert "another warp wrote" in fault(COPY + WAIT + READ_OTHER, X, threads=64, timing=timing)
-    run(COPY + WAIT + "bar.sync 0;\n" + READ_OTHER, X, threads=64, timing=timing)
-
-
-def test_copies_over_what_is_in_use():
-    again = COPY.replace(SHARED_AT + AT, "")
-    assert "another copy is on its way" in fault(COPY + again, X)
-    body = STORE + "bar.sync 0;\n" + READ_OTHER + AT + "{}" + again
-    assert "another warp read" in fault(body.format(""), X, threads=64)
-    run(body.format("bar.sync 0;\n"), X, threads=64)
-    assert "out of bounds" in fault(COPY, X[:16])
 
 
 # ---- TMA and mbarriers --------------------------------------------------------------------------
@@ -337,8 +306,3 @@ def test_threads_disagree_about_a_product():
     assert "past the end" in fault(wgmma(order=outside), X, **how)
     unwritten = "wgmma.fence.sync.aligned;\nadd.s64 %rd10, %rd10, 512;"
     assert "never written" in fault(wgmma(order=unwritten), X, **how)
-
-
-def test_ptxas_serialises_where_accumulators_are_touched_early():
-    """The numbers are right then; the interpreter can be told to wait as ptxas does."""
-    run(wgmma(wait=""), X, threads=128, shared=8192, serialised=True)

@@ -5,11 +5,18 @@ import math
 import pytest
 import torch
 from support.bounds import STATISTIC
+from support.compiled import (
+    ARCHS,
+    BF16,
+    DTYPES,
+    FIRST_ARCH,
+    FP16,
+    FP32,
+    assert_same_bits_in_every_order,
+)
 
 from fusedce import fused_kl, reference_kl
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 KINDS = ("forward", "reverse", "jsd")
 EVERYTHING = {
     "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
@@ -63,7 +70,7 @@ def in_blocks(gpu, classes):
     gpu.row = gpu.row._replace(divergence_block_v=classes)
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+@FIRST_ARCH
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
 def test_values_are_those_of_the_reference(on, arch, dtype, kind):
@@ -73,7 +80,7 @@ def test_values_are_those_of_the_reference(on, arch, dtype, kind):
     assert gpu.ran("divergence_rows_kernel") == 1
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -94,7 +101,7 @@ def test_every_option_at_once(on, arch, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize("V", [1, 2, 127, 1024, 2051])
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
@@ -115,8 +122,6 @@ def test_a_bad_label_poisons_its_row_alone(on):
 def test_bits_depend_not_on_the_order_of_ctas(on):
     gpu = on("sm_90")
     in_blocks(gpu, 256)
-    first = gradients(fused_kl, pair(BF16), divergence="jsd", backend="triton")
-    gpu.timing = "random"
-    for gpu.order in (1, 2):
-        again = gradients(fused_kl, pair(BF16), divergence="jsd", backend="triton")
-        torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert_same_bits_in_every_order(
+        gpu, lambda: gradients(fused_kl, pair(BF16), divergence="jsd", backend="triton")
+    )

@@ -9,8 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from support.bounds import EXACT, STATISTIC
-from support.compiled import skip_one_known_step
+from support.bounds import STATISTIC
+from support.compiled import (
+    ARCHS,
+    BF16,
+    DTYPES,
+    FIRST_ARCH,
+    FP32,
+    OPTIONS,
+    TWO_BYTES,
+    assert_same_bits_in_every_order,
+    skip_one_known_step,
+)
 
 import fusedce
 from fusedce.backends.triton import archs
@@ -21,10 +31,6 @@ from fusedce.kernels.tile import LOG2E
 from fusedce.testing import Case, check
 
 ROOT = Path(__file__).parents[2]
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 OF_LSE = {"rtol": STATISTIC, "atol": STATISTIC}
 
 
@@ -61,7 +67,7 @@ def in_blocks(gpu, dtype=BF16, **fields):
 
 
 @ARCHS
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_values_are_those_of_the_reference(on, arch, dtype):
     """H is no multiple of a block, V of nothing."""
     gpu = on(arch)
@@ -206,40 +212,7 @@ def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, ar
     hidden, weight, labels, _ = case(170, 72, 1000, ignored=0.1).tensors()
     assert (labels != -100).sum() > 128  # two row blocks
     hidden = hidden.nan_to_num()
-    found = [lse_of(hidden, weight, labels)]
-    gpu.timing = timing
-    for gpu.order in (1, 2):
-        found.append(lse_of(hidden, weight, labels))
-    for again in found[1:]:
-        torch.testing.assert_close(again, found[0], **EXACT)
-
-
-@ARCHS
-def test_tickets_start_at_zero_and_each_is_drawn_once(on, monkeypatch, arch):
-    """Earlier contents of their memory do not matter; row blocks without a valid row draw none."""
-    from fusedce.backends.triton import forward as launcher
-
-    gpu = on(arch)
-    in_blocks(gpu, MAX_SPLITS=3)
-    seen = []
-
-    def watched(problem, tickets, **size):
-        assert tickets.eq(torch.iinfo(torch.int32).max).all()  # what torch.empty gives here
-        packed = compact(problem, tickets, **size)
-        seen.append((tickets, tickets.clone()))
-        return packed
-
-    compact = launcher.compact
-    monkeypatch.setattr(launcher, "compact", watched)
-    rows = gpu.row.two_bytes.forward.BLOCK_N
-    hidden, weight, labels, _ = case(2 * rows + 44, 24, 700).tensors()
-    labels[rows + 12 :] = -100
-    lse_of(hidden, weight, labels)
-    ((after, before),) = seen
-    assert before.eq(0).all()
-    splits = archs.vocabulary_splits(700, gpu.row.two_bytes.forward)[1]
-    assert splits > 1
-    assert after.tolist() == [2, splits, splits, 0]
+    assert_same_bits_in_every_order(gpu, lambda: lse_of(hidden, weight, labels), timing)
 
 
 def row_losses(hidden, weight, labels):
@@ -287,69 +260,32 @@ def test_a_row_errs_no_more_whatever_the_gap_to_its_first_tile(on, arch, splits,
 # ---- what is not finite, and what is out of range -----------------------------------------------
 
 
-def plain_and(change):
-    """Inputs of three tiles, one thing changed."""
-    hidden, weight, labels, _ = case(20, 64, 600).tensors()
-    bias = torch.zeros(600, dtype=BF16)
-    return change(hidden, weight, labels, bias)
+INF, NAN, ALL = torch.inf, torch.nan, slice(None)
+CHANGES = {  # places of the inputs, and the values put there
+    "row of nan": [("hidden", 7, NAN)],
+    "row of inf": [("hidden", 7, 0.0), ("hidden", (7, 0), INF), ("weight", (ALL, 0), 0.5)],
+    "class of inf": [("bias", 300, INF), ("labels", 4, 300), ("labels", 5, 301)],
+    "first tile masked": [("bias", slice(256), -INF), ("labels", ALL, 300)],
+    "everything masked": [("bias", ALL, -INF)],
+    "one class masked": [("bias", 300, -INF), ("labels", ALL, 5)],
+    "class far above": [("bias", 550, 300.0)],
+    "class of nan": [("weight", 20, NAN)],
+    "nothing to predict": [("labels", ALL, -100)],
+}
 
 
-def row_of_nan(hidden, weight, labels, bias):
-    hidden[7] = torch.nan
-    return hidden, weight, labels, None
-
-
-def row_of_inf(hidden, weight, labels, bias):
-    """+inf where the weight is positive: lse is inf or, beside a -inf - -inf, NaN, as torch's."""
-    hidden[7] = torch.zeros(64)
-    hidden[7, 0] = torch.inf
-    weight[:, 0] = weight[:, 0].abs()
-    return hidden, weight, labels, None
-
-
-def a_class_of_inf(hidden, weight, labels, bias):
-    bias[300], labels[4], labels[5] = torch.inf, 300, 301
-    return hidden, weight, labels, bias
-
-
-def first_tile_masked(hidden, weight, labels, bias):
-    bias[:256] = -torch.inf
-    return hidden, weight, 256 + labels % 344, bias
-
-
-def everything_masked(hidden, weight, labels, bias):
-    return hidden, weight, labels, bias.fill_(-torch.inf)
-
-
-def one_class_masked(hidden, weight, labels, bias):
-    bias[300] = -torch.inf
-    return hidden, weight, labels.masked_fill(labels == 300, 5), bias
-
-
-def a_class_far_above(hidden, weight, labels, bias):
-    bias[550] = 300.0
-    return hidden, weight, labels, bias
-
-
-def a_class_of_nan(hidden, weight, labels, bias):
-    weight[20] = torch.nan
-    return hidden, weight, labels, None
-
-
-def nothing_to_predict(hidden, weight, labels, bias):
-    return hidden, weight, labels.fill_(-100), None
-
-
-CHANGES = [row_of_nan, row_of_inf, a_class_of_inf, first_tile_masked, everything_masked,
-           one_class_masked, a_class_far_above, a_class_of_nan, nothing_to_predict]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", CHANGES)
+@FIRST_ARCH
 def test_what_is_not_finite_is_as_in_torch(on, arch, change):
+    """In three tiles."""
     gpu = on(arch)
     in_blocks(gpu, MAX_SPLITS=1)
-    hidden, weight, labels, bias = plain_and(change)
+    hidden, weight, labels, _ = case(20, 64, 600).tensors()
+    bias = torch.zeros(600, dtype=BF16)
+    inputs = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    for name, place, value in CHANGES[change]:
+        inputs[name][place] = value
+    bias = bias if bias.any() else None
     lse, total, n_valid = lse_of(hidden, weight, labels, bias=bias)
     valid = labels != -100
     exact = exact_lse(hidden, weight, bias)[valid]

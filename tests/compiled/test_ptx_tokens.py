@@ -3,18 +3,25 @@
 import pytest
 import torch
 from support import oracle
-from support.bounds import EXACT, logit_rounding
-from support.compiled import skip_one_known_step
+from support.bounds import logit_rounding
+from support.compiled import (
+    ARCHS,
+    BF16,
+    DTYPES,
+    FIRST_ARCH,
+    FP16,
+    FP32,
+    OPTIONS,
+    TWO_BYTES,
+    assert_same_bits_in_every_order,
+    skip_one_known_step,
+)
 
 import fusedce
 from fusedce.backends import held
 from fusedce.backends.triton import training, vocab_tiles
 from fusedce.testing import Case, check
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 BOTH = ("hidden", "weight")
 
 
@@ -61,7 +68,7 @@ def compare(case, temperature=1.0, chunk_tokens=None, mean=False):
 
 
 @ARCHS
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_statistics_and_gradients(on, arch, dtype):
     gpu = on(arch)
     compare(Case((24,), 72, 515, dtype, ignored=0.2))
@@ -138,7 +145,7 @@ def test_backward_by_tiles_of_the_vocabulary(on, small_tiles, arch, dtype, fn):
     assert gpu.ran("token_grad_kernel") == 3 * 3  # of 40 tokens, more than 32 have a label
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+@FIRST_ARCH
 @pytest.mark.parametrize(
     "options", [OPTIONS, {"label_smoothing": 0.1, "z_loss": 0.1}], ids="+".join
 )
@@ -159,10 +166,7 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
         loss, _ = by_tiles(hidden, weight, inputs[2])
         return torch.autograd.grad(loss, (hidden, weight))
 
-    first = gradients()
-    gpu.timing = "random"
-    for gpu.order in (1, 2):
-        torch.testing.assert_close(gradients(), first, **EXACT)
+    assert_same_bits_in_every_order(gpu, gradients)
 
 
 @pytest.mark.slow

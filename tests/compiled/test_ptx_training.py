@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from support.bounds import EXACT, STATISTIC
+from support.bounds import STATISTIC
+from support.compiled import (
+    ARCHS,
+    BF16,
+    DTYPES,
+    FP32,
+    OPTIONS,
+    TWO_BYTES,
+    assert_same_bits_in_every_order,
+)
 
 import fusedce
 from fusedce.backends import triton as backend
@@ -10,11 +19,6 @@ from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.task import Task
 from fusedce.testing import Case, check
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 
 
 def train(hidden, weight, labels, **options):
@@ -45,7 +49,7 @@ def by_gemm(gpu, **fields):
 
 
 @ARCHS
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_gradients_are_those_of_the_reference(on, arch, dtype):
     gpu = on(arch)
     check(train, case(24, 72, 515, dtype, ignored=0.2, logits="peaked"))
@@ -54,16 +58,14 @@ def test_gradients_are_those_of_the_reference(on, arch, dtype):
                      "hidden_grad_kernel", "label_grad_kernel", "scale_kernel"}  # fmt: skip
 
 
-@ARCHS
-@pytest.mark.parametrize("descriptor", [True, False], ids=["tma", "no tma"])
-def test_gradients_by_one_gemm(on, arch, descriptor):
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [("sm_90", {"DESCRIPTOR": True}), ("sm_90", {"DESCRIPTOR": False}), ("sm_80", {})],
+    ids=["sm_90 tma", "sm_90", "sm_80"],
+)
+def test_gradients_by_one_gemm(on, arch, fields):
     gpu = on(arch)
-    if arch == "sm_90":
-        by_gemm(gpu, DESCRIPTOR=descriptor)
-    elif descriptor:
-        pytest.skip("sm_80 has no TMA")
-    else:
-        by_gemm(gpu)
+    by_gemm(gpu, **fields)
     check(train, case(24, 192, 515, logits="peaked"))
     assert gpu.ran("walk_kernel") == 1
 
@@ -110,7 +112,7 @@ def test_sizes(on, arch, dtype, N, H, V, gemm):
     check(train, case(N, H, V, dtype, ignored=0.2 if N > 1 else 0.0))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 @pytest.mark.parametrize("V", [1, 2, 7])
 def test_a_vocabulary_of_less_than_16_classes(on, dtype, V):
     """Rows are padded to 16, and a block of a maximum is no narrower."""
@@ -156,7 +158,7 @@ def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
 
 
 @pytest.mark.parametrize("above", [50.0, 1000.0])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@TWO_BYTES
 def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
     """Such a row is gone over again where one of its entries has been taken out."""
     gpu = on("sm_90")
@@ -185,10 +187,7 @@ def test_gradients_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(o
     def gradients():
         return tuple(backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None))
 
-    first = gradients()
-    gpu.timing = "random"
-    for gpu.order in (1, 2):
-        torch.testing.assert_close(gradients(), first, **EXACT)
+    assert_same_bits_in_every_order(gpu, gradients)
 
 
 def test_a_bad_label_poisons_its_row_alone(on):
@@ -201,7 +200,7 @@ def test_a_bad_label_poisons_its_row_alone(on):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@ARCHS
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
     """Those of the other walks, too: the main loop is the same."""

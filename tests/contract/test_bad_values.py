@@ -14,16 +14,19 @@ from support.bad_inputs import VALUES, H, N, V
 import fusedce
 from fusedce import sharded
 
+
+def shifted(*args, **kwargs):
+    """``linear_cross_entropy`` of labels that have yet to be shifted."""
+    return fusedce.linear_cross_entropy(*args, **{"shift": 1} | kwargs)
+
+
+shifted.__signature__ = inspect.signature(fusedce.linear_cross_entropy)
 FUNCTIONS = (
-    fusedce.fused_ce,
-    fusedce.fused_cross_entropy,
-    fusedce.fused_logprobs,
-    fusedce.fused_argmax,
-    fusedce.fused_topk,
-    fusedce.fused_kl,
-    fusedce.fused_kl_tokens,
-    fusedce.linear_cross_entropy,
-)
+    fusedce.fused_ce, fusedce.fused_cross_entropy, fusedce.fused_logprobs, fusedce.fused_argmax,
+    fusedce.fused_topk, fusedce.fused_kl, fusedce.fused_kl_tokens, fusedce.linear_cross_entropy,
+    shifted, sharded.sharded_ce, sharded.sharded_cross_entropy, sharded.sharded_logprobs,
+    sharded.sharded_argmax,
+)  # fmt: skip
 NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
 TAKEN = {
     "k": {"three"},
@@ -77,21 +80,6 @@ def good(function) -> dict:
         "teacher_weight": torch.linspace(2, -1, V * 5).view(V, 5),
     }
     return {k: x for k, x in given.items() if k in inspect.signature(function).parameters}
-
-
-def shifted(*args, **kwargs):
-    """``linear_cross_entropy`` of labels that have yet to be shifted."""
-    return fusedce.linear_cross_entropy(*args, **{"shift": 1} | kwargs)
-
-
-shifted.__signature__ = inspect.signature(fusedce.linear_cross_entropy)
-SHARDED = (
-    sharded.sharded_ce,
-    sharded.sharded_cross_entropy,
-    sharded.sharded_logprobs,
-    sharded.sharded_argmax,
-)
-FUNCTIONS = (*FUNCTIONS, shifted, *SHARDED)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,19 +19,13 @@ def test_labels_shift_by_the_offset():
     assert shift_labels(labels.int(), ignore_index=-1).dtype == torch.int32
 
 
-def test_packed_documents_predict_nothing_across_borders():
+def test_what_follows_the_last_border_is_a_document_too():
     labels = torch.arange(10, 18)[None]
-    wanted = {
-        1: [[11, 12, -100, 14, -100, 16, 17, -100]],
-        2: [[12, -100, -100, -100, -100, 17, -100, -100]],
-    }
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-    cu_seqlens = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
-    for offset, out in wanted.items():
-        assert shift_labels(labels, offset=offset, position_ids=positions).tolist() == out
-        assert shift_labels(labels, offset=offset, cu_seqlens=cu_seqlens).tolist() == out
-    assert count_valid(labels, cu_seqlens=cu_seqlens) == 5
-    assert count_valid(labels, cu_seqlens=cu_seqlens[:-1]) == 5  # the rest is a document too
+    wanted = [[11, 12, -100, 14, -100, 16, 17, -100]]
+    for borders in ([0, 3, 5, 8], [0, 3, 5]):
+        cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+        assert shift_labels(labels, cu_seqlens=cu_seqlens).tolist() == wanted
+        assert count_valid(labels, cu_seqlens=cu_seqlens) == 5
 
 
 @settings(max_examples=100, deadline=None)

@@ -29,15 +29,6 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
 
 
-def _halves(bits: np.ndarray) -> np.ndarray:
-    """``(lanes, 2)`` of 16 bits from registers of 32."""
-    return np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2)
-
-
-def _whole(halves: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(halves).view(np.uint32).reshape(-1)
-
-
 # ---- integers ---------------------------------------------------------------------------------
 
 
@@ -49,15 +40,11 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b == 0, np.array(-1).astype(a.dtype), q)
 
 
-def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where(b == 0, a, a - _quotient(a, b) * b)
-
-
 _TWO = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum,
-        "div": _quotient, "rem": _remainder, "mul.lo": np.multiply}  # fmt: skip
+        "div": _quotient, "mul.lo": np.multiply}  # fmt: skip
 
 
-@form(rf"(add|sub|min|max|div|rem|mul\.lo)\.({INTEGERS})")
+@form(rf"(add|sub|min|max|div|mul\.lo)\.({INTEGERS})")
 def _integers(d, operation, kind):
     t = TYPES[kind]
     return d.elementwise(_TWO[operation], t, t, t)
@@ -77,17 +64,9 @@ def _wide(d, operation, sign, bits):
     return d.elementwise(lambda a, b, c: a.astype(wide) * b.astype(wide) + c, wide, t, t, wide)
 
 
-@form(r"mul\.hi\.([su])32")
-def _high(d, sign):
-    t, wide = TYPES[f"{sign}32"], TYPES[f"{sign}64"]
-    high = lambda a, b: ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(t)  # noqa: E731
-    return d.elementwise(high, t, t, t)
-
-
-@form(r"(neg|abs)\.(s(?:16|32|64))")
-def _sign(d, operation, kind):
-    t = TYPES[kind]
-    return d.elementwise(np.negative if operation == "neg" else np.abs, t, t)
+@form(r"neg\.(s(?:16|32|64))")
+def _sign(d, kind):
+    return d.elementwise(np.negative, TYPES[kind], TYPES[kind])
 
 
 @form(r"(and|or|xor)\.(pred|b16|b32|b64)")
@@ -100,22 +79,6 @@ def _logic(d, operation, kind):
 @form(r"not\.(pred|b16|b32|b64)")
 def _not(d, kind):
     return d.elementwise(np.invert, TYPES[kind], TYPES[kind])
-
-
-@form(r"lop3\.b32")
-def _lop3(d):
-    """A table of what any three bits give."""
-    table = d.integer(d.operands[4])
-    d.operands = d.operands[:4]
-
-    def look_up(a, b, c):
-        found = np.zeros_like(a)
-        for i in range(8):
-            if table >> i & 1:
-                found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        return found
-
-    return d.elementwise(look_up, *[np.uint32] * 4)
 
 
 @form(r"shl\.(b16|b32|b64)")
@@ -162,21 +125,6 @@ def _ones(d):
     return d.elementwise(count, np.uint32, np.uint32)
 
 
-@form(r"prmt\.b32")
-def _bytes(d):
-    """Four bytes chosen out of eight."""
-
-    def choose(a, b, chosen):
-        eight = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)
-        at = (chosen[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & np.uint32(15)
-        if (at > 7).any():
-            raise NotImplementedError("prmt that spreads a sign")
-        found = np.take_along_axis(eight, at.astype(np.int64), 1)
-        return np.ascontiguousarray(found).view(np.uint32).reshape(-1)
-
-    return d.elementwise(choose, *[np.uint32] * 4)
-
-
 # ---- floating point ---------------------------------------------------------------------------
 
 
@@ -191,25 +139,13 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 _FLOAT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-          "min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}  # fmt: skip
+          "min": np.fmin, "max": np.fmax, "max.NaN": np.maximum}  # fmt: skip
 
 
-@form(r"(add|sub|mul)(?:\.rn)?(\.ftz)?\.(f32|f64)|(div)\.(?:rn|full)(\.ftz)?\.(f32|f64)")
-def _floats(d, operation, ftz, kind, division, ftz_, kind_):
-    return _float(d, operation or division, ftz or ftz_, TYPES[kind or kind_])
-
-
-@form(r"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64)")
-def _extremes(d, operation, ftz, nan, kind):
-    return _float(d, operation + (nan or ""), ftz, TYPES[kind])
-
-
-def _float(d, operation, ftz, t):
-    d.need(not ftz or t is np.float32, "ftz of float64")
-    function = _FLOAT[operation]
-    if ftz:
-        return d.elementwise(lambda a, b: flushed(function(flushed(a), flushed(b))), t, t, t)
-    return d.elementwise(function, t, t, t)
+@form(r"(add|sub|mul|div|max\.NaN|min|max)(?:\.rn|\.full)?\.(f32|f64)")
+def _floats(d, operation, kind):
+    t = TYPES[kind]
+    return d.elementwise(_FLOAT[operation], t, t, t)
 
 
 @form(r"fma\.rn(\.ftz)?\.(f32|f64)")
@@ -226,20 +162,12 @@ def _float_sign(d, operation, ftz, kind):
     return d.elementwise((lambda a: function(flushed(a))) if ftz else function, t, t)
 
 
-@form(r"ex2\.approx(\.ftz)?\.f32")
-def _exp2(d, ftz):
+@form(r"ex2\.approx\.ftz\.f32")
+def _exp2(d):
     def exp2(a):
         return flushed(np.exp2(flushed(a).astype(np.float64)).astype(np.float32))
 
-    def exactly(a):
-        return np.exp2(a.astype(np.float64)).astype(np.float32)
-
-    return d.elementwise(exp2 if ftz else exactly, np.float32, np.float32)
-
-
-@form(r"rcp\.(?:rn|approx)\.f32")
-def _reciprocal(d):
-    return d.elementwise(lambda a: np.float32(1) / a, np.float32, np.float32)
+    return d.elementwise(exp2, np.float32, np.float32)
 
 
 @form(r"rcp\.approx\.ftz\.f64")
@@ -252,22 +180,6 @@ def _rough_reciprocal(d):
         return ((1.0 / a).view(np.uint64) & mask).view(np.float64)
 
     return d.elementwise(rough, np.float64, np.float64)
-
-
-@form(r"(add|sub|mul|fma\.rn)(?:\.rn)?\.(bf16|f16)(x2)?")
-def _halves_arithmetic(d, operation, kind, two):
-    read = from_bf16 if kind == "bf16" else lambda a: a.view(np.float16).astype(np.float32)
-    write = to_bf16 if kind == "bf16" else lambda a: a.astype(np.float16).view(np.uint16)
-    function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma.rn": fma}[operation]
-
-    def compute(*values):
-        if two:
-            values = [_halves(v) for v in values]
-        result = write(function(*(read(np.ascontiguousarray(v)) for v in values)))
-        return _whole(result) if two else result
-
-    t = np.uint32 if two else np.uint16
-    return d.elementwise(compute, *[t] * (4 if operation == "fma.rn" else 3))
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -283,17 +195,13 @@ def _compare(d, relation, kind):
     return d.elementwise(_ORDER[relation], np.bool_, t, t)
 
 
-@form(r"setp\.(eq|ne|lt|le|gt|ge|num|nan)(u?)(\.ftz)?\.(f32|f64|f16|bf16)")
-def _compare_floats(d, relation, unordered, ftz, kind):
+@form(r"setp\.(eq|ne|lt|le|gt|ge|num|nan)(u?)\.(f32|f64)")
+def _compare_floats(d, relation, unordered, kind):
     """``u``: true where one of the two is NaN, where all the others are false."""
     t = TYPES[kind]
     d.need(not (unordered and relation in ("num", "nan")), relation)
 
     def compare(a, b):
-        if kind == "bf16":
-            a, b = from_bf16(a), from_bf16(b)
-        if ftz:
-            a, b = flushed(a), flushed(b)
         nan = np.isnan(a) | np.isnan(b)
         if relation in ("num", "nan"):
             return nan if relation == "nan" else ~nan
@@ -330,29 +238,10 @@ def _integer_to_integer(d, to, of):
     return step
 
 
-_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
-@form(r"cvt\.(rni|rzi|rmi|rpi)(\.ftz)?\.(f32|f64)\.(f32|f64)")
-def _to_whole(d, rounding, ftz, to, of):
-    d.need(to == of, "another type by the way")
-    t, function = TYPES[to], _ROUNDING[rounding]
-    return d.elementwise((lambda a: function(flushed(a))) if ftz else function, t, t)
-
-
-@form(r"cvt\.(rni|rzi|rmi|rpi)(\.ftz)?\.([us](?:32|64))\.(f32|f64)")
-def _float_to_integer(d, rounding, ftz, to, of):
-    """Out of range: the nearest there is; NaN: 0."""
-    t, function = TYPES[to], _ROUNDING[rounding]
-    least, most = float(np.iinfo(t).min), float(np.iinfo(t).max)
-
-    def convert(a):
-        a = function(flushed(a) if ftz else a).astype(np.float64)
-        inside = np.where(np.isnan(a) | (a >= most) | (a <= least), 0, a).astype(t)
-        inside = np.where(a >= most, np.iinfo(t).max, inside)
-        return np.where(a <= least, np.iinfo(t).min, inside).astype(t)
-
-    return d.elementwise(convert, t, TYPES[of])
+@form(r"cvt\.(rmi|rpi)\.ftz\.f32\.f32")
+def _to_whole(d, rounding):
+    function = np.floor if rounding == "rmi" else np.ceil
+    return d.elementwise(lambda a: function(flushed(a)), np.float32, np.float32)
 
 
 @form(r"cvt\.rn\.(f32|f64)\.([us](?:16|32|64))")
@@ -385,6 +274,6 @@ def _narrow_two(d, to):
     half = to_bf16 if to == "bf16" else lambda a: a.astype(np.float16).view(np.uint16)
 
     def pack(high, low):
-        return _whole(np.stack([half(low), half(high)], 1))
+        return np.stack([half(low), half(high)], 1).view(np.uint32).reshape(-1)
 
     return d.elementwise(pack, np.uint32, np.float32, np.float32)

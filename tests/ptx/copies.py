@@ -275,12 +275,12 @@ def _inval(d):
     return step
 
 
-@form(r"mbarrier\.arrive(\.expect_tx)?\.shared(?:::cta)?\.b64")
-def _arrive(d, expecting):
-    d.count(3 if expecting else 2)
+@form(r"mbarrier\.arrive\.expect_tx\.shared(?:::cta)?\.b64")
+def _arrive(d):
+    d.count(3)
     d.need(d.operands[0] == "_", "the phase that is arrived at")
     address = d.address(d.operands[1], wide=False)
-    more = d.value(d.operands[2], np.uint32) if expecting else d.value("0", np.uint32)
+    more = d.value(d.operands[2], np.uint32)
 
     def step(cta):
         at, more_bytes, warp = _one(cta, address(cta), more(cta))

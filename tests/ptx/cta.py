@@ -173,8 +173,3 @@ def _barrier(d):
     d.count(1)
     d.need(d.integer(d.operands[0]) == 0, "a barrier of a part of the CTA")
     return Cta.wait
-
-
-@form(r"bar\.warp\.sync")
-def _warp_barrier(d):
-    return lambda cta: None  # lanes of a warp are in lockstep

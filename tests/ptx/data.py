@@ -66,7 +66,7 @@ def _generic(d):
 # ---- lanes of a warp --------------------------------------------------------------------------
 
 
-@form(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
+@form(r"shfl\.sync\.(bfly|idx|up)\.b32")
 def _shuffle(d, how):
     d.count(5)
     d.need("|" not in d.operands[0], "whether there was such a lane")
@@ -80,50 +80,22 @@ def _shuffle(d, how):
         cta.active_warps()
         lane, n = cta.lane, other(cta).astype(np.int64)
         inside = lane % 32
-        source = {"bfly": inside ^ n, "idx": n, "up": inside - n, "down": inside + n}[how]
+        source = {"bfly": inside ^ n, "idx": n, "up": inside - n}[how]
         source = np.where((source < 0) | (source > 31), inside, source)
         put(cta, read(cta)[lane - inside + source])
 
     return step
 
 
-@form(r"redux\.sync\.(min|max|add)\.([su]32)")
-def _reduce(d, operation, kind):
+@form(r"redux\.sync\.add\.s32")
+def _reduce(d):
     d.count(3)
-    t = TYPES[kind]
-    put, read = d.put(d.operands[0], t), d.value(d.operands[1], t)
-    function = {"min": np.min, "max": np.max, "add": np.sum}[operation]
+    put, read = d.put(d.operands[0], np.int32), d.value(d.operands[1], np.int32)
 
     def step(cta):
         cta.active_warps()
-        of_warps = function(read(cta).reshape(-1, 32), axis=1).astype(t)
+        of_warps = read(cta).reshape(-1, 32).sum(1).astype(np.int32)
         put(cta, np.repeat(of_warps, 32))
-
-    return step
-
-
-@form(r"vote\.sync\.(any|all)\.pred")
-def _vote(d, how):
-    d.count(3)
-    put, read = d.put(d.operands[0], np.bool_), d.value(d.operands[1], np.bool_)
-
-    def step(cta):
-        cta.active_warps()
-        lanes = read(cta).reshape(-1, 32)
-        put(cta, np.repeat(lanes.any(1) if how == "any" else lanes.all(1), 32))
-
-    return step
-
-
-@form(r"vote\.sync\.ballot\.b32")
-def _ballot(d):
-    d.count(3)
-    put, read = d.put(d.operands[0], np.uint32), d.value(d.operands[1], np.bool_)
-
-    def step(cta):
-        cta.active_warps()
-        bits = np.packbits(read(cta).reshape(-1, 32), axis=1, bitorder="little")
-        put(cta, np.repeat(bits.view(np.uint32).reshape(-1), 32))
 
     return step
 
@@ -195,7 +167,7 @@ def _store(d, space, count, kind):
     return step
 
 
-@form(r"atom\.global\.gpu\.(acq_rel|relaxed|acquire|release)\.add\.u32")
+@form(r"atom\.global\.gpu\.(acq_rel|relaxed)\.add\.u32")
 def _atomic_add(d, order):
     d.count(3)
     put, more = d.put(d.operands[0], np.uint32), d.value(d.operands[2], np.uint32)
@@ -205,7 +177,9 @@ def _atomic_add(d, order):
     def step(cta):
         at, added, old = address(cta), more(cta), np.zeros(cta.threads, np.uint32)
         for lane in np.flatnonzero(cta.active):
-            old[lane] = cta.memory.add(cta, int(at[lane]), int(lane) // 32, added[lane], order)
+            old[lane] = cta.memory.add(
+                cta, int(at[lane]), int(lane) // 32, added[lane], orders=order == "acq_rel"
+            )
         put(cta, old)
 
     return step

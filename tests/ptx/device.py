@@ -46,7 +46,7 @@ class Device:
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", arch, 32)
-        self.timing, self.order, self.serialised = "late", 0, False
+        self.timing, self.order = "late", 0
         # Triton before 3.7 puts no fence between cp.async and wgmma.
         self.fences = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)
         self.launches: list[Launch] = []
@@ -66,9 +66,6 @@ class Device:
 
     def get_current_stream(self, device):
         return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
 
     def get_device_properties(self, device):
         return {"max_shared_mem": self.shared_limit, "multiprocessor_count": 3}
@@ -117,7 +114,7 @@ class _Launcher:
 
     def __call__(self, x, y, z, stream, text, packed, metadata, enter, exit_, *values) -> None:
         device = self.device
-        name = parse_name(text)
+        name = decoded(text).program.name
         if device.edit is not None:
             text = device.edit(name, text)
         device.texts[name] = text
@@ -136,7 +133,6 @@ class _Launcher:
             maps=maps,
             timing=device.timing,
             order=1000 * device.order + len(device.launches),
-            serialised=device.serialised,
             fences=device.fences,
         )
         device.launches.append(Launch(name, x * y * z, grid.run()))
@@ -163,11 +159,6 @@ class _Launcher:
             else:
                 numbers.append(value)
         return numbers, maps
-
-
-def parse_name(text: str) -> str:
-    """The name of the module's kernel."""
-    return text.split(".visible .entry ")[1].split("(")[0]
 
 
 class _Memory:

@@ -98,15 +98,14 @@ class GlobalMemory:
             cta.fault("TMA copy from outside of all tensors")
         return self.bytes[places]
 
-    def add(self, cta: Cta, at: int, warp: int, more: int, order: str) -> int:
+    def add(self, cta: Cta, at: int, warp: int, more: int, *, orders: bool) -> int:
         """The old value of an atomic addition; what it orders is noted."""
         place = int(self._places(cta, np.array([at]), 4)[0])
         now, have = Moment(cta.epoch, warp), self._acquired.setdefault(cta.number, {})
         released = self._released.setdefault(place, {})
-        if order in ("acq_rel", "acquire"):
+        if orders:  # it releases and acquires
             for other, moment in released.items():
                 have[other] = Acquired(moment, now)
-        if order in ("acq_rel", "release"):
             for other, x in have.items():  # what was seen before is passed on
                 if x.since.epoch < now.epoch or x.since.warp == warp:
                     released[other] = x.by

@@ -28,7 +28,6 @@ class Grid:
         maps: dict[int, TensorMap] | None = None,
         timing: str = "late",
         order: int = 0,
-        serialised: bool = False,  # wgmma waits where ptxas would make it
         fences: bool = True,  # wgmma after ordinary writes without a fence is a fault
     ) -> None:
         if timing not in TIMINGS:
@@ -36,7 +35,7 @@ class Grid:
         self.kernel, self.shape, self.arguments, self.memory = kernel, shape, arguments, memory
         self.shared_bytes = -(-max(shared_bytes, 16) // 16) * 16
         self.maps, self.timing = maps or {}, timing
-        self.serialised, self.fences = serialised, fences
+        self.fences = fences
         self.remarks: collections.Counter[str] = collections.Counter()  # questionable, no fault
         self.epoch = 0  # where the next CTA's begin
         self._rng = np.random.default_rng(order)

@@ -1,7 +1,7 @@
 """Matrix products of a warp, and what brings their operands to registers and back.
 
 Layouts as in the PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions": m16n8k16 (bf16,
-fp16) and m16n8k8 (tf32) under "Matrix Fragments", ldmatrix and stmatrix under their own names.
+fp16) and m16n8k8 (tf32) under "Matrix Fragments", ldmatrix under its own name.
 Products are exact and sums are in float64, rounded once to float32; tensor cores round otherwise.
 """
 
@@ -77,8 +77,8 @@ def _product(d, k, kind, same):
     return step
 
 
-@form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
-def _load_matrices(d, count, transposed):
+@form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
+def _load_matrices(d, count):
     """Lane ``8 j + i`` of a warp holds the address of row ``i`` of matrix ``j``."""
     d.count(2)
     n = int(count)
@@ -92,35 +92,11 @@ def _load_matrices(d, count, transposed):
         rows = address(cta).reshape(cta.warps, 32)[warps, : 8 * n].reshape(-1)
         of_warps = np.repeat(warps, 8 * n).astype(np.int16)
         found = cta.shared.load(cta, rows, of_warps, np.uint16, 8).reshape(-1, n, 8, 8)
-        if transposed:
-            found = found.swapaxes(2, 3)
         # Lane 4 r + q gets elements 2 q and 2 q + 1 of row r.
         registers = np.ascontiguousarray(found).reshape(-1, n, 64).view(np.uint32)
         for j, put in enumerate(puts):
             value = np.zeros((cta.warps, 32), np.uint32)
             value[warps] = registers[:, j]
             put(cta, value.reshape(-1))
-
-    return step
-
-
-@form(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
-def _store_matrices(d, count, transposed):
-    d.count(2)
-    n = int(count)
-    names = d.names(d.operands[1])
-    d.need(len(names) == n, "registers")
-    reads = [d.value(name, np.uint32) for name in names]
-    address = d.address(d.operands[0], wide=False)
-
-    def step(cta):
-        warps = cta.active_warps()
-        rows = address(cta).reshape(cta.warps, 32)[warps, : 8 * n].reshape(-1)
-        of_warps = np.repeat(warps, 8 * n).astype(np.int16)
-        values = np.stack([read(cta).reshape(cta.warps, 32)[warps] for read in reads], 1)
-        values = np.ascontiguousarray(values).view(np.uint16).reshape(-1, n, 8, 8)
-        if transposed:
-            values = values.swapaxes(2, 3)
-        cta.shared.store(cta, rows, of_warps, np.ascontiguousarray(values).reshape(-1, 8))
 
     return step

@@ -6,7 +6,6 @@ Sources: CUDA driver API, cuTensorMapEncodeTiled (limits of a map); PTX ISA, "Sw
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -81,23 +80,11 @@ class Descriptor(NamedTuple):
 
         return cls(field(0), field(16), field(32), bits >> 49 & 7, bits >> 62)
 
-    def places(self, rows: int, columns: int, size: int, *, k_major: bool) -> np.ndarray:
-        """Addresses ``(rows, columns)``: rows are M or N, columns are K."""
-        offsets = _offsets(rows, columns, size, k_major, *self[1:3], self.mode)
-        return swizzled(self.start + offsets, self.mode)
-
-
-@functools.cache
-def _offsets(rows, columns, size, k_major, leading, stride, mode) -> np.ndarray:
-    r, k = np.arange(rows)[:, None], np.arange(columns)
-    t, wide = 16 // size, ATOM[mode]  # elements of 16 bytes; bytes of a row of an atom
-    if k_major and mode == 0:
-        return r % 8 * 16 + r // 8 * stride + k // t * leading + k % t * size
-    if k_major:
+    def places(self, rows: int, columns: int, size: int) -> np.ndarray:
+        """Addresses ``(rows, columns)``: rows are M or N; columns are K, beside each other."""
+        wide = ATOM[self.mode]
         if columns * size > wide:
             raise NotImplementedError("an instruction wider than a row of the atom")
-        return r % 8 * wide + r // 8 * stride + k * size
-    if mode == 0:
-        return r % t * size + r // t * stride + k % 8 * 16 + k // 8 * leading
-    across = wide // size
-    return r % across * size + r // across * leading + k % 8 * wide + k // 8 * stride
+        r, k = np.arange(rows)[:, None], np.arange(columns)
+        offsets = r % 8 * wide + r // 8 * self.stride + k * size
+        return swizzled(self.start + offsets, self.mode)

@@ -33,18 +33,16 @@ class Product:
     def __init__(self, slots: tuple[int, ...], kind: str, *, adds: bool) -> None:
         self.slots, self.adds = slots, adds  # accumulators, and whether it adds to them
         self.kind = kind  # of its operands
-        self.lent: tuple[int, ...] = ()  # registers that hold A
         self.read: list[np.ndarray] = []  # granules of shared memory, still to be read
         self.a: np.ndarray | None = None  # (64, K) float64, once it is read
         self.b: np.ndarray | None = None  # (N, K)
-        self.places: list[np.ndarray] = []  # of A, unless it is in registers, and B
+        self.places: list[np.ndarray] = []  # of A and B
 
 
 class WarpGroups:
     def __init__(self, cta: Cta) -> None:
         self.cta = cta
         self.busy: dict[int, set[int]] = {}  # accumulator: groups whose products hold it
-        self._lent: collections.Counter = collections.Counter()  # registers that are operands
         self._sums: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}  # (64, N) accumulators
         self._uses: collections.Counter = collections.Counter()  # products under way on those
         self._fenced = np.full(cta.warps, -1)  # when each warp last did wgmma.fence
@@ -61,11 +59,7 @@ class WarpGroups:
             return
         groups = set(np.flatnonzero(self.cta.active.reshape(-1, _LANES).any(1)).tolist())
         touched = [slot for slot in step.reads | step.writes if self.busy.get(slot, set()) & groups]
-        if touched or any(self._lent[slot] for slot in step.writes):
-            if self.cta.grid.serialised:  # as ptxas does where it sees this
-                for group in list(self._committed):
-                    self._finish(group, 0)
-                return
+        if touched:
             self.cta.fault("a register of wgmma is touched before the product is waited for "
                            "(C7514 of ptxas)")  # fmt: skip
 
@@ -98,19 +92,11 @@ class WarpGroups:
             cta.fault("threads of a warp group disagree whether wgmma adds to its accumulators")
         product = Product(step.slots, step.kind, adds=bool(adds[0]))
         self._hold(step, group, lanes)
-        if step.a_slots:
-            self._need_fence(step.a_slots, group)
-            registers = np.stack([cta.registers[slot][lanes] for slot in step.a_slots], 1)
-            element = np.uint16 if step.size == 2 else np.uint32
-            a = np.empty((64, step.K), element)
-            a[_rows(fragment(16, step.K, step.size))] = registers.view(element)
-            product.a, product.lent = numbers(a, step.kind), step.a_slots
-            self._lent.update(step.a_slots)
-        for descriptor, rows, k_major in step.operands:
+        for descriptor, rows in step.operands:
             bits = descriptor(cta)[lanes]
             if (bits != bits[0]).any():
                 cta.fault("threads of a warp group give wgmma different matrix descriptors")
-            places, g = self._operand(int(bits[0]), rows, step, group, k_major)
+            places, g = self._operand(int(bits[0]), rows, step, group)
             product.places.append(places)
             product.read.append(g)
             cta.shared.being_read[g] += 1
@@ -140,12 +126,12 @@ class WarpGroups:
         if any(self.cta.written[slot] > fenced for slot in slots):
             self.cta.fault("a register of wgmma was written after the last wgmma.fence")
 
-    def _operand(self, bits: int, rows: int, step: _Wgmma, group: int, k_major: bool):
+    def _operand(self, bits: int, rows: int, step: _Wgmma, group: int):
         cta, shared = self.cta, self.cta.shared
         descriptor = Descriptor.read(bits)
         if descriptor.base:
             raise NotImplementedError("base offset of a matrix descriptor")
-        places = descriptor.places(rows, step.K, step.size, k_major=k_major)
+        places = descriptor.places(rows, step.K, step.size)
         if places.max() + step.size > shared.size:
             cta.fault("matrix descriptor past the end of shared memory")
         g = np.unique(places[..., None] // GRANULE + np.arange(step.size // GRANULE))
@@ -173,10 +159,9 @@ class WarpGroups:
     def _read(self, product: Product, size: int) -> None:
         """Operands of shared memory, at last."""
         memory = self.cta.shared.bytes.view(np.uint16 if size == 2 else np.uint32)
-        found = [numbers(memory[places // size], product.kind) for places in product.places]
-        product.b = found.pop()
-        if found:
-            product.a = found.pop()
+        product.a, product.b = (
+            numbers(memory[places // size], product.kind) for places in product.places
+        )
 
     def _finish(self, group: int, most: int) -> None:
         """All but the last ``most`` groups of products of a warp group."""
@@ -196,7 +181,6 @@ class WarpGroups:
         if product.adds:
             total = total + self._sums[key]
         self._sums[key] = total.astype(np.float32)
-        self._lent.subtract(product.lent)
         self._uses[key] -= 1
         if self._uses[key]:
             return
@@ -227,20 +211,13 @@ class _Wgmma:
         names = d.names(d.operands[0])
         d.need(len(names) == self.N // 2, f"{len(names)} accumulators")
         self.slots = tuple(d.slot(name, np.uint32) for name in names)
-        self.a_slots: tuple[int, ...] = ()
-        in_registers = isinstance(d.operands[1], tuple)
-        if in_registers:
-            self.a_slots = tuple(d.slot(name, np.uint32) for name in d.operands[1])
-            d.need(len(self.a_slots) == 4, "registers of A")
+        d.need(isinstance(d.operands[1], str), "A in registers")
+        self.operands = [(d.value(d.operands[1], np.uint64), 64),
+                         (d.value(d.operands[2], np.uint64), self.N)]  # fmt: skip
         self.adds = d.value(d.operands[3], np.bool_)
         flags = [d.integer(x) for x in d.operands[4:]]
-        transposes = [] if self.size == 4 else [False] if in_registers else [False, False]
-        d.need(len(flags) == 2 + len(transposes) and flags[:2] == [1, 1], "negated operands")
-        transposes = flags[2:] or [0] * (1 if in_registers else 2)
-        self.operands = [(d.value(d.operands[2], np.uint64), self.N, not transposes[-1])]
-        if not in_registers:
-            a = (d.value(d.operands[1], np.uint64), 64, not transposes[0])
-            self.operands.insert(0, a)
+        wanted = [1, 1] if self.size == 4 else [1, 1, 0, 0]
+        d.need(flags == wanted, "operands negated or transposed")
 
 
 @form(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(bf16|f16|tf32)\.(bf16|f16|tf32)")

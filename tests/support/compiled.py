@@ -16,7 +16,15 @@ import torch
 from ptx.breakages import Breakage, breakages
 from ptx.device import on_device
 
+from support.params import slow
+
 _BACKEND = "fusedce.backends.triton"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TWO_BYTES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+ARCHS = pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+FIRST_ARCH = pytest.mark.parametrize("arch", ["sm_90", slow("sm_80")])
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 
 
 @contextlib.contextmanager
@@ -58,6 +66,14 @@ def backend_on(name: str):
         finally:
             torch.use_deterministic_algorithms(before)
             head_gradients.compile_for_sums.cache_clear()
+
+
+def assert_same_bits_in_every_order(device, compute, timing="random") -> None:
+    """Of CTAs, and of copies that land early or late."""
+    first = compute()
+    device.timing = timing
+    for device.order in (1, 2):
+        torch.testing.assert_close(compute(), first, rtol=0, atol=0)
 
 
 def skip_one_known_step(arch, dtype, H, options):

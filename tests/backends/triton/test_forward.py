@@ -40,20 +40,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_run_to_run_nothing_changes(place, dtype):
-    inputs = make(place, dtype, 0.3)
-    first = one_pass(*inputs)
-    for _ in range(3 if place[0].type == "cpu" else 100):
-        torch.testing.assert_close(one_pass(*inputs), first, **EXACT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
-    """Alone, at another position, with and without ignored neighbours."""
+    """In every run; alone, at another position, with and without ignored neighbours."""
     hidden, weight, labels = make(place, dtype)
     N = len(labels)
-    loss, _, lse = one_pass(hidden, weight, labels)
+    loss, _, lse = first = one_pass(hidden, weight, labels)
+    for _ in range(3 if place[0].type == "cpu" else 100):
+        torch.testing.assert_close(one_pass(hidden, weight, labels), first, **EXACT)
 
     order = torch.randperm(N, device=labels.device)
     _, _, shuffled = one_pass(hidden[order], weight, labels[order])
@@ -91,16 +84,6 @@ def test_the_sum_does_not_depend_on_the_calls(place, cuts):
     together = torch.tensor(m["loss"] * m["n_tokens"], dtype=torch.float32)
     ulp = torch.nextafter(whole.cpu(), torch.tensor(torch.inf)) - whole.cpu()
     assert abs(together - whole.cpu()) <= ulp
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", ["flat", "peaked"])
-def test_sum_is_exact_to_1e_6(place, dtype, logits):
-    device, N, H, V = place
-    hidden, weight, labels, _ = Case((N,), H, V, dtype, logits=logits).tensors(device)
-    loss, _, _ = one_pass(hidden, weight, labels)
-    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
-    assert abs(loss - exact) <= STATISTIC * exact
 
 
 def far_from_their_first_tiles():
@@ -183,31 +166,6 @@ def test_memory_is_per_row():
     assert extra <= 16 * 2**20
 
 
-def test_memory_stays_in_its_plan():
-    """The launch's own formula bounds its memory at N=8192, V=256000, on every device."""
-    from fusedce.backends.triton import archs as configs
-
-    N, V = 8192, 256000
-    for row in configs.ARCHITECTURES:
-        for walks in (row.two_bytes, row.four_bytes):
-            for blocks in (walks.forward, walks.forward_with_options):
-                _, splits = configs.vocabulary_splits(V, blocks)
-                extra = 4 * (2 * splits + 1) * N + 4 * 2 * N + 8 * N + 16
-                assert extra <= 16 * 2**20, (row.name, blocks)
-
-
-def test_blocks_are_what_triton_takes():
-    """Sizes of a block, and warps, are powers of two; no product has fewer than 16 columns."""
-    from fusedce.backends.triton import archs as configs
-
-    for row in configs.ARCHITECTURES:
-        for walks in (row.two_bytes, row.four_bytes):
-            for blocks in (x for x in walks if isinstance(x, configs.Blocks)):
-                sizes = (blocks.BLOCK_N, blocks.BLOCK_V, blocks.BLOCK_H, blocks.num_warps)
-                assert all(n & (n - 1) == 0 for n in sizes), (row.name, blocks)
-                assert min(sizes[:3]) >= 16, (row.name, blocks)
-
-
 @pytest.mark.gpu
 def test_cuda_graph_replays_with_other_labels():
     device = torch.accelerator.current_accelerator()
@@ -228,23 +186,16 @@ def test_cuda_graph_replays_with_other_labels():
 
 
 @pytest.mark.gpu
-def test_the_host_is_not_synchronised():
-    hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
-    one_pass(hidden, weight, labels)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        one_pass(hidden, weight, labels)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_another_stream_gives_the_same():
+def test_another_stream_gives_the_same_and_the_host_does_not_wait():
     hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
     first = one_pass(hidden, weight, labels)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        second = one_pass(hidden, weight, labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            second = one_pass(hidden, weight, labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     torch.testing.assert_close(first, second, **EXACT)
 

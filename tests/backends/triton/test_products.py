@@ -1,59 +1,27 @@
-"""Products, a tile at a time, are those of the whole."""
+"""Products: a tile at a time, of sizes that keep a GPU busy, in the precision torch is told."""
+
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fusedce import fused_ce
 from fusedce.backends.triton import archs
 from fusedce.backends.triton import products as of_cublas
-from fusedce.backends.triton.products import Tiles, product
-
-H = 24
-ROW = archs.BY_NAME["interpreter"]
-
-
-def inputs(C, V):
-    rng = torch.Generator().manual_seed(0)
-    return (torch.randn(n, H, generator=rng).bfloat16() for n in (C, V))
+from fusedce.backends.triton.launch import input_precision, run
+from fusedce.testing import Case, check
 
 
 @pytest.mark.parametrize("elements", [2**8, 2**17])  # of a tile: of some rows; of all of them
-@pytest.mark.parametrize("V", [100, 256, 777])
-@pytest.mark.parametrize("C", [150, 256])
-def test_logits_of_every_row_and_class_come_once(elements, V, C):
-    """This holds for a chunk shorter than the buffer, too."""
-    h, weight = inputs(C, V)
-    tiles = Tiles(weight, 256, ROW._replace(tile_elements=(elements, elements)))
-    whole = torch.full((C, V), torch.nan)
-    for first, rows, begin, T, products in tiles.logits(h):
-        assert products.dtype == torch.float32
-        assert begin % tiles.block == 0
-        assert products.stride(0) % 16 == 0
-        part = whole[first : first + rows, begin : begin + T]
-        assert part.isnan().all()
-        part.copy_(products)
-    torch.testing.assert_close(whole, h.float() @ weight.float().T)
-
-
-@pytest.mark.parametrize("C", [100, 128, 300])
-def test_gradients_of_hidden_states_come_once(C):
-    rng = torch.Generator().manual_seed(0)
-    g = torch.randn(C, 50, generator=rng).bfloat16()
-    weight = torch.randn(50, H, generator=rng).bfloat16()
-    tiles = Tiles(weight, 300, ROW._replace(tile_elements=(128 * H, 128 * H)))
-    found = []
-    for begin, n in tiles.of_hidden(g):
-        assert begin == sum(map(len, found))
-        found.append(tiles.products[: n * H].view(n, H).clone())
-    assert max(map(len, found)) <= 128
-    torch.testing.assert_close(torch.cat(found), g.float() @ weight.float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_not_rounded_to_their_inputs(dtype):
-    a, b = (x.to(dtype) for x in torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)))
-    out = torch.empty(8, 8)
-    product(a.device, dtype)(a, b, out=out)
-    torch.testing.assert_close(out, a.float() @ b.float())
+@pytest.mark.parametrize(("N", "V"), [(100, 100), (128, 777), (300, 256), (300, 777)])
+def test_gradients_from_several_tiles_are_those_of_the_whole(monkeypatch, elements, N, V):
+    row = archs.BY_NAME["interpreter"]
+    row = row._replace(tile_elements=(elements, elements),
+                       two_bytes=row.two_bytes._replace(gemm_up_to=0))  # fmt: skip
+    monkeypatch.setattr(archs, "architecture", lambda device: row)
+    case = Case((N,), 24, V, torch.bfloat16, requires_grad=("hidden", "weight"))
+    check(functools.partial(fused_ce, backend="triton"), case)
 
 
 @pytest.mark.parametrize("H", [64, 896, 1024, 4096, 16384])
@@ -112,3 +80,47 @@ def test_products_that_are_widened_are_said_to_be(monkeypatch):
     of_cublas.product(torch.device("cpu"), torch.bfloat16)  # the interpreter's, for debugging
     of_cublas.product.cache_clear()
     assert said == ["torch multiplies bfloat16 on cuda:1 into no float32: it multiplies in float32"]
+
+
+class Used(SimpleNamespace):
+    """Torch's interface since 2.9, once it was used."""
+
+    @property
+    def allow_tf32(self):
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (SimpleNamespace(allow_tf32=True), "tf32"),  # torch's interface up to 2.8
+        (SimpleNamespace(allow_tf32=False), "ieee"),
+        (Used(fp32_precision="tf32"), "tf32"),
+        (Used(fp32_precision="ieee"), "ieee"),
+        (Used(fp32_precision="none"), "ieee"),
+    ],
+)
+def test_float32_is_multiplied_as_torch_is_told_to(monkeypatch, setting, expected):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", setting)
+    monkeypatch.setattr(torch.version, "hip", None)
+    x = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    assert input_precision(x) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nobody_asks_for_tf32_beside_other_dtypes(monkeypatch, dtype):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", object())  # any look-up raises
+    assert input_precision(SimpleNamespace(dtype=dtype, device=torch.device("cuda"))) == "ieee"
+    x = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    assert input_precision(x) == "ieee"
+
+
+def test_products_and_sums_are_fused_whatever_the_compilers_default():
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: asked.append((grid, arguments))
+
+    run(Kernel(), (3, 1, 1), x=1)
+    assert asked == [((3, 1, 1), {"x": 1, "enable_fp_fusion": True})]

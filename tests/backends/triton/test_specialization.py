@@ -50,12 +50,49 @@ def launches(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def inside_a_graph(monkeypatch, launches):
+    """A step's kernels outside of a CUDA graph, and what it compiles anew inside one."""
+
+    def compare(step, inside=None):
+        head_gradients.compile_for_sums.cache_clear()
+        step()
+        warm = set(launches)
+        launches.clear()
+        for module in (training, vocab_tiles):
+            monkeypatch.setattr(module, "capturing", lambda device: True)
+        (inside or step)()
+        assert launches
+        return {name for name, _ in warm}, set(launches) - warm
+
+    return compare
+
+
 OPTIONS = {
     "plain": {},
     "pointwise": {"softcap": 5.0, "logit_scale": 0.7},
     "terms": {"z_loss": 0.1},
     "smoothing": {"label_smoothing": 0.1},
 }
+BOTH = Wanted(hidden=True, weight=True)
+
+
+def problem_of(V=333, name="plain", ignored=31, N=96, **more):
+    """65 tokens are left of 96, which is no multiple of 16."""
+    case = Case((N,), 32, V, torch.bfloat16, with_bias=name == "pointwise")
+    hidden, weight, labels, bias = case.tensors()
+    labels[:ignored] = -100
+    return Problem(hidden, weight, labels, bias=bias, **OPTIONS[name], **more)
+
+
+def train(problem, argmax=None, wanted=BOTH):
+    backend.loss_and_grads(Task(problem, wanted), argmax)
+
+
+def token_grads(problem, chosen=(None, None)):
+    used, one = problem.valid(), torch.ones(96, dtype=torch.float64)
+    upstream = Upstream(one, one, one / 333, -one / 2, used, one / 2, *chosen)
+    backend.token_grads(problem, BOTH, torch.full((96,), 6.0), upstream, of_inputs(problem))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -63,76 +100,45 @@ OPTIONS = {
 @pytest.mark.parametrize("V", [320, 333])
 @pytest.mark.parametrize("gemm", ["0", "1"])  # exponentials by products of cuBLAS, or by one GEMM
 def test_training_compiles_nothing_inside_a_graph(
-    monkeypatch, launches, options, chunk_tokens, V, gemm
+    monkeypatch, inside_a_graph, options, chunk_tokens, V, gemm
 ):
     monkeypatch.setenv("FUSEDCE_EXP_GEMM", gemm)
-    hidden, weight, labels, bias = Case(
-        (96,), 32, V, torch.bfloat16, with_bias=options == "pointwise"
-    ).tensors()
-    labels[:31] = -100  # 65 are left, which is no multiple of 16
-    problem = Problem(
-        hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, **OPTIONS[options]
-    )
+    problem = problem_of(V, options, chunk_tokens=chunk_tokens)
     argmax = torch.empty(96, dtype=torch.int64) if options == "terms" else None
-    head_gradients.compile_for_sums.cache_clear()
-
-    def step():
-        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), argmax)
-        keys = set(launches)
-        launches.clear()
-        return keys
-
-    warm = step()
-    monkeypatch.setattr(training, "capturing", lambda device: True)
-    assert step() - warm == set()
+    kernels, new = inside_a_graph(lambda: train(problem, argmax))
+    assert new == set()
     exponentials = "walk_kernel" if gemm == "1" else "exp_tile_kernel"
-    kernels = {"label_logit_kernel", exponentials, "softmax_rows_kernel", "label_grad_kernel"}
-    assert kernels <= {name for name, _ in warm}
+    assert {"label_logit_kernel", exponentials, "softmax_rows_kernel"} <= kernels
 
 
 @pytest.mark.parametrize("V", [320, 333])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_forward_only_compiles_nothing_inside_a_graph(monkeypatch, launches, options, V):
+def test_forward_only_compiles_nothing_inside_a_graph(inside_a_graph, options, V):
     """Warmed up with a batch of few valid tokens, as a graph's warm-up may be."""
-    hidden, weight, labels, bias = Case(
-        (96,), 32, V, torch.bfloat16, with_bias=options == "pointwise"
-    ).tensors()
 
-    def step(first):
-        own = labels.masked_fill(torch.arange(96) < first, -100)
-        problem = Problem(hidden, weight, own, bias=bias, **OPTIONS[options])
-        plain = problem.but(z_loss=0.0, label_smoothing=0.0)
-        backend.loss(plain)
+    def step(ignored):
+        problem = problem_of(V, options, ignored)
+        backend.loss(problem.but(z_loss=0.0, label_smoothing=0.0))
         everything = Wanted(lse=True, entropy=True, zmean=problem.label_smoothing > 0)
         backend.token_stats(problem, everything, torch.empty(96, dtype=torch.int64))
-        keys = set(launches)
-        launches.clear()
-        return keys
 
-    warm = step(31)
-    monkeypatch.setattr(training, "capturing", lambda device: True)
-    assert step(0) == warm
-    assert {"walk_kernel", "merge_stats_kernel"} <= {name for name, _ in warm}
+    kernels, new = inside_a_graph(lambda: step(31), lambda: step(0))
+    assert new == set()
+    assert {"walk_kernel", "merge_stats_kernel"} <= kernels
 
 
-def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, launches):
+def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, inside_a_graph):
     """Tiles of few rows hold more classes than those of many."""
     small = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**15, 2**15))
     monkeypatch.setattr(archs, "architecture", lambda device: small)
-    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
-    labels[16:] = -100
-    problem = Problem(hidden, weight, labels)
+    problem = problem_of(ignored=80)
+    assert inside_a_graph(lambda: train(problem))[1] == set()
 
-    def step():
-        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
-        keys = set(launches)
-        launches.clear()
-        return keys
 
-    head_gradients.compile_for_sums.cache_clear()
-    warm = step()
-    monkeypatch.setattr(training, "capturing", lambda device: True)
-    assert step() - warm == set()
+@pytest.mark.parametrize("chunk_tokens", [None, 39, 70])
+def test_token_gradients_compile_nothing_inside_a_graph(inside_a_graph, chunk_tokens):
+    problem = problem_of(chunk_tokens=chunk_tokens)
+    assert inside_a_graph(lambda: token_grads(problem))[1] == set()
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
@@ -141,77 +147,11 @@ def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chu
     """All launches but the first skip the choice of a compiled kernel."""
     tiny = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**12, 2**12))
     monkeypatch.setattr(archs, "architecture", lambda device: tiny)
-    hidden, weight, labels, _ = Case((196,), 32, V, torch.bfloat16).tensors()
-    labels[:31] = -100
-    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens, z_loss=0.1)
-    backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
+    train(problem_of(V, "terms", N=196, chunk_tokens=chunk_tokens))
     for kernel in ("exp_tile_kernel", "hidden_grad_kernel"):
         keys = [key for name, key in launches if name == kernel]
         assert len(keys) > 1
         assert len(set(keys)) == 1
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 39, 70])
-def test_token_gradients_compile_nothing_inside_a_graph(monkeypatch, launches, chunk_tokens):
-    head_gradients.compile_for_sums.cache_clear()
-    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
-    labels[:31] = -100
-    used = labels != -100
-    one = used.double()
-    upstream = Upstream(one, one, one / 333, -one / 2, used, one / 2)
-    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens)
-
-    def step():
-        backend.token_grads(
-            problem,
-            Wanted(hidden=True, weight=True),
-            torch.full((96,), 6.0),
-            upstream,
-            of_inputs(problem),
-        )
-        keys = set(launches)
-        launches.clear()
-        return keys
-
-    warm = step()
-    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
-    assert step() - warm == set()
-
-
-@pytest.mark.parametrize("K", [0, 3])  # further classes of a token
-def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, launches, K):
-    hidden, weight, labels, _ = Case((96,), 32, 333, torch.bfloat16).tensors()
-    one = torch.ones(96, dtype=torch.float64)
-    chosen = None, None
-    if K:
-        chosen = torch.randint(333, (96, K)), torch.ones(96, K, dtype=torch.float64)
-    upstream = Upstream(one, one, one / 333, -one / 2, labels != -100, one / 2, *chosen)
-    problem = Problem(hidden, weight, labels)
-    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
-    with Called() as called:
-        backend.token_grads(
-            problem, Wanted(hidden=True, weight=True), one * 6, upstream, of_inputs(problem)
-        )
-    assert not called.names & {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2"}
-
-
-def test_few_kernels_are_launched(launches):
-    """Each costs the host as much as a small tile's work."""
-    hidden, weight, labels, _ = Case((96,), 32, 1111, torch.bfloat16).tensors()
-    problem = Problem(hidden, weight, labels)
-    backend.loss_and_grads(Task(problem, Wanted(weight=True)), None)  # compiles for later sums
-    launches.clear()
-    backend.loss(problem)
-    assert [name for name, _ in launches] == ["compact_kernel", "walk_kernel"]
-    launches.clear()
-    backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
-    assert [name for name, _ in launches] == [
-        "compact_kernel", "label_logit_kernel", "exp_tile_kernel", "softmax_rows_kernel",
-        "hidden_grad_kernel", "label_grad_kernel",
-    ]  # fmt: skip
-    launches.clear()
-    backend.loss_and_grads(Task(problem, Wanted(hidden=True)), None)
-    assert "label_grad_kernel" not in {name for name, _ in launches}
 
 
 class Called(TorchDispatchMode):
@@ -226,11 +166,34 @@ class Called(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 40])
-def test_nothing_is_cut_out_of_what_is_whole(launches, chunk_tokens):
-    """A view costs the host 1 to 3 us, and the call has 300."""
-    hidden, weight, labels, _ = Case((96,), 32, 320).tensors()
-    problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens)
+@pytest.mark.parametrize("K", [0, 3])  # further classes of a token
+@pytest.mark.usefixtures("launches")
+def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, K):
+    chosen = None, None
+    if K:
+        chosen = torch.randint(333, (96, K)), torch.ones(96, K, dtype=torch.float64)
+    monkeypatch.setattr(vocab_tiles, "capturing", lambda device: True)
     with Called() as called:
-        backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
-    assert bool(called.names & {"slice", "select", "index"}) == (chunk_tokens is not None)
+        token_grads(problem_of(), chosen)
+    assert not called.names & {"_local_scalar_dense", "nonzero", "unique_dim", "_unique2"}
+
+
+@pytest.mark.parametrize("one_gemm", [0, 1])
+def test_few_kernels_are_launched_which_the_doctor_names(monkeypatch, launches, one_gemm):
+    """Each costs the host as much as a small tile's work."""
+    monkeypatch.setenv("FUSEDCE_EXP_GEMM", str(one_gemm))
+    train(problem_of(), wanted=Wanted(weight=True))  # compiles for later sums
+
+    def launched(step):
+        launches.clear()
+        step()
+        return [name.removesuffix("_kernel") for name, _ in launches]
+
+    assert launched(lambda: backend.loss(problem_of())) == ["compact", "walk"]
+    named = [name.split(" or ")[one_gemm if " or " in name else 0]
+             for name in backend.TRAINING_KERNELS]  # fmt: skip
+    *training, scale = named
+    assert scale == "scale"  # of backward
+    assert launched(lambda: train(problem_of())) == training
+    of_hidden = launched(lambda: train(problem_of(), wanted=Wanted(hidden=True)))
+    assert "label_grad" not in of_hidden
