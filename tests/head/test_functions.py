@@ -3,50 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both, same
+from support.attacks import function, same
 from support.heads import V, ce, plain_model, tokens
-from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import replace_loss_head
-
-
-def function(forward, backward):
-    """An ``autograd.Function`` of a formula and of a backward that need not be its derivative."""
-    methods = {
-        "forward": staticmethod(lambda ctx, z: forward(z)),
-        "backward": staticmethod(lambda ctx, g: backward(g)),
-    }
-    return type("Function", (torch.autograd.Function,), methods).apply
-
-
-FUNCTIONS = {
-    "doubled": function(lambda z: z * 2, lambda g: g * 5),
-    "reshaped": function(
-        lambda z: z.transpose(0, 1), lambda g: g.reshape(g.shape[1], g.shape[0], g.shape[2])
-    ),
-    "sliced": function(
-        lambda z: z[:, 1:], lambda g: torch.ops.aten.slice_backward(g, (3, 7, V), 1, 0, 6, 1)
-    ),
-    "straight through": function(lambda z: z * 3, lambda g: g),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@same
-def test_a_backward_that_is_no_derivative(m, x, y, name):
-    z = FUNCTIONS[name](m(x))
-    with torch.no_grad():
-        seen = z.argmax(-1).float() + z.amax(-1)
-    return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()]), seen
-
-
-@same
-def test_a_backward_hook_of_the_loss_that_changes_the_gradient(m, x, y):
-    loss = nn.CrossEntropyLoss()
-    loss.register_full_backward_hook(lambda _, i, o: (i[0] * 3, None))
-    return loss(m(x).view(-1, V), y.view(-1))
 
 
 @same
@@ -121,9 +83,6 @@ def test_many_gradients_at_once_are_refused_in_words(loss):
             torch.autograd.grad(value, of, torch.ones(2), is_grads_batched=True, retain_graph=True)
 
 
-# ---- parts of one product -------------------------------------------------------------------
-
-
 @same
 def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     hidden = m[0](x)
@@ -132,27 +91,3 @@ def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     loss.backward(retain_graph=True)
     m.zero_grad()
     return loss, leaf.grad
-
-
-# As wrappers of modules do, to know when a gradient comes.
-hands_on = function(lambda z: z.view_as(z), lambda g: g)
-PARTS = {
-    "a detached part": lambda z, y: ce(z + 0.1 * z.detach(), y),
-    "a detached part first": lambda z, y: ce(z.detach() * 0.5 + z, y),
-    "summed twice": lambda z, y: ce(z + z, y),
-    "a sum of a sum": lambda z, y: ce((z * 0.5 + z) + z, y),
-    "another part without grad": lambda z, y: ce(z + z.detach().requires_grad_(), y),
-    "rows put together": lambda z, y: ce(torch.cat([z[:, :2].detach(), z[:, 2:]], 1), y),
-    "two losses": lambda z, y: ce(z, y) + ce(z * 0.5, y) + ce(z.detach(), y),
-    "one loss used twice": lambda z, y: (lambda loss: loss * loss.detach() + loss)(ce(z, y)),
-    "scaled by itself": lambda z, y: ce(z * ce(z, y).detach(), y),
-    "a function of a view": lambda z, y: ce(FUNCTIONS["straight through"](z.view(z.shape)), y),
-    "handed on": lambda z, y: ce(hands_on(z) * 0.5, y),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_function_that_hands_on_or_a_part_that_is_detached(name):
-    report = both(lambda m, x, y: PARTS[name](m(x), y))
-    if name == "handed on":
-        assert (report.losses_fused, report.logits_made) == (1, 0)

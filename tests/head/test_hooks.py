@@ -1,87 +1,10 @@
-"""Hooks, kept gradients, and gradients with respect to the logits, before and after the loss."""
+"""Hooks of nodes, and gradients with respect to the logits; `test_programs.py` has other hooks."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import both, same
 from support.heads import V, ce
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "change", [None, lambda g: 2 * g, lambda g: g.clamp(max=0), lambda g: g.flip(0)]
-)
-@same
-def test_a_hook_on_logits(m, x, y, when, change):
-    z, seen = m(x), []
-
-    def hook(g):
-        seen.append(g.detach().clone())
-        return None if change is None else change(g)
-
-    if when == "before":
-        z.register_hook(hook)
-    loss = ce(z, y)
-    if when == "after":
-        z.register_hook(hook)
-    loss.backward(retain_graph=True)
-    m.zero_grad()
-    return loss, seen[0]
-
-
-def first_row(g):
-    g[0] = 0
-
-
-def views_of_views(g):
-    a, b = g.view(-1, V), g.detach()
-    a.view(-1)[::2] = 1
-    b.add_(0.5)
-    return a.view(g.shape) * 2
-
-
-@pytest.mark.parametrize("write", [first_row, views_of_views])
-@same
-def test_a_hook_that_writes_into_the_gradient(m, x, y, write):
-    z = m(x)
-    z.register_hook(write)
-    return ce(z, y)
-
-
-@pytest.mark.parametrize("divisor", [0.0, float("inf"), float("nan")])
-def test_a_hook_that_divides_by_zero_gives_what_torch_gives(divisor):
-    def program(m, x, y):
-        z = m(x)
-        z.register_hook(lambda g: g / divisor)
-        return ce(z, y)
-
-    both(program, equal_nan=True)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_hook_before_and_after_a_write_in_place(bias):
-    """A head with a bias gives a view of a matrix, whose hooks a write replaces."""
-
-    def program(m, x, y):
-        z = m(x)
-        z.register_hook(lambda g: g * 2)
-        z.mul_(0.5)
-        z.register_hook(lambda g: g * 3)
-        return ce(z, y) + z.square().mean()
-
-    both(program, bias=bias)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_hook_that_reads_the_gradient_of_transposed_logits(bias):
-    """The gradient has the strides that views behind the hook expect."""
-
-    def program(m, x, y):
-        z = m(x)
-        z.register_hook(lambda g: None if g.abs().sum() >= 0 else g)
-        return F.cross_entropy(z.mT, y)
-
-    both(program, bias=bias)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -106,35 +29,6 @@ def test_hooks_of_nodes_see_the_gradient(m, x, y):
     loss.backward(retain_graph=True)
     m.zero_grad()
     return loss, *seen[:2]
-
-
-@same
-def test_a_gradient_kept_by_a_hook_and_read_later(m, x, y):
-    kept, z = [], m(x)
-    z.register_hook(kept.append)
-    loss = ce(z * 0.5, y)
-    loss.backward()
-    assert kept[0].shape == z.shape
-    return loss.detach(), torch.tensor(kept[0].tolist()), kept[0]
-
-
-# ---- gradients that are asked for -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@same
-def test_a_kept_gradient(m, x, y, when):
-    z = m(x)
-    flat = z.view(-1, V)
-    if when == "before":
-        z.retain_grad(), flat.retain_grad()
-    loss = F.cross_entropy(flat * 0.5, y.view(-1)) + z.square().mean()
-    if when == "after":
-        z.retain_grad(), flat.retain_grad()
-    loss.backward(retain_graph=True)
-    grads = z.grad.clone(), flat.grad.clone()
-    m.zero_grad()
-    return (loss, *grads)
 
 
 OF = {

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.attacks import function
+from support.attacks import function, same_loss
 from support.bounds import same_model
 from support.coverage import covered
-from support.heads import MODES, V, plain_model, tokens
+from support.heads import MODES, V, ce, plain_model, tokens
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -444,3 +444,44 @@ def check(program, mode):
     logits = restored(x)
     assert type(logits) is torch.Tensor
     same_model(logits, native(x))
+
+
+# ---- writes that no schema declares ---------------------------------------------------------
+
+
+def product_reduced(z):
+    dist.all_reduce(z.mul(1), op=dist.ReduceOp.PRODUCT)
+    dist.all_reduce(z)  # of one rank, changes nothing: but it might have
+
+
+def gathered_into_a_view(z):
+    rows = torch.linspace(-1, 1, z[0].numel()).view(z[0].shape)
+    dist.all_gather_into_tensor(z[0], rows)
+
+
+def by_an_operator_in_a_list(z):
+    torch.ops.fusedce_test_writers.scale_unseen(torch.ones(2), [torch.ones(1), z[1]])
+
+
+def through_another_tensor(z):
+    twin = torch.empty(0)
+    twin.set_(z)
+    twin.mul_(0.5)
+
+
+UNSEEN = [
+    product_reduced, gathered_into_a_view, by_an_operator_in_a_list, through_another_tensor,
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("write", UNSEEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_unseen_write_counts(write, mode):
+    def loss(z, y):
+        earlier = ce(z, y)
+        with torch.no_grad():
+            write(z)
+        return ce(z, y) + 2 * ce(z[:, 1:], y[:, 1:]) + earlier
+
+    same_loss(loss, mode)

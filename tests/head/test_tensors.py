@@ -309,51 +309,6 @@ def test_a_head_that_is_a_part_of_a_larger_memory_may_be_changed_by_any_step():
 # ---- evaluation and serving -----------------------------------------------------------------
 
 
-def ban_in_float(z):
-    scores = z.float()
-    scores[..., 3] = 50.0
-    return scores.argmax(-1), z.argmax(-1)
-
-
-def ban_in_rows(z):
-    rows = z.reshape(-1, V)
-    rows[:, 3] = 50.0
-    copied = z[:, :-1].reshape(-1, V)
-    copied[:, 4] = 60.0
-    return rows.argmax(-1), copied.argmax(-1), z.argmax(-1)
-
-
-def sample_warped(z):
-    """Temperature and top-k as generation applies them."""
-    scores = z[:, -1, :].to(copy=True, dtype=torch.float32, device="cpu")
-    scores = scores / 0.7
-    least = torch.topk(scores, 5)[0][..., -1, None]
-    scores = scores.masked_fill(scores < least, -float("inf"))
-    return scores.softmax(-1), z[:, -1].float()
-
-
-def other_places(z):
-    return z.cpu(), z.to("cpu"), z.to("cpu", torch.float64), z.type(torch.float64), z.to(z)
-
-
-def chosen(z):
-    y = tokens(3, 7, seed=1)
-    return z[y > 10], z[[0, 2]], z[:, torch.tensor([1, 1])], torch.index_select(z, 0, y[0, :1] % 3)
-
-
-READS = [
-    ban_in_float, ban_in_rows, sample_warped,
-    other_places, chosen,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("use", READS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("mode", WITHOUT_GRAD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_use_of_logits(use, mode, dtype):
-    alike(lambda model: use(model(tokens(3, 7))), mode, dtype=dtype)
-
-
 @pytest.mark.parametrize("mode", WITHOUT_GRAD)
 def test_logits_are_as_of_the_heads_run(mode):
     """Inference tensors count no writes, so that the head keeps a copy of its input."""

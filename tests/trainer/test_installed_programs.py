@@ -115,6 +115,8 @@ def run(name, folder, mixin, monkeypatch, *, replaced=False):
         patched.setattr(trl, stock.__name__, Seen)
         script.main(*parsed[:4])
     (trainer,) = trainers
+    if program == "sft":
+        trainer.evaluate(trainer.train_dataset)
     logs = [
         {k: v for k, v in log.items() if not any(x in k for x in ("time", "second", "runtime"))}
         for log in trainer.state.log_history

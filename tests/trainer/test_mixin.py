@@ -73,16 +73,6 @@ def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
-    whole = first_step(Trainer, bart, tmp_path, 1)
-    stock = first_step(Trainer, bart, tmp_path, 8)
-    assert stock[0] > 6 * whole[0]
-    ours = first_step(FusedTrainer, bart, tmp_path, 8)
-    assert ours[0] == pytest.approx(whole[0], rel=STATISTIC)
-    assert ours[1] == pytest.approx(whole[1], rel=SAME_MODEL)
-
-
-@pytest.mark.slow
 def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
     """The router's gradient with a frozen cross-entropy: that of the mean auxiliary loss."""
 
