@@ -242,27 +242,26 @@ def test_a_fault_is_words_on_all_ranks_or_a_right_step(fault, kind):
     check_step(ranks.of(lasting(), f"{kind}, {fault}, after"), kind)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("fault", ENDS)
-def test_a_rank_that_is_gone_is_named_within_the_timeout(fault, kind):
+def check_gone(kind, fault, words):
     found = run({"gone": functools.partial(case, CLASSES[kind], fault)})["gone"]
     for rank, result in enumerate(found):
         if rank != BAD:
             done, error, seconds = result
             assert done is None
-            assert FAULTS[fault][kind] in error
+            assert words in error
             assert seconds < LATE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_rank_that_is_gone_is_named_within_the_timeout(fault, kind):
+    check_gone(kind, fault, FAULTS[fault][kind])
 
 
 def test_a_rank_that_dies_between_forward_and_backward():
     """Ranks exchange gradients in backward."""
-    case_of = functools.partial(case, CLASSES["sharded tokens"], "dies in backward")
-    found = run({"gone": case_of})["gone"]
-    for done, error, seconds in (found[0], found[2]):
-        assert done is None
-        assert GONE["sharded tokens"] in error
-        assert seconds < LATE
+    check_gone("sharded tokens", "dies in backward", SHARED)
 
 
 # ---- mistakes of one rank's loop ----------------------------------------------------------------

@@ -5,6 +5,7 @@ what lazy logits are, and random programs of several instructions.
 """
 
 import copy
+import functools
 import os
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.attacks import function, same_loss
 from support.bounds import same_model
+from support.copies import COPIES
 from support.coverage import covered
 from support.heads import MODES, V, ce, plain_model, tokens
 from torch.utils._pytree import tree_leaves
@@ -65,6 +67,19 @@ def group(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@functools.cache
+def compiled(name):
+    """Trainers compile their loss."""
+    return torch.compile(COMPILED[name], backend="eager", dynamic=True)
+
+
+COMPILED = {
+    "lse": lambda z: z.logsumexp(-1).mean(),
+    "loss": lambda z, y: F.cross_entropy(z.reshape(-1, V).float(), y.reshape(-1)),
+    "write": lambda z: z.detach().mul_(2),
+}
 
 
 # Each takes logits (B, T, V) or (N, V) with their labels and gives such logits and labels.
@@ -123,6 +138,7 @@ VALUES = {
     "clipped": clipped,
     "doubled": doubled,
     "handed on": lambda z: hands_on(z) * 0.5,
+    **COPIES,
 }
 
 
@@ -174,6 +190,7 @@ WRITES = {
     "ban in float": ban_in_float,
     "ban in rows": ban_in_rows,
     "copies": copies_written,
+    "compiled": lambda z: torch.no_grad()(compiled("write"))(z),
     "out": out_argument,
 }
 
@@ -260,6 +277,8 @@ LOSSES = {
     "vmap": lambda z, y: torch.vmap(lambda t: t.softmax(-1).square().sum())(z).sum(),
     "module with a hook": lambda z, y: hooked(None)(z.reshape(-1, V), y.reshape(-1)),
     "hooked module times 3": lambda z, y: hooked(3)(z.reshape(-1, V), y.reshape(-1)),
+    "compiled lse": lambda z, y: compiled("lse")(z),
+    "compiled": lambda z, y: compiled("loss")(z, y),
     "used twice": lambda z, y: (lambda loss: loss * loss.detach() + loss)(cross_entropy(z, y)),
     "probabilities": lambda z, y: cross_entropy(
         z.reshape(-1, V), F.one_hot(y.reshape(-1), V).to(z.dtype)
@@ -277,17 +296,16 @@ def hooked(factor):
 
 _KINDS = {
     "shape": SHAPES, "value": VALUES, "write": WRITES, "look": LOOKS, "hook": HOOKS,
-    "loss": LOSSES, "compiled": {"lse": None}, "keep": {"grad": None},
+    "loss": LOSSES, "keep": {"grad": None},
 }  # fmt: skip
 
 # (kind, name, of which of the logits there are)
-INSTRUCTIONS = [(kind, x) for kind, of in _KINDS.items() if kind != "compiled" for x in of]
+INSTRUCTIONS = [(kind, x) for kind, of in _KINDS.items() for x in of]
 programs = st.tuples(
     st.lists(st.tuples(st.sampled_from(INSTRUCTIONS), st.integers(0, 5)), min_size=1, max_size=8),
     st.sampled_from(sorted(LOSSES)),
     st.sampled_from(["none", "sgd", "fused adamw"]),
     st.booleans(),  # bias of the head
-    st.booleans(),  # whether a compiled function is called in between
 )
 
 
@@ -306,15 +324,7 @@ def changes_after_a_checkpoint(program):
     )
 
 
-_compiled = None
 NO_GRADIENT = torch.zeros(0)
-
-
-def compiled_lse(z):
-    global _compiled
-    if _compiled is None:
-        _compiled = torch.compile(lambda t: t.logsumexp(-1).mean(), backend="eager", dynamic=True)
-    return _compiled(z)
 
 
 def run(program, model, x, y, mode="grad"):
@@ -335,7 +345,7 @@ def run(program, model, x, y, mode="grad"):
 
 
 def _run(program, model, x, y, training=True):
-    steps, last, optimizer, _, compiled = program
+    steps, last, optimizer, _ = program
     there = [(model(x), y)]
     total, seen, kept, of_hooks = torch.zeros(()), [], [], []
     try:
@@ -359,8 +369,6 @@ def _run(program, model, x, y, training=True):
                 kept.append(z)
             else:
                 total = total + LOSSES[name](z, labels).float()
-        if compiled:
-            total = total + compiled_lse(there[-1][0]).float()
         total = total + LOSSES[last](*there[-1]).float()
         if not training:
             return total, [s.double() for s in seen], [z for z, _ in there]
@@ -405,7 +413,7 @@ def test_each_instruction(around, mode):
     before, after = AROUND[around]
     for i, one in enumerate(INSTRUCTIONS):
         steps = [(step, 0) for step in (*before, one, *after)]
-        check((steps, "mean", "none", i % 2 == 0, False), mode)  # with a bias and without
+        check((steps, "mean", "none", i % 2 == 0), mode)  # with a bias and without
 
 
 @pytest.mark.usefixtures("group")
