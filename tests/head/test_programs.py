@@ -138,7 +138,7 @@ VALUES = {
     "clipped": clipped,
     "doubled": doubled,
     "handed on": lambda z: hands_on(z) * 0.5,
-    **COPIES,
+    **{name: COPIES[name] for name in ("deepcopy", "pickle", "save")},
 }
 
 
