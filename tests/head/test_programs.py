@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.attacks import function, same_loss
+from support.attacks import function, hands_on, same_loss
 from support.bounds import same_model
 from support.copies import COPIES
 from support.coverage import covered
@@ -42,9 +42,6 @@ class Squares(torch.autograd.Function):
 
 through = function(lambda z: z * 2, lambda g: g * -0.5)  # its backward is another's derivative
 clipped = function(lambda z: z.clone(), lambda g: g.clamp(-0.01, 0.01))
-doubled = function(lambda z: z * 2, lambda g: g * 5)
-# As wrappers of modules do, to know when a gradient comes.
-hands_on = function(lambda z: z.view_as(z), lambda g: g)
 swapped = function(
     lambda z: z.transpose(0, 1), lambda g: g.reshape(g.shape[1], g.shape[0], g.shape[2])
 )
@@ -136,7 +133,6 @@ VALUES = {
     "through": through,
     "through a view": lambda z: through(z.view(z.shape)),
     "clipped": clipped,
-    "doubled": doubled,
     "handed on": lambda z: hands_on(z) * 0.5,
     **{name: COPIES[name] for name in ("deepcopy", "pickle", "save")},
 }

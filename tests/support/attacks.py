@@ -77,3 +77,7 @@ def function(forward, backward):
         "backward": staticmethod(lambda ctx, g: backward(g)),
     }
     return type("Function", (torch.autograd.Function,), methods).apply
+
+
+# As wrappers of modules do, to know when a gradient comes.
+hands_on = function(lambda z: z.view_as(z), lambda g: g)
