@@ -54,8 +54,8 @@ FIRST = {
     "accumulate/guard": "accumulate/test_guard.py accumulate/test_guard_ranks.py",
     "accumulate/gradients": "accumulate/test_streaming.py accumulate/test_guard_ranks.py",
     "accumulate": "accumulate/test_window.py accumulate/test_state.py test_faults_between_ranks.py",
-    "head/loss": "head/test_losses.py head/test_hooks.py head/test_functions.py",
-    "head/lazy": "head/test_losses.py head/test_tensors.py head/test_writes.py",
+    "head/loss": "head/test_losses.py head/test_programs.py head/test_functions.py",
+    "head/lazy": "head/test_losses.py head/test_tensors.py head/test_programs.py",
     "head/observe": "head/test_report.py head/test_losses.py",
     "head": "head/test_heads.py head/test_models.py head/test_tensors.py head/test_peft.py",
 }

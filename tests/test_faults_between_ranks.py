@@ -24,7 +24,6 @@ from support.loops import (
     new_weight,
     raising,
     run_streaming,
-    run_window,
     warm_up,
 )
 from support.versions import FSDP2_MEAN
@@ -243,27 +242,26 @@ def test_a_fault_is_words_on_all_ranks_or_a_right_step(fault, kind):
     check_step(ranks.of(lasting(), f"{kind}, {fault}, after"), kind)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("fault", ENDS)
-def test_a_rank_that_is_gone_is_named_within_the_timeout(fault, kind):
+def check_gone(kind, fault, words):
     found = run({"gone": functools.partial(case, CLASSES[kind], fault)})["gone"]
     for rank, result in enumerate(found):
         if rank != BAD:
             done, error, seconds = result
             assert done is None
-            assert FAULTS[fault][kind] in error
+            assert words in error
             assert seconds < LATE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_rank_that_is_gone_is_named_within_the_timeout(fault, kind):
+    check_gone(kind, fault, FAULTS[fault][kind])
 
 
 def test_a_rank_that_dies_between_forward_and_backward():
     """Ranks exchange gradients in backward."""
-    case_of = functools.partial(case, CLASSES["sharded tokens"], "dies in backward")
-    found = run({"gone": case_of})["gone"]
-    for done, error, seconds in (found[0], found[2]):
-        assert done is None
-        assert GONE["sharded tokens"] in error
-        assert seconds < LATE
+    check_gone("sharded tokens", "dies in backward", SHARED)
 
 
 # ---- mistakes of one rank's loop ----------------------------------------------------------------
@@ -291,7 +289,12 @@ def inside(acc, action, before=0):
 
 
 def raises(acc):
-    raise ZeroDivisionError("a bug in the loop")
+    raise KeyError("labels")
+
+
+def raises_on_the_last_rank(acc):
+    if dist.get_rank() == RANKS - 1:
+        raises(acc)
 
 
 def reads_while_streaming(acc):
@@ -335,7 +338,6 @@ SETTINGS = {
 # What the failing rank does, what the others do meanwhile, and the error that all of them raise.
 MISTAKES = {
     "bad counts": (lambda acc: train(acc, [2, -1]), right, "counts[1] must be >= 0, got -1"),
-    "no counts": (lambda acc: train(acc, []), right, "one number per micro-batch, got none at all"),
     "other number": (
         right, one, "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1",
     ),
@@ -383,7 +385,11 @@ MISTAKES = {
 }  # fmt: skip
 # The failing rank raises its own error, the others hear of it.
 TOLD = {
-    "raises": (lambda acc: inside(acc, raises), right, "ZeroDivisionError: a bug in the loop"),
+    "raises": (lambda acc: inside(acc, raises), right, "KeyError: 'labels'"),
+    "two raise": (
+        lambda acc: inside(acc, raises), lambda acc: inside(acc, raises_on_the_last_rank, 2),
+        "KeyError: 'labels'",
+    ),
     "more": (
         lambda acc: train(acc, [2, 2], [2, 2, 2]), right,
         "2 micro-batches were declared, this is number 3",
@@ -445,19 +451,32 @@ def mistakes():
     return ranks.run({"warm up": warm_up, **cases}, RANKS, timeout=LATE)
 
 
-@pytest.mark.parametrize("name", MISTAKES | TOLD)
-def test_all_ranks_raise_the_error_of_one(name):
-    found = ranks.of(mistakes(), name)
+def check_told(found, name):
+    """All ranks have raised the error of one, soon, and trained afterwards."""
     own = found[BAD][0]
     assert (MISTAKES | TOLD)[name][2] in own
-    for told, seconds, after in found[:BAD] + found[BAD + 1 :]:
-        if name in MISTAKES:
+    for rank, (told, seconds, after) in enumerate(found):
+        if rank == BAD or (name == "two raise" and rank > BAD):
+            assert told == own
+        elif name in MISTAKES:
             assert ranks.anywhere(told) == ranks.anywhere(own)
         else:
             words = f"{own.removeprefix('RuntimeError: ')} (on rank {BAD})"
-            assert told.removeprefix("RuntimeError: ") == words
+            assert told == f"RuntimeError: {words}"
         assert seconds < ranks.SOON
         assert after > 0
+
+
+@pytest.mark.parametrize("name", MISTAKES | TOLD)
+def test_all_ranks_raise_the_error_of_one(name):
+    check_told(ranks.of(mistakes(), name), name)
+
+
+@pytest.mark.parametrize("name", ["reads while streaming", "no parameters", "bad counts"])
+def test_an_error_of_one_rank_in_the_very_first_exchange(name):
+    """The accumulators' group is not made yet."""
+    found = ranks.run({name: functools.partial(mistaken, name)}, RANKS)
+    check_told(ranks.of(found, name), name)
 
 
 def test_on_a_device_it_is_raised_where_metrics_are_read():
@@ -475,63 +494,7 @@ def test_one_rank_may_make_accumulators_alone_but_not_use_them_in_another_order(
         assert all("messages of different accumulators have met" in error for error in errors)
 
 
-class OutOfMemoryError(RuntimeError):
-    """A stand-in for torch.OutOfMemoryError, with a class of its own."""
-
-
-ERRORS = [None, KeyError("labels"), None, OutOfMemoryError("CUDA out of memory")]
-
-
-def raised_inside(rank):
-    """Class and message of the error that leaves the block; a window follows."""
-    acc = LossAccumulator()
-    caught = None
-    try:
-        with acc.window([2]):
-            acc.backward(a_loss(2))
-            if ERRORS[rank] is not None:
-                raise ERRORS[rank]
-    except Exception as error:
-        caught = type(error), str(error)
-    run_window(acc, new_weight(), batches([2]))
-    return caught
-
-
-def test_an_error_leaves_the_block_as_itself_and_others_raise_the_first():
-    found = ranks.of(ranks.run({"raised": raised_inside}, len(ERRORS), timeout=LATE), "raised")
-    for mine, caught in zip(ERRORS, found, strict=True):
-        told = RuntimeError, "KeyError: 'labels' (on rank 1)"
-        assert caught == (told if mine is None else (type(mine), str(mine)))
-
-
-# ---- the very first exchange, whose group is not made yet; a rank that never comes --------------
-
-FIRST = {
-    "metrics": (lambda acc, w: acc.metrics(), "cannot read metrics"),
-    "finish": (lambda acc, w: acc.finish([("name", w)]), "named_parameters"),
-    "window": (lambda acc, w: acc.window([-1]).__enter__(), "must be >= 0"),
-}
-
-
-def fails_first(name, rank):
-    acc, weight = LossAccumulator(), new_weight()
-    if name != "window":
-        acc.backward(a_loss(3, weight))
-    right = (lambda: acc.finish([weight])) if name != "window" else acc.window([3]).__enter__
-    found = ranks.timed(FIRST[name][0], acc, weight) if rank else ranks.timed(right)
-    acc = LossAccumulator()
-    run_streaming(acc, weight, batches([3]))
-    return *found, acc.metrics()["n_tokens"]
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_an_error_of_one_rank_in_the_very_first_exchange(name):
-    found = ranks.of(ranks.run({name: functools.partial(fails_first, name)}), name)
-    for words, seconds, n_tokens in found:
-        assert FIRST[name][1] in words
-        assert seconds < ranks.SOON
-        assert n_tokens == 6
-    assert ranks.anywhere(found[0][0]) == found[1][0]
+# ---- a rank that comes late -----------------------------------------------------------------
 
 
 def comes_late(engine, rank):
@@ -547,30 +510,15 @@ def comes_late(engine, rank):
     return ranks.timed(loop)
 
 
-def never_comes(rank):
-    if rank:
-        time.sleep(2 * TIMEOUT)  # not in a window, and not gone either
-        return None, 0
-    return ranks.timed(run_window, LossAccumulator(), new_weight(), batches([2]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "purpose", "backend"),
-    [
-        (functools.partial(comes_late, DistributedDataParallel), "finish", None),
-        pytest.param(
-            functools.partial(comes_late, fully_shard), "finish", "cpu:gloo", marks=FSDP2_MEAN
-        ),
-        (never_comes, "open", "gloo"),
-    ],
-    ids=["ddp", "fsdp2", "never"],
+    "engine", [DistributedDataParallel, pytest.param(fully_shard, marks=FSDP2_MEAN)]
 )
-def test_waiting_ends_with_the_groups_timeout_in_words(case, purpose, backend):
-    first = {"first": lambda rank: run_window(LossAccumulator(), new_weight(), batches([2]))}
-    found = ranks.run({**first, "late": case}, timeout=TIMEOUT, backend=backend)
+def test_waiting_ends_with_the_groups_timeout_in_words(engine):
+    cases = {"first": warm_up, "late": functools.partial(comes_late, engine)}
+    found = ranks.run(cases, timeout=TIMEOUT, backend="cpu:gloo")
     (waits, seconds), (_, other) = ranks.of(found, "late")
-    assert f"this rank has come to {purpose} a window, and not all others have" in waits
+    assert "this rank has come to finish a window, and not all others have" in waits
     assert f"the process group's timeout ({TIMEOUT} s) is over" in waits
     assert "the same number of micro-batches" in waits
     assert TIMEOUT - 1 < max(seconds, other) < LATE

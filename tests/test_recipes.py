@@ -89,7 +89,7 @@ def test_grpo(backend, name):
 
     assert ((logprob - sampled).exp()[used] > 1.2).any()  # some are clipped
     expected = {"token": used.sum(), "cispo": used.sum(), "dr_grpo": 36}.get(name, B)
-    assert ours.n_valid == expected
+    assert (ours.n_valid.dtype, ours.n_valid) == (torch.int64, expected)
     check(ours.mean(), eager, (hidden, weight))
 
 
@@ -192,7 +192,7 @@ def test_kto(backend):
     policy = fused_logprobs(hidden, weight, labels, backend=backend).logprob.sum(-1)
     for divergence in (torch.tensor(0.7), torch.tensor(-0.7)):
         ours = recipes.kto_loss(
-            policy, reference, desirable, divergence, beta=0.2, undesirable_weight=1.5
+            policy, reference, desirable.long(), divergence, beta=0.2, undesirable_weight=1.5
         )
         at_least_0 = max(divergence.item(), 0)
 
@@ -214,7 +214,9 @@ def test_token_scaled(backend):
         found = eager_stats(hidden, weight, labels)[0]
         return -(found.exp().detach() * found)[used].sum() / used.sum()
 
-    check(recipes.token_scaled_loss(logprob, used).mean(), eager, (hidden, weight))
+    ours = recipes.token_scaled_loss(logprob, used.float())  # numbers are a mask, too
+    assert ours.n_valid.equal(used.sum())
+    check(ours.mean(), eager, (hidden, weight))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -225,7 +227,7 @@ def test_reverse_kl_on_the_students_likeliest_classes(backend, k):
     top = fused_topk(hidden, weight, k, backend=backend)
     with torch.no_grad():
         teacher = fused_logprobs(of_teacher, teacher_weight, top.index, backend=backend).logprob
-    ours = recipes.reverse_kl_loss(top.logprob, teacher, labels != -100)
+    ours = recipes.reverse_kl_loss(top.logprob, teacher, (labels != -100).to(torch.uint8))
 
     def eager(hidden, weight):
         heads = ((hidden, weight), (of_teacher.detach(), teacher_weight.detach()))
@@ -462,53 +464,62 @@ def test_token_scaled_of_an_impossible_token_is_its_limit():
     torch.testing.assert_close(found, torch.stack([-p, 0 * p, 0 * p]))
 
 
-@pytest.mark.parametrize("name", ["reference", "desirable", "divergence"])
-def test_kto_names_what_would_broadcast(name):
-    args = {
-        "policy": torch.zeros(3),
-        "reference": torch.zeros(3),
-        "desirable": torch.ones(3, dtype=torch.bool),
-        "divergence": torch.tensor(0.0),
-    }
-    recipes.kto_loss(**args)
-    args[name] = args[name].expand(3)[:, None]
-    with pytest.raises(ValueError, match=rf"^{name} must be \(.*got \(3, 1\)"):
-        recipes.kto_loss(**args)
+X, ROW, ANSWERS = torch.zeros(2, 3), torch.zeros(3), torch.zeros(2)
+CLASS = torch.zeros(2, 1, dtype=torch.int64)
+OF_GRPO = {"logprob": X, "sampled": X, "advantage": ANSWERS, "used": X == 0}
+OF_KTO = {"policy": ROW, "reference": ROW, "desirable": ROW == 0, "divergence": torch.tensor(0.0)}
+# A mask (T,) beside (B, T) counted its tokens once for all answers: half the denominator.
+BROADCAST = [
+    ("used", torch.ones(3)), ("used", torch.ones(2, 1)), ("sampled", ROW),
+    ("sampled", torch.zeros(2, 1)), ("reference", torch.zeros(1, 3)), ("entropy", ROW),
+    ("advantage", torch.ones(3)), ("advantage", torch.ones(1)), ("advantage", torch.ones(2, 1)),
+]  # fmt: skip
+REFUSED = [  # a loss, its arguments, and the words of its error
+    *[
+        (recipes.grpo_loss, OF_GRPO | {name: x, "kl": 0.1 * (name == "reference")},
+         rf"{name} must be .*\(2.*logprob.*got \({len(x)},")
+        for name, x in BROADCAST
+    ],
+    *[
+        (recipes.kto_loss, OF_KTO | {name: OF_KTO[name].expand(3)[:, None]},
+         rf"^{name} must be \(.*got \(3, 1\)")
+        for name in ("reference", "desirable", "divergence")
+    ],
+    *[
+        (recipes.grpo_loss, OF_GRPO | options, words)
+        for options, words in (
+            ({"kl": 0.1}, "reference must be given with kl"),
+            ({"entropy_bonus": 0.1}, "entropy must be given with entropy_bonus"),
+            ({"normalisation": "dr_grpo"}, "max_length must be given with 'dr_grpo' alone"),
+            ({"max_length": 3}, "max_length must be given with 'dr_grpo' alone"),
+            ({"normalisation": "batch"}, "normalisation must be one of 'token'"),
+            ({"ratio": "batch"}, "ratio must be one of 'token'"),
+            ({"kind": "ppo"}, "kind must be one of 'clipped'"),
+            ({"used": [1, 1]}, "used must be a tensor, got list"),
+        )
+    ],
+    (recipes.dpo_loss, {"policy": ANSWERS, "reference": ANSWERS, "kind": "ipo"}, "kind must be"),
+    (recipes.cpo_loss, {"policy": ROW}, r"policy must be \(2 B,\)"),
+    (recipes.orpo_loss, {"policy": ROW}, r"policy must be \(2 B,\)"),
+    (recipes.dpo_loss, {"policy": ROW, "reference": ROW}, r"policy must be \(2 B,\)"),
+    (recipes.dpo_loss, {"policy": torch.zeros(4), "reference": ANSWERS},
+     r"reference must be \(4,\), as policy, got \(2,\)"),
+    (recipes.reverse_kl_loss, {"student": X, "teacher": X, "used": X},
+     r"used must be \(2,\), got \(2, 3\)"),
+    (recipes.token_scaled_loss, {"logprob": X, "used": ANSWERS == 0},
+     r"used must be \(2, 3\), as logprob, got \(2,\)"),
+    (recipes.distillation_loss, {"hidden": X, "weight": X, "classes": CLASS[:, 0], "teacher": ROW},
+     r"classes and teacher must be \(..., K\)"),
+    (recipes.distillation_loss,
+     {"hidden": X, "weight": X, "classes": CLASS, "teacher": X[:, :1], "ignore_index": None},
+     "ignore_index must be an int, got None"),
+]  # fmt: skip
 
 
-def test_what_is_missing_is_said():
-    x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="reference must be given with kl"):
-        recipes.grpo_loss(x, x, x[:, 0], x > 0, kl=0.1)
-    with pytest.raises(ValueError, match="entropy must be given with entropy_bonus"):
-        recipes.grpo_loss(x, x, x[:, 0], x > 0, entropy_bonus=0.1)
-    for options, words in (
-        ({"normalisation": "dr_grpo"}, "max_length must be given with 'dr_grpo' alone"),
-        ({"max_length": 3}, "max_length must be given with 'dr_grpo' alone"),
-        ({"normalisation": "batch"}, "normalisation must be one of 'token'"),
-        ({"ratio": "batch"}, "ratio must be one of 'token'"),
-        ({"kind": "ppo"}, "kind must be one of 'clipped'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            recipes.grpo_loss(x, x, x[:, 0], x > 0, **options)
-    with pytest.raises(TypeError, match="used must be a tensor, got list"):
-        recipes.grpo_loss(x, x, x[:, 0], [1, 1])
-    with pytest.raises(ValueError, match="kind must be one of 'sigmoid'"):
-        recipes.dpo_loss(torch.zeros(2), torch.zeros(2), kind="ipo")
-    for f in (recipes.cpo_loss, recipes.orpo_loss, lambda x: recipes.dpo_loss(x, x)):
-        with pytest.raises(ValueError, match=r"policy must be \(2 B,\)"):
-            f(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"reference must be \(4,\), as policy, got \(2,\)"):
-        recipes.dpo_loss(torch.zeros(4), torch.zeros(2))
-    with pytest.raises(ValueError, match=r"used must be \(2,\), got \(2, 3\)"):
-        recipes.reverse_kl_loss(x, x, x)
-    with pytest.raises(ValueError, match=r"used must be \(2, 3\), as logprob, got \(2,\)"):
-        recipes.token_scaled_loss(x, x[:, 0] == 0)
-    hidden, weight, labels = inputs()
-    with pytest.raises(ValueError, match=r"classes and teacher must be \(..., K\)"):
-        recipes.distillation_loss(hidden, weight, labels, labels.float())
-    with pytest.raises(TypeError, match="ignore_index must be an int, got None"):
-        recipes.distillation_loss(x, x, x[:, :1].long(), x[:, :1], ignore_index=None)
+@pytest.mark.parametrize(("loss", "arguments", "words"), REFUSED)
+def test_what_is_missing_or_would_broadcast_is_named(loss, arguments, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        loss(**arguments)
 
 
 @pytest.mark.parametrize("fill", [float("inf"), -float("inf"), float("nan"), -1e4])
@@ -528,34 +539,3 @@ def test_tokens_that_are_not_used_hold_anything(fill):
         loss = grpo.mean() + recipes.token_scaled_loss(logprob, used).mean()
         found.append((loss.detach(), *torch.autograd.grad(loss, logprob)))
     torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "x"),
-    [("used", torch.ones(3)), ("used", torch.ones(2, 1)), ("sampled", torch.zeros(3)),
-     ("sampled", torch.zeros(2, 1)), ("reference", torch.zeros(1, 3)), ("entropy", torch.zeros(3)),
-     ("advantage", torch.ones(3)), ("advantage", torch.ones(1)), ("advantage", torch.ones(2, 1))],
-)  # fmt: skip
-def test_grpo_broadcasts_nothing(name, x):
-    """A mask (T,) beside (B, T) counted its tokens once for all answers: half the denominator."""
-    logprob = torch.zeros(2, 3)
-    right = {"sampled": logprob, "advantage": torch.ones(2), "used": logprob == 0}
-    with pytest.raises(ValueError, match=rf"{name} must be .*\(2.*logprob.*got \({x.shape[0]},"):
-        recipes.grpo_loss(logprob, **right | {name: x}, kl=0.1 * (name == "reference"))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
-def test_masks_of_numbers_are_masks(dtype):
-    rng = torch.Generator().manual_seed(0)
-    logprob, sampled = -torch.rand(2, 4, 5, generator=rng)
-    used = torch.rand(4, 5, generator=rng) < 0.7
-    for loss in (
-        lambda m: recipes.grpo_loss(logprob, sampled, torch.tensor([1.0, -1.0, 0.5, 2.0]), m),
-        lambda m: recipes.token_scaled_loss(logprob, m),
-        lambda m: recipes.reverse_kl_loss(logprob[..., None] - 1, sampled[..., None] - 1, m),
-        lambda m: recipes.kto_loss(logprob[:, 0], sampled[:, 0], m[:, 0], torch.tensor(0.1)),
-    ):
-        found, expected = loss(used.to(dtype)), loss(used)
-        assert found.loss_sum.equal(expected.loss_sum)
-        assert found.n_valid.equal(expected.n_valid)
-        assert not found.n_valid.is_floating_point()

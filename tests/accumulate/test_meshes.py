@@ -12,13 +12,12 @@ from support.bounds import SAME_SUMS
 from support.engines import train
 from support.loops import H, V, a_loss, distance, windowed
 from support.versions import FSDP2_MEAN
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedce import LossAccumulator, count_valid, fused_ce, shift_labels
+from fusedce import LossAccumulator, count_valid, shift_labels
 from fusedce.accumulate.gradients import STREAMED
 from fusedce.agreement import own_group, timeout_of
 from fusedce.contract.groups import Ranks, submesh
@@ -39,41 +38,21 @@ def tensor_parallel(streaming, rank):
     return train(model, acc, mesh.get_local_rank("dp"), streaming)
 
 
-class CausalModel(torch.nn.Module):
-    """A position sees the mean of all positions up to its own, on whichever rank they are."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.embed = torch.nn.Embedding(V, H)
-        self.head = torch.nn.Linear(H, V, bias=False)
-
-    def forward(self, tokens, labels, group=None):  # (T_local,) each
-        x = self.embed(tokens)
-        if group is not None:
-            x = all_gather_tensor_autograd(x, 0, group)
-        means = x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
-        if group is not None:
-            means = means.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        return fused_ce(torch.tanh(means), self.head.weight, labels)
-
-
 SEQUENCES = [[16, 8], [40, 4]]  # lengths of the two micro-batches of each data rank
 
 
 def sequences(data_rank):
     rng = torch.Generator().manual_seed(data_rank)
     for length in SEQUENCES[data_rank]:
-        tokens = torch.randint(0, V, (length,), generator=rng)
-        labels = tokens.clone()
+        labels = torch.randint(0, V, (length,), generator=rng)
         labels[: length // 3] = -100  # a prompt
-        yield tokens, labels
+        yield torch.randn(length, H, generator=rng), labels
 
 
-def causal_single_process():
-    model = CausalModel()
+def unsplit():
+    model = parallel.Model()
     whole = [one for data_rank in range(2) for one in sequences(data_rank)]
-    out = sum(model(tokens, shift_labels(labels)) for tokens, labels in whole)
+    out = sum(model(hidden, shift_labels(labels)) for hidden, labels in whole)
     out.mean().backward()
     return [p.grad for p in model.parameters()], int(out.n_valid)
 
@@ -82,18 +61,17 @@ def context_parallel(reduction, streaming, rank):
     """2 x 2: each rank holds a slice of every sequence; labels are shifted before the split."""
     cp = 2
     mesh = init_device_mesh("cpu", (2, cp), mesh_dim_names=("dp", "cp"))
-    group = mesh["cp"].get_group()
-    model = CausalModel()
+    model = parallel.Model()
     acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], grad_reduction=reduction)
     micro = [
-        (tokens.chunk(cp)[mesh.get_local_rank("cp")], y.chunk(cp)[mesh.get_local_rank("cp")])
-        for tokens, labels in sequences(mesh.get_local_rank("dp"))
+        (hidden.chunk(cp)[mesh.get_local_rank("cp")], y.chunk(cp)[mesh.get_local_rank("cp")])
+        for hidden, labels in sequences(mesh.get_local_rank("dp"))
         for y in [shift_labels(labels)]
     ]
     counts = [(y != -100).sum() for _, y in micro]
     with contextlib.nullcontext() if streaming else acc.window(counts):
-        for tokens, y in micro:
-            acc.backward(model(tokens, y, group))
+        for one in micro:
+            acc.backward(model(*one))
     for p in model.parameters():
         dist.all_reduce(p.grad)
         if reduction == "mean":
@@ -212,7 +190,7 @@ def test_tensor_parallel_replicas_are_not_counted_twice(name):
 
 @pytest.mark.parametrize("name", CONTEXT)
 def test_context_parallel_slices_are_all_counted(name):
-    exact, tokens = causal_single_process()
+    exact, tokens = unsplit()
     found = ranks.of(results(), name)
     for grads, counted, _ in found:
         assert counted == tokens

@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedce import LossAccumulator, count_valid, fused_ce
 from fusedce.accumulate import faults as _faults
-from fusedce.contract.labels import bad_label_code
 
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
@@ -141,26 +140,6 @@ def test_training_and_evaluation_are_not_mixed(run):
 # ---- micro-batches, and where a window begins and ends ------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("declared", "sizes", "words"),
-    [
-        ([2], [2, 2], "1 micro-batches were declared, this is number 2"),
-        ([2, 2], [2], "2 micro-batches were declared, 1 differentiated"),
-        ([3], [2], r"declared with 3 valid tokens, its loss counts 2\..*shift_labels"),
-    ],
-)
-def test_other_micro_batches_than_declared(declared, sizes, words):
-    acc, weight = LossAccumulator(), new_weight()
-    with pytest.raises(RuntimeError, match=words):
-        with acc.window(declared):
-            for one in batches(sizes):
-                acc.backward(out_of(weight, one))
-    assert acc.metrics()["n_windows"] == 0
-    _, exact, _ = weight_and_grad(batches(sizes[: len(declared)]))
-    if len(sizes) > len(declared):  # refused before its gradient
-        assert distance(weight.grad, exact) <= SAME_SUMS
-
-
 def test_what_needs_a_closed_window():
     acc, weight = LossAccumulator(), new_weight()
     acc.backward(a_loss(2, weight))
@@ -222,54 +201,7 @@ def test_one_thread():
     acc.finish([weight])
 
 
-def test_errors_on_a_device_wait_until_something_is_read(monkeypatch):
-    """The test double forbids early reads of CPU tensors, which on a GPU would wait."""
-    poisoned = (torch.tensor(float("nan")), torch.tensor(bad_label_code(5, 99)))
-    monkeypatch.setattr(_faults, "readable", lambda device: False)
-    acc = LossAccumulator()
-    with acc.window([3, 2]):
-        acc.backward(a_loss(2))  # 3 were declared
-        acc.backward(a_loss(2))
-    with acc.window([2]):  # the second error does not hide the first
-        acc.backward((poisoned[0].requires_grad_(), poisoned[1]))
-    with pytest.raises(RuntimeError, match=r"micro-batch 0 was declared with 3 .* counts 2"):
-        acc.metrics(reset=True)
-    acc = LossAccumulator()
-    acc.add(poisoned)
-    with pytest.raises(ValueError, match="got 99 at flattened position 5"):
-        acc.state_dict()
-    assert acc.metrics()["n_windows"] == 0  # reported once
-
-
 # ---- micro-batches that fail, are not differentiated, or are computed twice ----------------------
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["acc.backward", "scale"])
-@WAYS
-def test_after_a_backward_that_raised_the_window_is_refused(streaming, by_hand):
-    micro = batches([3, 5])
-    weight, exact, _ = weight_and_grad(micro)
-    acc = LossAccumulator()
-
-    def loop(more=True):
-        for i, one in enumerate(micro[: 1 + more]):
-            out = out_of(weight, one, fails=not i)
-            backward = acc.scale(out).backward if by_hand else lambda out=out: acc.backward(out)
-            if i:
-                backward()
-            else:
-                with pytest.raises(ZeroDivisionError):
-                    backward()
-
-    for more in (True, False):  # noticed at the next micro-batch, or at the window's end
-        sizes = [3, 5] if more else [3]
-        with pytest.raises(RuntimeError, match="can only be dropped: a backward has raised"):
-            windowed(acc, streaming, weight, sizes, lambda more=more: loop(more))
-        acc.discard_window()
-        weight.grad = None
-    (run_streaming if streaming else run_window)(acc, weight, micro)
-    assert distance(weight.grad, exact) <= SAME_SUMS
-    assert acc.metrics()["n_tokens"] == 8
 
 
 def test_a_later_backward_does_not_heal_one_that_raised():

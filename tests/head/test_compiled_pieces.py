@@ -7,34 +7,13 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
-from support.heads import ce, compiled, plain_model, tokens
+from support.heads import plain_model, tokens
 
 from fusedce import head_report, replace_loss_head
 
 
 def compiled_loss(z, y):
     return F.cross_entropy(z.flatten(0, 1).float(), y.flatten())
-
-
-lse = lambda z: z.logsumexp(-1).square().mean()  # noqa: E731
-PIECES = {  # a function that is compiled, and a program that calls it
-    "loss": (compiled_loss, lambda run, z, y: run(z, y)),
-    "loss of scaled logits": (compiled_loss, lambda run, z, y: run(z * 0.5, y)),
-    "loss of a view": (compiled_loss, lambda run, z, y: run(z[:, :], y)),
-    "before a fused loss": (lse, lambda run, z, y: run(z) + ce(z, y)),
-    "after a fused loss": (lse, lambda run, z, y: ce(z, y) + run(z)),
-    "a write": (
-        lambda z: z.detach().mul_(2),
-        lambda run, z, y: (torch.no_grad()(run)(z), z.square().sum() + ce(z, y))[1],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PIECES)
-def test_a_compiled_piece(name):
-    piece, program = PIECES[name]
-    run = compiled(piece)
-    both(lambda m, x, y: program(run, m(x), y))
 
 
 def test_lazy_logits_are_not_compiled_and_their_loss_is_fused():

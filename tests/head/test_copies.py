@@ -1,33 +1,17 @@
-"""Copies of logits and outputs, and what reads their memory."""
+"""Copies of logits, and what reads their memory."""
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.attacks import alike, same
-from support.copies import COPIES
 from support.heads import MODES, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
-
-
-@pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("mode", WITHOUT_GRAD)
-def test_copies_of_outputs(name, mode):
-    def use(model):
-        out = SimpleNamespace(logits=model(tokens(3, 7)), rows=[tokens(3)])
-        out.last = out.logits[:, -1]
-        twin = COPIES[name](out)
-        of_both = [twin.logits, COPIES[name](out.logits)]
-        losses = [ce(z, tokens(3, 7, seed=1)) for z in of_both]
-        return of_both, losses, [z[..., :3].argmax(-1) for z in of_both], twin.last
-
-    alike(use, mode)
 
 
 @pytest.mark.parametrize("written", [False, True])

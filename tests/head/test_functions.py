@@ -3,50 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both, same
+from support.attacks import both, function, same
 from support.heads import V, ce, plain_model, tokens
-from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import replace_loss_head
-
-
-def function(forward, backward):
-    """An ``autograd.Function`` of a formula and of a backward that need not be its derivative."""
-    methods = {
-        "forward": staticmethod(lambda ctx, z: forward(z)),
-        "backward": staticmethod(lambda ctx, g: backward(g)),
-    }
-    return type("Function", (torch.autograd.Function,), methods).apply
-
-
-FUNCTIONS = {
-    "doubled": function(lambda z: z * 2, lambda g: g * 5),
-    "reshaped": function(
-        lambda z: z.transpose(0, 1), lambda g: g.reshape(g.shape[1], g.shape[0], g.shape[2])
-    ),
-    "sliced": function(
-        lambda z: z[:, 1:], lambda g: torch.ops.aten.slice_backward(g, (3, 7, V), 1, 0, 6, 1)
-    ),
-    "straight through": function(lambda z: z * 3, lambda g: g),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@same
-def test_a_backward_that_is_no_derivative(m, x, y, name):
-    z = FUNCTIONS[name](m(x))
-    with torch.no_grad():
-        seen = z.argmax(-1).float() + z.amax(-1)
-    return F.cross_entropy(z.reshape(-1, V), y.flatten()[: z[..., 0].numel()]), seen
-
-
-@same
-def test_a_backward_hook_of_the_loss_that_changes_the_gradient(m, x, y):
-    loss = nn.CrossEntropyLoss()
-    loss.register_full_backward_hook(lambda _, i, o: (i[0] * 3, None))
-    return loss(m(x).view(-1, V), y.view(-1))
 
 
 @same
@@ -121,9 +83,6 @@ def test_many_gradients_at_once_are_refused_in_words(loss):
             torch.autograd.grad(value, of, torch.ones(2), is_grads_batched=True, retain_graph=True)
 
 
-# ---- parts of one product -------------------------------------------------------------------
-
-
 @same
 def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     hidden = m[0](x)
@@ -134,25 +93,91 @@ def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     return loss, leaf.grad
 
 
-# As wrappers of modules do, to know when a gradient comes.
-hands_on = function(lambda z: z.view_as(z), lambda g: g)
-PARTS = {
-    "a detached part": lambda z, y: ce(z + 0.1 * z.detach(), y),
-    "a detached part first": lambda z, y: ce(z.detach() * 0.5 + z, y),
-    "summed twice": lambda z, y: ce(z + z, y),
-    "a sum of a sum": lambda z, y: ce((z * 0.5 + z) + z, y),
-    "another part without grad": lambda z, y: ce(z + z.detach().requires_grad_(), y),
-    "rows put together": lambda z, y: ce(torch.cat([z[:, :2].detach(), z[:, 2:]], 1), y),
-    "two losses": lambda z, y: ce(z, y) + ce(z * 0.5, y) + ce(z.detach(), y),
-    "one loss used twice": lambda z, y: (lambda loss: loss * loss.detach() + loss)(ce(z, y)),
-    "scaled by itself": lambda z, y: ce(z * ce(z, y).detach(), y),
-    "a function of a view": lambda z, y: ce(FUNCTIONS["straight through"](z.view(z.shape)), y),
-    "handed on": lambda z, y: ce(hands_on(z) * 0.5, y),
+# ---- hooks of nodes, and gradients with respect to the logits ---------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_weight_that_also_made_the_hidden_state_gets_both_gradients(hooked):
+    def program(m, x, y):
+        m[1].weight = m[0].weight
+        z = m(x)
+        if hooked:
+            z.register_hook(lambda g: None)
+        return ce(z, y)
+
+    assert both(program).logits_made == 0
+
+
+@same
+def test_hooks_of_nodes_see_the_gradient(m, x, y):
+    seen = []
+    z = m(x)
+    z.grad_fn.register_prehook(lambda grads: seen.append(grads[0] + 0))
+    z.grad_fn.register_hook(lambda inputs, outputs: seen.append(outputs[0] * 2))
+    loss = ce(z, y)
+    loss.backward(retain_graph=True)
+    m.zero_grad()
+    return loss, *seen[:2]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@same
+def test_a_kept_gradient(m, x, y, when):
+    z = m(x)
+    flat = z.view(-1, V)
+    if when == "before":
+        z.retain_grad(), flat.retain_grad()
+    loss = F.cross_entropy(flat * 0.5, y.view(-1)) + z.square().mean()
+    if when == "after":
+        z.retain_grad(), flat.retain_grad()
+    loss.backward(retain_graph=True)
+    grads = z.grad.clone(), flat.grad.clone()
+    m.zero_grad()
+    return (loss, *grads)
+
+
+OF = {
+    "view": lambda z: (z[:, 1:], {}),
+    "cast": lambda z: (z.double(), {"ignore_index": 3}),
+    "capped": lambda z: ((z / 3).tanh() * 3, {}),
+    "smoothed sum": lambda z: (z, {"reduction": "sum", "label_smoothing": 0.1}),
+    "weights": lambda z: (z, {"weight": torch.linspace(0, 1, V), "label_smoothing": 0.2}),
+    "weights of tokens": lambda z: (z, {"reduction": "none", "weight": torch.linspace(0, 1, V)}),
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_function_that_hands_on_or_a_part_that_is_detached(name):
-    report = both(lambda m, x, y: PARTS[name](m(x), y))
-    if name == "handed on":
-        assert (report.losses_fused, report.logits_made) == (1, 0)
+@pytest.mark.parametrize("of", OF)
+@same
+def test_the_gradient_with_respect_to_logits(m, x, y, of):
+    t, options = OF[of](m(x))
+    loss = F.cross_entropy(t.transpose(1, 2), y[:, -t.shape[1] :], **options)
+    (g,) = torch.autograd.grad(loss.sum(), t, retain_graph=True)
+    weights = torch.arange(loss.numel()).view(loss.shape) / 7.0 + 1
+    (h,) = torch.autograd.grad((loss * weights).sum(), t, retain_graph=True)
+    return loss.sum(), g, h
+
+
+@same
+def test_a_gradient_handed_on_by_hand(m, x, y):
+    """Pipelines call the backward of the logits with the gradient of a leaf."""
+    z = m(x)
+    leaf = z.detach().requires_grad_()
+    loss = ce(leaf, y)
+    loss.backward()
+    z.backward(leaf.grad)
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("inputs", ["logits", "parameters", "both"])
+def test_backward_of_some_inputs(inputs):
+    def program(m, x, y):
+        z = m(x)
+        parameters = list(m.parameters())
+        wanted = {"logits": [z], "parameters": parameters, "both": [z, *parameters]}[inputs]
+        loss = ce(z * 0.5, y)
+        loss.backward(inputs=wanted, retain_graph=True)
+        found = [t.grad + 0 for t in wanted]
+        m.zero_grad()
+        return loss, *found
+
+    both(program)

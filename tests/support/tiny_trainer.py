@@ -18,8 +18,12 @@ from transformers import (
 )
 
 from fusedce import FusedTrainerMixin
+from support.bounds import SAME_MODEL
 
 V = 61
+# Quotients of what is logged; parameters move by lr times a gradient of up to 1 in two steps.
+CLOSE = {"rel": 8 * SAME_MODEL, "abs": SAME_MODEL, "nan_ok": True}
+OF_PARAMETERS = {"rtol": 8 * SAME_MODEL, "atol": 0.1 * SAME_MODEL}
 
 
 class FusedTrainer(FusedTrainerMixin, Trainer):
@@ -146,3 +150,11 @@ def true_mean(model, data):
     batch = torch.utils.data.default_collate(data.rows)
     with torch.no_grad():
         return float(model.eval()(**batch).loss)
+
+
+def logs_of(trainer):
+    """What a trainer has logged, without times."""
+    return [
+        {k: v for k, v in entry.items() if not any(x in k for x in ("time", "second"))}
+        for entry in trainer.state.log_history
+    ]

@@ -4,8 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.bounds import SAME_MODEL
-from support.tiny_trainer import llama, word_tokenizer
+from support.tiny_trainer import CLOSE, OF_PARAMETERS, llama, logs_of, word_tokenizer
 from support.versions import trl_1_16
 
 import fusedce.trainer_rl as policy
@@ -14,10 +13,6 @@ from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
-
-CLOSE = {"rel": 8 * SAME_MODEL, "abs": SAME_MODEL, "nan_ok": True}  # quotients of what is logged
-# two steps of SGD at a learning rate of 0.05 take a tenth of the error of a gradient below 1
-OF_PARAMETERS = {"rtol": 8 * SAME_MODEL, "atol": 0.1 * SAME_MODEL}
 
 WORDS = [f"w{i}" for i in range(50)]
 
@@ -51,11 +46,7 @@ def run(base, tmp_path, tokenizer, **options):
     )  # fmt: skip
     torch.manual_seed(1)
     trainer.train()
-    logs = [
-        {k: v for k, v in entry.items() if not any(x in k for x in ("time", "second", "runtime"))}
-        for entry in trainer.state.log_history
-    ]
-    return logs, {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return logs_of(trainer), {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

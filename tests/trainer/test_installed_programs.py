@@ -9,8 +9,7 @@ import json
 
 import pytest
 import torch
-from support.bounds import SAME_MODEL
-from support.tiny_trainer import V, llama, word_tokenizer
+from support.tiny_trainer import CLOSE, OF_PARAMETERS, V, llama, logs_of, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
@@ -21,9 +20,6 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
 
-# Quotients of what is logged; parameters move by lr times a gradient of up to 1 in two steps.
-CLOSE = {"rel": 8 * SAME_MODEL, "abs": SAME_MODEL, "nan_ok": True}
-OF_PARAMETERS = {"rtol": 8 * SAME_MODEL, "atol": 0.1 * SAME_MODEL}
 LORA = "--use_peft --lora_r 2 --lora_target_modules q_proj v_proj"
 PROGRAMS = {
     "sft": "",
@@ -115,12 +111,10 @@ def run(name, folder, mixin, monkeypatch, *, replaced=False):
         patched.setattr(trl, stock.__name__, Seen)
         script.main(*parsed[:4])
     (trainer,) = trainers
-    logs = [
-        {k: v for k, v in log.items() if not any(x in k for x in ("time", "second", "runtime"))}
-        for log in trainer.state.log_history
-    ]
+    if program == "sft":
+        trainer.evaluate(trainer.train_dataset)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return logs, dict(model.named_parameters()), fusedce.head_report(model)
+    return logs_of(trainer), dict(model.named_parameters()), fusedce.head_report(model)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -73,16 +73,6 @@ def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_bart_multiplies_its_loss_by_the_accumulation_steps(tmp_path):
-    whole = first_step(Trainer, bart, tmp_path, 1)
-    stock = first_step(Trainer, bart, tmp_path, 8)
-    assert stock[0] > 6 * whole[0]
-    ours = first_step(FusedTrainer, bart, tmp_path, 8)
-    assert ours[0] == pytest.approx(whole[0], rel=STATISTIC)
-    assert ours[1] == pytest.approx(whole[1], rel=SAME_MODEL)
-
-
-@pytest.mark.slow
 def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
     """The router's gradient with a frozen cross-entropy: that of the mean auxiliary loss."""
 
@@ -92,42 +82,34 @@ def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_):
             (self.norm,) = [p.grad.clone() for n, p in model.named_parameters() if "gate.w" in n]
 
-    def router_grad(kind, steps):
-        model, seen = mixtral(), RouterNorm()
-        nn.init.zeros_(model.lm_head.weight)  # flat logits: the cross-entropy asks for nothing
-        args = arguments(tmp_path, 16 // steps, steps, max_steps=1)
-        kind(model=model, args=args, train_dataset=Dataset(), callbacks=[seen]).train()
-        return seen.norm
+    def router_grad(kind):
+        model, seen, micro = mixtral(), RouterNorm(), []
 
-    expected = torch.zeros(4, 16)
+        def collate(rows):
+            micro.append(default_data_collator(rows))
+            return micro[-1]
+
+        nn.init.zeros_(model.lm_head.weight)  # flat logits: the cross-entropy asks for nothing
+        train(
+            kind,
+            model,
+            arguments(tmp_path, 4, 4, max_steps=1),
+            callbacks=[seen],
+            data_collator=collate,
+        )
+        return seen.norm, micro
+
+    found, micro = router_grad(FusedTrainer)
     model = mixtral()
     nn.init.zeros_(model.lm_head.weight)
-    for i in range(4):
-        rows = [Dataset()[j] for j in epoch_order(4)[i]]
-        aux = 0.5 * model(**torch.utils.data.default_collate(rows)).aux_loss / 4
-        (gate,) = [p for n, p in model.named_parameters() if "gate.w" in n]
-        expected += torch.autograd.grad(aux, gate)[0]
+    aux = sum(0.5 * model(**one).aux_loss / 4 for one in micro)
+    (gate,) = [p for n, p in model.named_parameters() if "gate.w" in n]
+    (expected,) = torch.autograd.grad(aux, gate)
     # relative to the largest entry: they are sums over tokens of both signs
     close = {"rtol": 8 * SAME_MODEL, "atol": 8 * SAME_MODEL * float(expected.abs().max())}
-    torch.testing.assert_close(router_grad(FusedTrainer, 4), expected, **close)
-    assert router_grad(Trainer, 4).norm() > 3 * expected.norm()
-
-
-def epoch_order(size):
-    """The micro-batches of the first epoch, as Trainer's sampler draws them."""
-    order = []
-
-    class Spy(Dataset):
-        def __getitem__(self, i):
-            order.append(i)
-            return super().__getitem__(i)
-
-    trainer = Trainer(
-        model=llama(), args=arguments("/tmp/unused", size, 16 // size, max_steps=1),
-        train_dataset=Spy(),
-    )  # fmt: skip
-    trainer.train()
-    return [order[i : i + size] for i in range(0, 16, size)]
+    assert len(micro) == 4
+    torch.testing.assert_close(found, expected, **close)
+    assert router_grad(Trainer)[0].norm() > 3 * expected.norm()
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -381,6 +363,43 @@ def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
     assert sum(counted for _, counted in found) == n
     for loss, _ in found:
         assert loss == pytest.approx(exact, rel=SAME_MODEL)
+
+
+class Logging(FusedTrainer):
+    log_token_stats = True
+
+
+OF_ONE_RUN = (
+    "loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens", "eval_loss",
+    "eval_mean_token_accuracy", "eval_entropy",
+)  # fmt: skip
+
+
+def trained_and_evaluated(folder, rank=None):
+    """What is logged in two steps of 8 rows, a third of which have no labels, and evaluated."""
+    if rank is not None:
+        accelerator(rank)
+    data = Dataset()
+    for row in data.rows[::3]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    args = arguments(
+        folder, 4 if rank is None else 2, 2, max_steps=2, max_grad_norm=1.0,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    options = {"train_dataset": data, "eval_dataset": Dataset(5)}
+    trainer, _, seen, _ = train(Logging, sharpened(), args, **options)
+    trainer.evaluate()
+    return {name: [log[name] for log in seen.logs if name in log] for name in OF_ONE_RUN}
+
+
+def test_two_ranks_equal_one(tmp_path):
+    case = {"two": functools.partial(trained_and_evaluated, tmp_path)}
+    two, _ = ranks.of(ranks.run(case), "two")
+    one = trained_and_evaluated(tmp_path)
+    for name, values in one.items():
+        assert len(values) == (1 if "eval" in name else 2)
+        assert two[name] == pytest.approx(values, rel=SAME_MODEL), name
+    assert one["num_tokens"][-1] == 2 * 8 * 12  # steps, rows, tokens of each
 
 
 class Pictures(LlamaForCausalLM):

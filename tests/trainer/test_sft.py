@@ -33,9 +33,8 @@ def text(n, seed):
     return " ".join(f"w{i - 3}" for i in ids.tolist())
 
 
-def sft(tokenizer, tmp_path, model, *, mixin=True, size=8, steps=1, data=None, **kwargs):
-    if data is None:
-        data = [{"text": text(3 + 5 * (i % 4), i)} for i in range(8)]
+def sft(tokenizer, tmp_path, model, *, mixin=True, size=8, steps=1, **kwargs):
+    data = [{"text": text(3 + 5 * (i % 4), i)} for i in range(8)]
 
     class FusedSFT(FusedTrainerMixin, trl.SFTTrainer):
         pass
@@ -56,49 +55,6 @@ def sft(tokenizer, tmp_path, model, *, mixin=True, size=8, steps=1, data=None, *
     )  # fmt: skip
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-PAIRS = [{"prompt": text(2 + i, i), "completion": " " + text(9 - i, 50 + i)} for i in range(8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"data": PAIRS, "completion_only_loss": True},
-        {"padding_free": True, "max_length": None},
-        {"packing": True, "packing_strategy": "bfd"},
-    ],
-    ids=["padded", "completion only", "padding free", "packed"],
-)
-def test_sft(kwargs, tokenizer, tmp_path, no_logits):
-    """The same curve as TRL's own, which for this model is right, at any split."""
-    if kwargs.get("packing"):
-        same, stock = sft(tokenizer, tmp_path, llama(), mixin=False, size=1, steps=2, **kwargs)
-        fused, ours = sft(tokenizer, tmp_path, llama(), size=1, steps=2, **kwargs)
-    else:
-        same, stock = sft(tokenizer, tmp_path, llama(), mixin=False, **kwargs)
-        fused, ours = sft(tokenizer, tmp_path, llama(), **kwargs)
-        _, parts = sft(tokenizer, tmp_path, llama(), size=1, steps=8, **kwargs)
-        torch.testing.assert_close(parts, ours, rtol=0, atol=SAME_MODEL)
-    torch.testing.assert_close(ours, stock, rtol=SAME_MODEL, atol=0)
-    for trainer in (same, fused):
-        trainer.evaluate(trainer.train_dataset)
-    assert len(statistics(fused)) == 3 * len(statistics(fused)[::3]) >= 9
-    torch.testing.assert_close(statistics(fused), statistics(same), rtol=SAME_MODEL, atol=0)
-
-
-def statistics(trainer):
-    """The values that TRL's trainer logs beside the loss, in training and evaluation."""
-    names = ("mean_token_accuracy", "entropy", "num_tokens")
-    return [
-        log[k]
-        for log in trainer.state.log_history
-        for name in names
-        for k in (name, f"eval_{name}")
-        if k in log
-    ]
 
 
 def test_sft_logs_the_auxiliary_loss_of_a_router(tokenizer, tmp_path):

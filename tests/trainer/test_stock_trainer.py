@@ -1,14 +1,12 @@
 """The stock Trainer on a model whose head is replaced."""
 
-import math
-
 import pytest
 import torch
-from support.bounds import EXACT, SAME_MODEL
+from support.bounds import SAME_MODEL
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from support.tiny_trainer import Dataset, Seen, V, arguments, llama, train
+from support.tiny_trainer import Dataset, Seen, arguments, llama, train
 from transformers import LlamaForCausalLM, Trainer
 
 from fusedce import replace_loss_head
@@ -67,13 +65,6 @@ def test_stock_trainer_evaluates_and_predicts(tmp_path):
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_stock_trainer_evaluates_without_logits(tmp_path, no_logits):
-    trainer = Trainer(
-        model=replace_loss_head(llama()), args=arguments(tmp_path), eval_dataset=Dataset(11)
-    )
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(V), rel=0.1)  # knows nothing
-
-
 def test_save_reload_and_resume(tmp_path):
     args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=9)
     trainer, losses, *_ = train(Trainer, replace_loss_head(llama()), args)
@@ -87,21 +78,3 @@ def test_save_reload_and_resume(tmp_path):
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [log["loss"] for log in seen.logs if "loss" in log] == losses[2:]
-
-
-def test_generation_is_unchanged():
-    model, ids = llama().eval(), torch.arange(5)[None]
-    settings = {"max_new_tokens": 6, "pad_token_id": 0}
-
-    def run():
-        return [
-            model.generate(ids, do_sample=False, **settings),
-            model.generate(ids, do_sample=False, num_beams=3, **settings),
-            model(ids, logits_to_keep=2).logits,
-        ]
-
-    expected = run()
-    replace_loss_head(model)
-    got = run()
-    torch.testing.assert_close(got[:2], expected[:2], **EXACT)
-    torch.testing.assert_close(got[2] * 1.0 + 0, expected[2])
