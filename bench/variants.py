@@ -25,11 +25,11 @@ if "--dry" in sys.argv:
 
 import torch
 from lib.engine import MEASURED, Call, Engine, median
-from lib.gpu_model import SHAPES
 from lib.problems import Spec, make_inputs, tiny
 from lib.results import FOLDER, Results, problem
 from lib.tables import markdown, milliseconds
 from lib.variants import CANDIDATES
+from model import SHAPES
 
 import fusedce
 from fusedce.backends.triton import archs
