@@ -87,7 +87,7 @@ def test_what_the_backend_asks_its_plan_is_what_is_predicted():
             problem = Problem(hidden, weight, labels, memory_budget=budget)
             wanted = Wanted(hidden=True, weight=True)
             asked = call_of(problem, wanted, N, waiting(problem), triton=True)
-            assert asked == model.call(N, H, V, 2, budget)
+            assert asked._replace(threads=1) == model.call(N, H, V, 2, budget)
 
 
 def test_four_products_take_a_third_longer_and_hold_a_tenth():
