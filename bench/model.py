@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lib.problems import SHAPES
 from lib.tables import markdown
 
 from fusedce.backends.held import EXP_BLOCK_V, TILES, Way, exp_block
@@ -27,8 +28,6 @@ from fusedce.backends.triton import archs
 from fusedce.tools.plan import GiB, call
 
 MiB = 2**20
-SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
-          (8192, 2048, 128256), (4096, 896, 151936), (2048, 896, 151936))  # fmt: skip
 Terms = dict[str, float]  # seconds
 
 
@@ -346,7 +345,7 @@ def _row(*cells: str) -> dict[str, str]:
 def overview(device: Device, *, training: bool) -> list[dict[str, str]]:
     """The measured shapes: milliseconds of the floor, and every method over it."""
     rows = []
-    for shape in SHAPES:
+    for shape in SHAPES["gpu"]:
         by = {name: predict(name, *shape, device, training=training) for name in METHODS}
         floor = by.pop("bare GEMMs").seconds
         row = {"N, H, V": ", ".join(map(str, shape)), "bare GEMMs, ms": f"{1e3 * floor:.1f}"}

@@ -115,11 +115,25 @@ def memory(spec: Spec, runs: int) -> Found:
     return peak <= 1.05 * planned + 16 * 2**20, said
 
 
+def kernels(spec: Spec, runs: int) -> Found:
+    """Which kernels a training step takes, and their times; there is nothing to fail."""
+    if torch.device(spec.device).type != "cuda":
+        return None, "a CPU has no kernels"
+    inputs = make_inputs(spec)
+    step(*inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(*inputs)
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:12]
+    return True, "; ".join(f"{e.key[:60]} {e.self_device_time_total / 1e3:.2f} ms" for e in found)
+
+
 CHECKS: dict[str, Callable[[Spec, int], Found]] = {
     "repeat": repeat,
     "graph": graph,
     "stream": stream,
     "memory": memory,
+    "kernels": kernels,
 }
 
 

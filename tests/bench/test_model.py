@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model import DEVICES, METHODS, SHAPES, predict
+from lib.problems import SHAPES as BY_KIND
+from model import DEVICES, METHODS, predict
 
 from fusedce.backends import held
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
 from fusedce.contract.problem import Problem, Wanted
 
+SHAPES = BY_KIND["gpu"]
 H200 = DEVICES["H200"]
 EVERYTHING = [
     (method, device, training)
