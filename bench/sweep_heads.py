@@ -11,16 +11,15 @@ that the fused loss lacks; both must give the same loss and gradients.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-import time
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import transformers
+from lib.results import FOLDER, write
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.tools import check as tools
 
-ROOT = Path(__file__).parents[1]
+ERRORS = ("loss_error", "eval_error", "grad_error")
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -74,11 +73,11 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
         except Exception as e:
             row |= {
                 "failed": f"{type(e).__name__}: {str(e)[:200]}",
-                "trace": traceback.format_exc().replace(f"{ROOT}/", ""),
+                "trace": traceback.format_exc(),
             }
             return row
         bounds = tools.LOSS_ERROR, tools.LOSS_ERROR, tools.GRAD_ERROR
-        errors = (row[f"{name}_error"] for name in ("loss", "eval", "grad"))
+        errors = (row[name] for name in ERRORS)
         return row | {"right": all(e <= b for e, b in zip(errors, bounds, strict=True))}
     return row | {"not_built": first}
 
@@ -94,58 +93,42 @@ def classes() -> list[tuple[str, str, str]]:
     return list(found.values())
 
 
+def said(row: dict[str, Any]) -> dict[str, str]:
+    """A row of the table."""
+    errors = {k: f"{row[k]:.0e}" if k in row else "" for k in ERRORS}
+    verdict = ("fused" if row.get("fused") else "real") + ("" if row.get("right") else ", WRONG")
+    if "loss_error" not in row:
+        verdict = row.get("failed") or f"not built: {row['not_built']}"
+    return {"model type": row["model_type"], "class": row["class"], **errors, "": verdict}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model_types", nargs="*")
-    parser.add_argument("--families", nargs="*", choices=list(FAMILIES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    rows, begin = [], time.time()
-    print("| model type | class | loss error | eval error | gradient error | |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for family, model_type, class_name in classes():
-        if args.model_types and model_type not in args.model_types:
-            continue
-        if args.families and family not in args.families:
-            continue
-        row = {"family": family} | check(model_type, class_name)
-        rows.append(row)
-        if "loss_error" in row:
-            numbers = " | ".join(
-                f"{row[k]:.0e}" for k in ("loss_error", "eval_error", "grad_error")
-            )
-            verdict = ("fused" if row["fused"] else "real") + ("" if row["right"] else ", WRONG")
-        else:
-            numbers, verdict = " | | ", row.get("failed") or f"not built: {row['not_built']}"
-        print(f"| {model_type} | {class_name} | {numbers} | {verdict} |", flush=True)
-        if args.model_types and "trace" in row:
-            print(row["trace"])
-    ran = [r for r in rows if "loss_error" in r]
-    right = [r for r in ran if r["right"]]
+        if not args.model_types or model_type in args.model_types:
+            rows.append({"family": family} | check(model_type, class_name))
+            print(*said(rows[-1]).values(), sep=" | ", flush=True)
+            print(rows[-1].get("trace", ""), end="")
+    built = [r for r in rows if "not_built" not in r]
+    right = [r for r in built if r.get("right")]
     fused = [r for r in right if r["fused"]]
-    failed = [r for r in rows if "failed" in r]
-    by_family = {
-        family: [sum(r["family"] == family for r in part) for part in (rows, ran, right, fused)]
-        for family in FAMILIES
-    }
-    print("classes, built and run, right, fused:", by_family)
+    parts = (rows, built, right, fused)
+    by_family = {f: [sum(r["family"] == f for r in part) for part in parts] for f in FAMILIES}
     summary = (
-        f"{len(rows)} classes, {len(ran) + len(failed)} built and run, {len(right)} right, "
-        f"{len(fused)} of them fused; {time.time() - begin:.0f} s"
+        f"{len(rows)} classes, {len(built)} built and run, {len(right)} right, "
+        f"{len(fused)} of them fused"
     )
-    print("\n" + summary)
+    print(f"classes, built and run, right, fused: {by_family}\n{summary}")
     if args.out or not args.model_types:
-        out = args.out or ROOT / "bench" / "results" / "heads.json"
-        data = {
-            "transformers": transformers.__version__,
-            "summary": summary,
-            "families": by_family,
-            "rows": rows,
-        }
-        out.write_text(json.dumps(data, indent=1) + "\n")
-    return 0 if len(right) == len(ran) and not failed else 1
+        data = {"transformers": transformers.__version__, "summary": summary}
+        write(args.out or FOLDER / "heads.json", data | {"families": by_family, "rows": rows})
+    return len(right) != len(built)
 
 
 if __name__ == "__main__":

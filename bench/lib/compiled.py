@@ -21,6 +21,8 @@ from triton.compiler import ASTSource
 
 from fusedce.backends.triton.archs import ARCHITECTURES, Architecture
 
+from .launches import Launch
+
 _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -65,28 +67,17 @@ def available(target: str) -> bool:
         return False
 
 
-def compile_kernel(
-    kernel: Any,
-    target: str,
-    types: dict[str, str],  # Triton types of the arguments that are no constants
-    constants: dict[str, Any],  # and of launch: num_warps, num_stages
-    aligned: frozenset[str],  # arguments that are multiples of 16
-) -> dict[str, Any]:
-    """Compile a variant; one row of the report, whose keys stand at the end."""
-    constants = dict(constants)
+def compile_kernel(launch: Launch, target: str) -> dict[str, Any]:
+    """Compile what is launched; one row of the report, whose keys stand at the end."""
+    kernel, constants = launch.kernel, dict(launch.constants)
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
     options["enable_fp_fusion"] = True  # as in every launch
     place = kernel.arg_names.index
-    special = {p.name for p in kernel.params if not p.do_not_specialize}
     source = ASTSource(
         fn=kernel,
-        signature={n: "constexpr" if n in constants else types[n] for n in kernel.arg_names},
+        signature={n: launch.types.get(n, "constexpr") for n in kernel.arg_names},
         constexprs={(place(k),): v for k, v in constants.items()},
-        attrs={
-            (place(k),): [["tt.divisibility", 16]]
-            for k in kernel.arg_names
-            if k in aligned & special and k not in constants
-        },
+        attrs={(place(k),): [["tt.divisibility", 16]] for k in launch.aligned},
     )
     gpu, limit, ptxas, _ = TARGETS[target]
     compiled = triton.compile(source, target=gpu, options=options)

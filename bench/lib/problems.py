@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
+from fusedce.backends.triton import archs, forward
+from fusedce.contract.problem import Problem
 from fusedce.tools import bench
 from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
 
@@ -36,6 +39,8 @@ SUITES = {
     "budget": "time and memory under a memory budget",
     "options": "each option, and log-probabilities",
     "divergences": "divergences from a teacher, and class probabilities",
+    "ways": "Triton's exponentials by one GEMM with an epilogue, or by products and kernels",
+    "blocks": "Triton's forward kernel with the blocks of every row of `archs.py`",
 }
 CHUNKS = 8
 BLOCK = 256  # tokens whose float64 logits the truth holds at a time
@@ -161,7 +166,29 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
         h, w, _teacher(w, len(h))[1]
     ),
 }
-LOSSES = IMPLEMENTATIONS | OPTIONS | DIVERGENCES
+
+
+def _by_gemm(choice: str) -> Callable[..., Tensor]:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        os.environ["FUSEDCE_EXP_GEMM"] = choice
+        return fusedce.fused_ce(hidden, weight, labels, backend="triton").mean()
+
+    return loss
+
+
+def _by_blocks(blocks: archs.Blocks) -> Callable[..., Tensor]:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        total, n_valid = forward.loss(Problem(hidden, weight, labels), blocks)
+        return total / n_valid
+
+    return loss
+
+
+WAYS = {"one GEMM": _by_gemm("1"), "products and kernels": _by_gemm("0")}
+_OF_ROWS = {row: [b for b in row.two_bytes if isinstance(b, archs.Blocks)]
+            for row in archs.ARCHITECTURES}  # fmt: skip
+BLOCKS = {str(tuple(b)): _by_blocks(b) for blocks in _OF_ROWS.values() for b in blocks}
+LOSSES = IMPLEMENTATIONS | OPTIONS | DIVERGENCES | WAYS | BLOCKS
 LOSSES |= {"eager, plain": _plain_eager, "eight chunks": _eight_chunks}
 
 
@@ -300,6 +327,15 @@ def problems(
         for dtype in dtypes:
             for mode in ("forward", "train") if suite == "options" else ("train",):
                 yield spec(shape, dtype, mode=mode, ignored=0.0), names
+    elif suite == "ways":
+        for shape in shapes:
+            yield spec(shape, dtypes[-1]), list(WAYS)
+    elif suite == "blocks":
+        kind = archs.architecture(torch.device(device)).compiler
+        blocks = [b for row in _OF_ROWS if (row.compiler or [None])[0] == (kind or [None])[0]
+                  for b in _OF_ROWS[row]]  # fmt: skip
+        for shape in FORWARD_SHAPES:
+            yield spec(shape, dtypes[-1], mode="forward"), [*{str(tuple(b)): 0 for b in blocks}]
 
 
 def tiny(spec: Spec) -> Spec:

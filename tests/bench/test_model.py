@@ -2,28 +2,26 @@
 
 import json
 import math
-import subprocess
 import sys
-from pathlib import Path
 
+import model
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib import gpu_model as prediction
-from lib.gpu_model import DEVICES, METHODS, PLANS, SHAPES, fused_ce, predict
+from lib.problems import SHAPES as BY_KIND
+from model import DEVICES, METHODS, predict
 
 from fusedce.backends import held
 from fusedce.backends import plan as backend_plan
 from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 
-ROOT = Path(__file__).parents[2]
+SHAPES = BY_KIND["gpu"]
 H200 = DEVICES["H200"]
 EVERYTHING = [
     (method, device, training)
-    for method in [*METHODS, *PLANS]
+    for method in METHODS
     for device in DEVICES
     for training in (True, False)
 ]
@@ -36,7 +34,7 @@ def test_terms_add_up():
         assert found.bytes == sum(found.memory.values())
         assert all(seconds > 0 for seconds in found.terms.values()), method
         assert all(count > 0 for count in found.memory.values()), method
-        floor = prediction.bare_gemms(8192, 4096, 128256, DEVICES[device], training=training)
+        floor = predict("bare GEMMs", 8192, 4096, 128256, DEVICES[device], training=training)
         assert found.seconds >= floor.seconds
 
 
@@ -70,14 +68,14 @@ def test_more_work_takes_longer(what, N, H, V):
 def test_memory_is_that_of_the_way_the_backend_takes(N, H, V, times):
     budget = None
     if times is not None:
-        budget = int(times * backend_plan.least_bytes(prediction.call(N, H, V, 2, 1))) + 1
-    asked = prediction.call(N, H, V, 2, budget, device=H200)
+        budget = int(times * backend_plan.least_bytes(model.call(N, H, V, 2, 1))) + 1
+    asked = model.call(N, H, V, 2, budget, device=H200)
     way = backend_plan.way_of(asked, memory_budget=budget)
-    found = fused_ce(N, H, V, H200, memory_budget=budget)
+    found = predict("fused_ce", N, H, V, H200, budget=budget)
     assert found.memory == way.held
     assert budget is None or found.bytes <= budget
     assert ("statistics product" in found.terms) == (way.name == held.TILES)
-    assert found.seconds >= prediction.bare_gemms(N, H, V, H200).seconds
+    assert found.seconds >= predict("bare GEMMs", N, H, V, H200).seconds
 
 
 def test_what_the_backend_asks_its_plan_is_what_is_predicted():
@@ -91,38 +89,16 @@ def test_what_the_backend_asks_its_plan_is_what_is_predicted():
             problem = Problem(hidden, weight, labels, memory_budget=budget)
             wanted = Wanted(hidden=True, weight=True)
             asked = call_of(problem, wanted, N, waiting(problem), triton=True)
-            assert asked == prediction.call(N, H, V, 2, budget)
+            assert asked._replace(threads=1) == model.call(N, H, V, 2, budget)
 
 
 def test_four_products_take_a_third_longer_and_hold_a_tenth():
     """Gemma 2 2B, bf16, 8192 tokens, where cuBLAS makes the logits of both."""
     shape = 8192, 2304, 256000
-    fast, small = (fused_ce(*shape, DEVICES["A100"], memory_budget=b) for b in (None, 2**30))
+    fast, small = (predict("fused_ce", *shape, DEVICES["A100"], budget=b) for b in (None, 2**30))
     # four products in place of three: 4/3, less what they share
     assert 1.1 * fast.seconds < small.seconds < 1.4 * fast.seconds
     assert small.bytes < fast.bytes / 6
-
-
-def test_one_gemm_is_predicted_where_training_takes_it():
-    for device in (H200, DEVICES["A100"]):
-        for H in (2304, 2312):
-            epilogue = "epilogue" in fused_ce(8192, H, 256000, device).terms
-            arch = archs.BY_NAME["sm_90" if device is H200 else "sm_80"]
-            assert epilogue == archs.by_one_gemm(arch.two_bytes, H)
-            gemm = arch.two_bytes.gemm
-            assert device.gemm_block in (0, gemm.BLOCK_V if gemm else 0)
-
-
-def test_blocks_of_the_forward_kernel_are_those_of_the_architectures():
-    rows = {"A100": "sm_80", "H100": "sm_90", "H200": "sm_90", "B200": "sm_100",
-            "MI300X": "gfx942", "RTX 4090": "sm_89"}  # fmt: skip
-    assert set(rows) == set(DEVICES)
-    for name, arch in rows.items():
-        walks = archs.BY_NAME[arch].two_bytes
-        assert DEVICES[name].gemm_block == (walks.gemm.BLOCK_V if walks.gemm_up_to else 0)
-        for H in (896, 1024, 1032, 4096):
-            blocks = archs.forward_blocks(walks, H, options=False)
-            assert prediction.forward_block(DEVICES[name], H) == blocks[:2], (name, H)
 
 
 def test_the_range_encloses_the_prediction():
@@ -133,31 +109,12 @@ def test_the_range_encloses_the_prediction():
             assert found.low < found.high or method == "bare GEMMs"
 
 
-def test_a_known_denominator_saves_the_scaling_pass():
-    later = prediction.NOW._replace(known_denominator=False)
-    saved = fused_ce(8192, 4096, 128256, H200, assumed=later).seconds
-    saved -= fused_ce(8192, 4096, 128256, H200).seconds
-    assert saved == pytest.approx(4 * (128256 + 8192) * 4096 / H200.bandwidth)
-
-
 def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"method must be one of .*, got 'eagre'"):
         predict("eagre", 1, 1, 1, H200)
 
 
-def test_the_module_needs_nothing_but_python():
-    """It will be asked on machines without torch, too."""
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.path[:0] = ['.', 'bench']; "
-        "import lib.gpu_model"
-    )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_prediction_stands_beside_measurement(tmp_path):
+def test_prediction_stands_beside_measurement(tmp_path, monkeypatch, capsys):
     row = {"suite": "time", "name": "fused_ce", "N": 8192, "H": 4096, "V": 128256,
            "dtype": "bfloat16", "mode": "train", "ignored": 0.0, "budget": None}  # fmt: skip
     rows = [
@@ -167,13 +124,10 @@ def test_prediction_stands_beside_measurement(tmp_path):
     ]
     file = tmp_path / "loss-cuda.json"
     file.write_text(json.dumps({"device": "NVIDIA H200", "versions": {}, "rows": rows}))
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.model", "--measured", str(file)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Predicted, not measured" in done.stdout
-    beside = done.stdout.split("Prediction beside measurement")[1]
+    monkeypatch.setattr(sys, "argv", ["model.py", "--measured", str(file)])
+    model.main()
+    first, beside = capsys.readouterr().out.split("Prediction beside measurement")
+    assert "Predicted, not measured" in first
     expected = 1e3 * predict("fused_ce", *SHAPES[0], H200).seconds
     assert f"{expected:.2f}" in beside
     assert "40.00" in beside

@@ -1,8 +1,7 @@
 """Models of transformers: training, evaluation, generation, and heads that come later."""
 
 import copy
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,9 @@ def run(model):
 
 @pytest.fixture(scope="module")
 def sweep():
-    path = Path(__file__).parents[2] / "bench" / "sweep_heads.py"
-    spec = importlib.util.spec_from_file_location("sweep_heads", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep_heads"] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "bench")
+        return importlib.import_module("sweep_heads")
 
 
 @pytest.mark.parametrize("model_type", CLASSES)

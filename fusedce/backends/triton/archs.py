@@ -4,9 +4,9 @@ To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_repo
 compile every kernel for every row. What a device runs with depends on the device, the dtype, the
 options and the alignment of the weight, never on N: a row's loss must have the same bits in every
 batch. Chosen from what the compiler makes of them, not yet measured: see `bench/LOG.md`.
-``bench/variants.py`` measures candidates on a device. Not ``triton.autotune``: it chooses anew in
-every process, by timing, inside the first call that a user makes, and its choice would change the
-last bits of a loss from run to run.
+``bench/loss.py --suite ways blocks`` measures them on a device. Not ``triton.autotune``: it chooses
+anew in every process, by timing, inside the first call that a user makes, and its choice would
+change the last bits of a loss from run to run.
 """
 
 from __future__ import annotations
