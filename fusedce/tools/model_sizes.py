@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +26,8 @@ class UserError(ValueError):
     """A mistake of the user: the command line prints its message without a traceback."""
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes:
     """The sizes of a model that a plan needs."""
 
     name: str
@@ -70,7 +72,8 @@ def config_of(model: str) -> PretrainedConfig:
     path = _config_path(model)
     if path is None:
         return _class_config(model)
-    transformers = _transformers()
+    import transformers
+
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -101,14 +104,14 @@ def load(model: str) -> nn.Module:
 
 def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
     """The causal language model's class for ``config``."""
-    transformers = _transformers()
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
     named = [model] if hasattr(transformers, model) else list(config.architectures or ())
     for name in named:
         found = getattr(transformers, name, None)
         if found is not None and hasattr(found, "config_class") and "Config" not in name:
             return found
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
     if config.model_type not in names:
         raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
     return getattr(transformers, names[config.model_type])
@@ -156,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _class_config(model: str) -> PretrainedConfig:
-    transformers = _transformers()
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
@@ -171,16 +174,6 @@ def _class_config(model: str) -> PretrainedConfig:
             f"{transformers.__version__}{hint}"
         )
     return config_class()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise UserError(
-            "transformers is needed to read this: pip install 'fusedce[transformers]'"
-        ) from None
-    return transformers
 
 
 def _first_line(problem: Exception) -> str:

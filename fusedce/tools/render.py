@@ -52,35 +52,27 @@ def plan_text(found: ModelPlan) -> str:
         ("least memory_budget", _size(found.least_budget)),
         ("recommended memory_budget", _size(found.recommended_budget)),
     ]
-    rows = [{"": m.name, "memory of the loss": _size(m.bytes)} for m in found.methods]
     lines = [
         f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, {found.device}",
         *_pairs(pairs),
-        _table(rows),
+        "Memory of the loss:",
     ]
     for m in found.methods:
         held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
-        lines += textwrap.wrap(f"{m.name} holds: {held}", 80, subsequent_indent="  ")
-    lines += [
-        "Each memory_budget (beside inputs and gradients) and what it gives:",
-        _frontier(found),
-    ]
-    return "\n".join([*lines, "Counted from sizes, not measured."])
-
-
-def _frontier(found: ModelPlan) -> str:
-    """A table of memory budgets: the least one, then each twice the one before."""
-    rows = []
-    for point in found.frontier:
-        row = {
+        text = f"  {m.name}: {_size(m.bytes)} ({held})"
+        lines += textwrap.wrap(text, 80, subsequent_indent="    ")
+    rows = [
+        {
             "memory_budget": _size(point.budget),
             "way": point.way,
             "tokens x classes": f"{point.tokens} x {point.classes}",
             "holds": _size(point.bytes),
             "products": str(point.products),
         }
-        rows.append(row)
-    return _table(rows)
+        for point in found.frontier
+    ]
+    lines += ["Each memory_budget (beside inputs and gradients) and what it gives:", _table(rows)]
+    return "\n".join([*lines, "Counted from sizes, not measured."])
 
 
 def bench_text(found: Result) -> str:

@@ -61,24 +61,25 @@ def test_sizes_and_dtypes_are_understood_as_people_write_them():
     assert (found["model"]["H"], found["model"]["V"]) == (4096, 128256)
 
 
-def test_a_plan_fits_eighty_columns():
-    lines = call("plan", "4096,128256", "--tokens", "65536").output.splitlines()
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["plan", "no/such/folder"], "there is no folder or file 'no/such/folder'"),
         (["plan", "LlamaForCausal"], "did you mean LlamaForCausalLM"),
         (["plan", "64,1000", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["plan", "64,1000", "--tokens", "99999999999999999999"], "tokens must be at most"),
+        (["plan", "0,5"], "H,V must be at least 1 each"),
+        (["plan", ""], "''"),
         (["plan", "64,1000", "--device", "H300"], "device must be cpu or one of A100"),
         (["plan"], "Missing argument 'MODEL'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
-        (["bench", "--shape", "0,8,9"], "sizes of --shape must be at least 1, got 0,8,9"),
+        (["bench", "--shape", "0,8,9"], "each at least 1, got '0,8,9'"),
+        (["bench", "--shape", "1²,2,3"], "--shape must be N,H,V"),
+        (["bench", "--repeats", "0"], "--repeats"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
+        (["bench", "--device", "meta"], "--device: cannot use 'meta'"),
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -92,9 +93,7 @@ def test_a_mistake_is_named_without_a_trace(arguments, words):
 
 
 def test_a_suggestion_is_made_once():
-    hint = (
-        call("plan", "gpt").stderr.partition("did you mean ")[2].strip().rstrip("?").split(" or ")
-    )
+    hint = call("plan", "gpt").stderr.split("did you mean ")[1].strip().rstrip("?").split(" or ")
     assert len(hint) > 1
     assert len(set(hint)) == len(hint)
 
@@ -141,14 +140,8 @@ def test_an_error_of_ours_keeps_its_trace(monkeypatch):
     assert isinstance(call("bench").exception, IndexError)
 
 
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        (OSError("offline"), "hf download org/name config.json --local-dir name"),
-        (ModuleNotFoundError("huggingface_hub"), "hf download org/name config.json"),
-    ],
-)
-def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised, words):
+@pytest.mark.parametrize("raised", [OSError("offline"), ModuleNotFoundError("huggingface_hub")])
+def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised):
     from fusedce.tools import model_sizes
 
     def fails(model):
@@ -158,8 +151,8 @@ def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised,
     monkeypatch.setattr(model_sizes, "_download", fails)
     done = call("plan", "org/name")
     assert done.exit_code == 2
-    assert words in done.stderr
-    assert "then: fusedce plan name" in done.stderr
+    words = " ".join(done.stderr.split())
+    assert "hf download org/name config.json --local-dir name; then: fusedce plan name" in words
 
 
 def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
@@ -174,15 +167,15 @@ def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
     assert (found["model"]["H"], found["model"]["V"]) == (64, 1000)
 
 
-def test_a_file_that_is_no_configuration_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "as JSON"), ('{"model_type": "llama"}', "names no hidden size and vocabulary")],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, content, words):
+    (tmp_path / "config.json").write_text(content)
     done = call("plan", str(tmp_path))
     assert done.exit_code == 2
-    assert f"cannot read {tmp_path / 'config.json'} as JSON" in done.stderr
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    done = call("plan", str(tmp_path))
-    assert done.exit_code == 2
-    assert "names no hidden size and vocabulary" in done.stderr
+    assert words in done.stderr
 
 
 # ---- doctor and bench --------------------------------------------------------------------------
@@ -194,7 +187,6 @@ def test_the_doctor_reports():
     assert [c["dtype"] for c in found["devices"][0]["checks"]] == ["float32", "bfloat16", "float16"]
     text = call("doctor").output
     assert "self-check float32   ok" in text
-    assert "\x1b" not in text
 
 
 def test_a_wrong_result_is_found(monkeypatch):
@@ -253,7 +245,7 @@ def test_a_shape_is_measured():
         assert rows[name]["extra_bytes"] >= 0
 
 
-# ---- audit and bench ----------------------------------------------------------------------------
+# ---- audit ----------------------------------------------------------------------------
 
 
 def test_the_audit_tells_a_wrong_loop_from_a_right_one():
@@ -266,15 +258,7 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "named"),
-    [
-        (["--shape", "1²,2,3"], 2, "--shape"),
-        (["--shape", "1000000000,1000000,1000000"], 1, "memory"),
-        (["--shape", "2,2,2", "--device", "meta"], 2, "--device"),
-    ],
-)
-def test_a_bench_that_cannot_run_here(arguments, status, named):
-    done = call("bench", *arguments)
-    assert (done.exit_code, type(done.exception)) == (status, SystemExit), done.exception
-    assert named in done.stderr
+def test_a_shape_that_memory_does_not_hold():
+    done = call("bench", "--shape", "1000000000,1000000,1000000")
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
+    assert "memory" in done.stderr
