@@ -8,7 +8,6 @@ errors go to standard error. Exit status: 0 success, 1 the check failed or could
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import sys
@@ -27,7 +26,6 @@ from fusedce.tools import render
 from fusedce.tools.model_sizes import UserError
 
 _NOT_FUSED, _INTERRUPTED = 3, 130
-_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _EXTRAS = {
     "packaging": "fusedce[cli]",
     "tabulate": "fusedce[cli]",
@@ -65,9 +63,7 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
                 f"{package} is missing: pip install {_EXTRAS.get(package, package)!r}"
             ) from None
         except OSError as problem:
-            if problem.errno not in _ENVIRONMENT:
-                raise
-            raise click.ClickException(f"{problem.strerror}: {problem.filename}") from None
+            raise click.ClickException(str(problem)) from None
         except (MemoryError, RuntimeError) as problem:
             if not _is_out_of_memory(problem):
                 raise

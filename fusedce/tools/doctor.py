@@ -179,14 +179,9 @@ def _backend_lines(device: torch.device) -> list[str]:
 
 
 def _devices() -> list[torch.device]:
-    devices = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        devices += [
-            torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())
-        ]
-    return devices
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = range(torch.accelerator.device_count())
+    return [torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found)]
 
 
 def _device_name(device: torch.device) -> str:

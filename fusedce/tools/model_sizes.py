@@ -9,7 +9,6 @@ and online: its config.json alone is downloaded.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
-
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
 
 
 class UserError(ValueError):
@@ -36,7 +33,7 @@ class Sizes:
 
 
 def sizes(model: str) -> Sizes:
-    """Sizes of ``model``. Those of a folder or file are read without importing torch.
+    """Sizes of ``model``; only those of a configuration need transformers.
 
     Raises:
         UserError: there is no such model, or its configuration names no sizes.
@@ -46,21 +43,14 @@ def sizes(model: str) -> Sizes:
         if not H or not V:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
         return Sizes(model, H, V)
-    path = _config_path(model)
-    values = _read(path) if path is not None else _class_config(model).to_dict()
-    text = values.get("text_config")
-    if isinstance(text, dict) and "vocab_size" not in values:
-        values = values | text
-    found = {
-        what: next((values[n] for n in names if isinstance(values.get(n), int)), None)
-        for what, names in (("H", _HIDDEN), ("V", ("vocab_size",)))
-    }
-    if not found["H"] or not found["V"]:
+    of_text = config_of(model).get_text_config(decoder=True)
+    H, V = (getattr(of_text, name, None) for name in ("hidden_size", "vocab_size"))
+    if not H or not V:
         raise UserError(
-            f"the configuration of {model} names no hidden size and vocabulary "
-            f"({', '.join(_HIDDEN)}; vocab_size): give them as H,V, such as 4096,128256"
+            f"the configuration of {model} names no hidden size and vocabulary: give them as H,V, "
+            f"such as 4096,128256"
         )
-    return Sizes(model, found["H"], found["V"])
+    return Sizes(model, H, V)
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -146,16 +136,6 @@ def _download(model: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(model, "config.json"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot read {path} as JSON: {_first_line(problem)}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
 
 
 def _class_config(model: str) -> PretrainedConfig:
