@@ -135,9 +135,8 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 
 @_command
 @click.argument("model")
-@click.option(
-    "--tokens", default=8192, show_default=True, help="Tokens of a micro-batch on one device."
-)
+@click.option("--tokens", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True,
+              help="Tokens of a micro-batch on one device.")  # fmt: skip
 @click.option("--dtype", type=_Dtype(), default="bf16", show_default=True)
 @click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
               "machine's GPU if it is one of these, else H200.")  # fmt: skip

@@ -291,24 +291,30 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
         floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny
 
     for name, floor in floors.items():
-        x, t, e = (run[name].double() for run in (ours, torchs, exact))
-        assert x.shape == e.shape, f"{name}: shape {tuple(x.shape)} for {tuple(e.shape)}"
-        if not torch.isfinite(e).all():
-            torch.testing.assert_close(x.isfinite(), e.isfinite())
-            continue
-        if not e.numel():
-            continue
-        error = float((x - e).abs().nan_to_num(nan=float("inf")).max())
-        torch_error = float((t - e).abs().nan_to_num(nan=float("inf")).max())
+        assert_within(name, ours[name], torchs[name], exact[name], floor, case)
+    for name in set(NAMES) - set(case.requires_grad):
+        assert ours[name] is None, f"{name} does not require grad but received one in {case}"
+
+
+def assert_within(
+    name: str, ours: Tensor, torchs: Tensor, exact: Tensor, floor: float, case: Any
+) -> None:
+    """Assert that ``ours`` errs by at most ``floor`` more than twice what torch does."""
+    ours, torchs, exact = (x.double() for x in (ours, torchs, exact))
+    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} for {tuple(exact.shape)}"
+    if not torch.isfinite(exact).all():
+        torch.testing.assert_close(ours.isfinite(), exact.isfinite())
+    elif exact.numel():
+        error, torch_error = (
+            float((x - exact).abs().nan_to_num(nan=float("inf")).max()) for x in (ours, torchs)
+        )
         if not torch_error < float("inf"):  # eager overflows in fp16 where we do not
             torch_error = 0.0
         bound = 2 * torch_error + floor
         assert error <= bound, (
             f"{name}: error {error:.3e} exceeds {bound:.3e} (torch makes {torch_error:.3e}, "
-            f"largest {float(e.abs().max()):.3e}) in {case}"
+            f"largest {float(exact.abs().max()):.3e}) in {case}"
         )
-    for name in set(NAMES) - set(case.requires_grad):
-        assert ours[name] is None, f"{name} does not require grad but received one in {case}"
 
 
 def _run(

@@ -66,8 +66,8 @@ def test_sizes_and_dtypes_are_understood_as_people_write_them():
     [
         (["plan", "no/such/folder"], "there is no folder or file 'no/such/folder'"),
         (["plan", "LlamaForCausal"], "did you mean LlamaForCausalLM"),
-        (["plan", "64,1000", "--tokens", "0"], "tokens must be at least 1, got 0"),
-        (["plan", "64,1000", "--tokens", "99999999999999999999"], "tokens must be at most"),
+        (["plan", "64,1000", "--tokens", "0"], "'--tokens'"),
+        (["plan", "64,1000", "--tokens", "99999999999999999999"], "'--tokens'"),
         (["plan", "0,5"], "H,V must be at least 1 each"),
         (["plan", ""], "''"),
         (["plan", "vit"], "names no hidden size and vocabulary"),
