@@ -56,19 +56,20 @@ class Result:
 
     def table(self) -> list[dict[str, str]]:
         """Rows to print: milliseconds, the ratio to the bare products, MiB."""
-        floor = self.rows[0].median
-        out = []
+        floor, out = self.rows[0].median, []
         for row in self.rows:
-            ratio = row.median / floor if row.median and floor else None
-            out.append({
-                "": row.name,
-                "median ms": f"{1e3 * row.median:.1f}" if row.median else (row.skipped or ""),
-                "fastest to slowest": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}"
-                if row.seconds else "",
-                "/ bare GEMMs": f"{ratio:.2f}" if ratio else "",
-                "extra peak MiB": f"{row.extra_bytes / 2**20:.0f}"
-                if row.extra_bytes is not None else "",
-            })  # fmt: skip
+            if row.seconds is None or row.median is None or floor is None:
+                continue
+            extra = "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}"
+            out.append(
+                {
+                    "": row.name,
+                    "median ms": f"{1e3 * row.median:.1f}",
+                    "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
+                    "/ GEMMs": f"{row.median / floor:.2f}",
+                    "extra MiB": extra,
+                }
+            )
         return out
 
 

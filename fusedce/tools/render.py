@@ -31,11 +31,12 @@ def check_text(found: Check, saved: dict[str, int], device: str) -> str:
         rows.append((f"the native model's own in {found.dtype}", native))
     sizes = {name: _size(count) for name, count in saved.items()}
     each = f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
-    rows.append((f"predicted memory of the loss ({device}, 4096 tokens, real size)", each))
+    memory = f"Predicted memory of the loss ({device}, 4096 tokens, real size): {each}"
     return "\n".join(
         (
             f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
             *_pairs(rows),
+            *textwrap.wrap(memory, 80),
             "equal: " + ("yes" if found.equal else "NO, do not use it with this model"),
             "fused: " + ("yes, no logits were made" if found.fused else "no, real logits"),
             *(f"  {reason}" for reason in found.why_not),
@@ -78,9 +79,15 @@ def plan_text(found: ModelPlan) -> str:
 def bench_text(found: Result) -> str:
     """The measurements of `bench`."""
     N, H, V = found.shape
-    return (
-        f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}\n"
-        f"{_table(found.table())}\nMemory: {found.memory_method}, beyond the inputs."
+    caption = f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}"
+    memory = f"Memory: {found.memory_method}, beyond the inputs."
+    return "\n".join(
+        (
+            *textwrap.wrap(caption, 80),
+            _table(found.table()),
+            *(f"{row.name}: {row.skipped}" for row in found.rows if row.skipped),
+            *textwrap.wrap(memory, 80),
+        )
     )
 
 

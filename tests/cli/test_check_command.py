@@ -54,7 +54,9 @@ def test_a_wrong_loss_is_found(monkeypatch):
     found = answer("check", "llama", status=1)
     assert not found["equal"]
     assert found["grad_error"] > 1e-5  # far above float32's rounding
-    assert "NO, do not use it" in call("check", "llama").output
+    text = call("check", "llama").output
+    assert "NO, do not use it" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_real_logits_are_named():

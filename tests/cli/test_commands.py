@@ -100,13 +100,18 @@ def test_a_suggestion_is_made_once():
 
 
 def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
+    """The table fits 80 columns, and what did not run is named below it."""
     from fusedce.tools import bench
 
-    result = bench.Result(
-        (8, 4, 9), "fp32", "cpu", "here", "method", [bench.Row("bare GEMMs", [1.0], None)]
-    )
+    rows = [bench.Row(name, [1.0, 1.5], 2**31) for name in ("bare GEMMs", *bench.ON_CPU)]
+    rows.append(bench.Row("QuACK", None, None, "quack is not installed"))
+    where = "x86_64, 64 threads; torch 2.13.0; 5 rounds; a quarter of labels ignored"
+    result = bench.Result((8192, 4096, 128256), "fp32", "cpu", where, "method", rows)
     monkeypatch.setattr(bench, "bench", lambda *a, **k: result)
-    assert "Compiled eager: add --compile" in call("bench").output
+    text = call("bench").output
+    assert "Compiled eager: add --compile" in text
+    assert "QuACK: quack is not installed" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "--compile" not in call("bench", "--compile").output
 
 
