@@ -64,7 +64,7 @@ class Result:
             out.append(
                 {
                     "": row.name,
-                    "median ms": f"{1e3 * row.median:.1f}",
+                    "ms": f"{1e3 * row.median:.1f}",
                     "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
                     "/ GEMMs": f"{row.median / floor:.2f}",
                     "extra MiB": extra,

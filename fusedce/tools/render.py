@@ -80,7 +80,7 @@ def bench_text(found: Result) -> str:
     """The measurements of `bench`."""
     N, H, V = found.shape
     caption = f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}"
-    memory = f"Memory: {found.memory_method}, beyond the inputs."
+    memory = f"Medians of the rounds. Memory: {found.memory_method}, beyond the inputs."
     return "\n".join(
         (
             *textwrap.wrap(caption, 80),
