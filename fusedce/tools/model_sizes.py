@@ -44,13 +44,13 @@ def sizes(model: str) -> Sizes:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
         return Sizes(model, H, V)
     of_text = config_of(model).get_text_config(decoder=True)
-    H, V = (getattr(of_text, name, None) for name in ("hidden_size", "vocab_size"))
-    if not H or not V:
+    found: list[Any] = [getattr(of_text, name, None) for name in ("hidden_size", "vocab_size")]
+    if not all(found):
         raise UserError(
             f"the configuration of {model} names no hidden size and vocabulary: give them as H,V, "
             f"such as 4096,128256"
         )
-    return Sizes(model, H, V)
+    return Sizes(model, *found)
 
 
 def config_of(model: str) -> PretrainedConfig:
