@@ -9,21 +9,35 @@ last window as well; `LossAccumulator.from_accelerator` undoes it.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tiny import SEQUENCES_PER_MICRO_BATCH, SEQUENCES_PER_STEP, TinyLM, collate, documents
-from tiny import windows as windows_of
+from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
+ACCUMULATION = 4  # micro-batches of a step, on all ranks
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def batches(n: int = 10) -> list[dict[str, Tensor]]:
+    """Micro-batches of very different numbers of tokens."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(8, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(n)]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
 
 def prepare(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    model = TinyLM()
+    torch.manual_seed(0)
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(documents()[:-4], batch_size=SEQUENCES_PER_MICRO_BATCH, collate_fn=collate)
+    loader = DataLoader(batches(), collate_fn=lambda one: one[0])  # deals them out to the ranks
     return accelerator.prepare(model, optimizer, loader)
 
 
@@ -36,7 +50,7 @@ def streaming(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float
     for _ in range(epochs):
         for batch in loader:
             with accelerator.accumulate(model):
-                acc.backward(model(**batch))
+                acc.backward(fusedce.model_loss(model, batch))
                 if accelerator.sync_gradients:
                     acc.finish(model.parameters())
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -55,12 +69,13 @@ def declared(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]
     acc.guard(optimizer, model)
     history = []
     for _ in range(epochs):
-        for window in windows_of(loader, accelerator.gradient_accumulation_steps):
+        stream = iter(loader)
+        while window := list(islice(stream, accelerator.gradient_accumulation_steps)):
             with acc.window([fusedce.count_valid(batch) for batch in window]):
                 for i, batch in enumerate(window):
                     last = i == len(window) - 1
                     with nullcontext() if last else accelerator.no_sync(model):
-                        acc.backward(model(**batch))
+                        acc.backward(fusedce.model_loss(model, batch))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -71,8 +86,7 @@ def declared(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]
 def main() -> None:
     for loop in (streaming, declared):
         accelerator = Accelerator(cpu=True)
-        per_rank = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH // accelerator.num_processes
-        accelerator.gradient_accumulation_steps = per_rank
+        accelerator.gradient_accumulation_steps = ACCUMULATION // accelerator.num_processes
         for metrics in loop(accelerator):
             accelerator.print(loop.__name__, metrics)
     accelerator.wait_for_everyone()

@@ -5,7 +5,7 @@
 Look at: one call of `fused_logprobs` for chosen and rejected answers together, one under
 `torch.no_grad()` for the reference, and no logits in either. The loss begins at log 2, where policy
 and reference are the same, and `LossAccumulator` divides by the pairs of the whole step, so that
-every pair weighs the same in micro-batches of 3 and of 1. Here text is chosen over itself reversed.
+every pair weighs the same in micro-batches of 3 and of 1. The chosen answers count up.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import copy
 import math
 
 import torch
-from tiny import TinyLM, documents
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 from fusedce.recipes import dpo_loss
 
 PROMPT, ANSWER, BETA = 16, 32, 0.5
 MICRO_BATCHES = (3, 1, 4)  # pairs
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
 
 
 def pairs() -> Tensor:
-    """``(8, 2, T)``: chosen and rejected answers after the same prompt."""
-    chosen = torch.stack([d[: PROMPT + ANSWER] for d in documents() if len(d) >= PROMPT + ANSWER])
-    chosen = chosen[: sum(MICRO_BATCHES)]
+    """``(8, 2, T)``: after the same prompt, chosen answers count up and rejected ones down."""
+    chosen = (torch.arange(8)[:, None] + torch.arange(PROMPT + ANSWER)) % CONFIG.vocab_size
     rejected = torch.cat([chosen[:, :PROMPT], chosen[:, PROMPT:].flip(1)], dim=1)
     return torch.stack([chosen, rejected], dim=1)
 
 
-def answer_logprob(model: TinyLM, tokens: Tensor) -> Tensor:
+def answer_logprob(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """``(B, T)`` tokens to ``(B,)`` log-probabilities of their answers: prompts are ignored."""
     labels = tokens.clone()
     labels[:, :PROMPT] = -100
-    aligned = fusedce.shift_labels(labels)
-    return fusedce.fused_logprobs(model.hidden(tokens), model.lm_head.weight, aligned).logprob.sum(
-        -1
-    )
+    hidden, aligned = model.model(tokens).last_hidden_state, fusedce.shift_labels(labels)
+    return fusedce.fused_logprobs(hidden, model.lm_head.weight, aligned).logprob.sum(-1)
 
 
 def train(steps: int = 10) -> list[float]:
     """The loss of each step, nats per pair."""
-    policy = TinyLM()
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(CONFIG)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     acc = fusedce.LossAccumulator()

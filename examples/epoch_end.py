@@ -9,23 +9,35 @@ gradients behind is wrong: `metrics` and `state_dict` raise an error while a win
 from __future__ import annotations
 
 import torch
-from tiny import SEQUENCES_PER_MICRO_BATCH, SEQUENCES_PER_STEP, TinyLM, documents, micro_batches
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
-ACCUMULATION = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH
+ACCUMULATION = 4  # micro-batches
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def batches(n: int = 10) -> list[dict[str, Tensor]]:
+    """Micro-batches of very different numbers of tokens."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(8, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(n)]
+    return [{"input_ids": x, "labels": x} for x in ids]
 
 
 def train(epochs: int = 3, *, carry_over: bool = False) -> list[dict[str, float]]:
-    model = TinyLM()
+    torch.manual_seed(0)
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = fusedce.LossAccumulator()
     acc.guard(optimizer, model)
-    data = micro_batches(documents(20))  # 10 micro-batches: windows of 4, 4 and 2
+    data = batches()  # 10 micro-batches: windows of 4, 4 and 2
     history, waiting = [], 0
     for epoch in range(epochs):
         for i, batch in enumerate(data):
-            acc.backward(model(**batch))
+            acc.backward(fusedce.model_loss(model, batch))
             waiting += 1
             end = i == len(data) - 1 and not (carry_over and epoch < epochs - 1)
             if waiting == ACCUMULATION or end:

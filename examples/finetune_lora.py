@@ -1,7 +1,8 @@
-"""Fine-tune a causal language model with LoRA, stop, resume from a checkpoint, load the adapter.
+"""Fine-tune a causal language model with LoRA: train, save, resume, load the adapter.
 
     python examples/finetune_lora.py                          # a tiny model, offline, a minute
-    python examples/finetune_lora.py --model HuggingFaceTB/SmolLM2-135M --data notes.jsonl
+    python examples/finetune_lora.py --model HuggingFaceTB/SmolLM2-135M --data notes.jsonl --out sft
+    python examples/finetune_lora.py --model ... --data ... --out sft --steps 200 --resume
 
 Look at: `FusedTrainerMixin` is the only line that TRL's own script does not have. The loss is fused
 (the report says how often), and one batch of 8 or 8 micro-batches of 1 train alike.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
@@ -39,20 +39,20 @@ def texts(file: str | None) -> Dataset:
     return Dataset.from_list([{"text": section} for section in sections[:80]])
 
 
-def trainer_of(
-    model: str, data: Dataset, folder: str, *, steps: int, micro_batch: int = 1
+def fine_tune(
+    model: str, data: Dataset, out: str, *, steps: int, micro_batch: int = 1, resume: bool = False
 ) -> FusedSFTTrainer:
-    """A trainer of 8 sequences a step, from the weights of ``model``."""
+    """Train on 8 sequences a step; ``out`` then holds the adapter, and checkpoints to resume."""
     torch.manual_seed(0)
     parts = data.train_test_split(8, seed=0)
-    return FusedSFTTrainer(
+    trainer = FusedSFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=parts["train"],
         eval_dataset=parts["test"],
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0),
         args=SFTConfig(
-            folder,
+            out,
             max_steps=steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=8 // micro_batch,
@@ -60,27 +60,16 @@ def trainer_of(
             lr_scheduler_type="constant",
             max_length=256,
             logging_steps=1,
-            save_steps=2,
+            save_steps=50,
             eval_strategy="steps",
-            eval_steps=2,
+            eval_steps=50,
             report_to=[],
             bf16=torch.cuda.is_available(),
         ),
     )
-
-
-def fine_tune(model: str, data: Dataset, folder: str) -> tuple[float, float]:
-    """Evaluation losses: of the trained model, and of the adapter loaded from disk again."""
-    trainer_of(model, data, folder, steps=2).train()  # stops here, with a checkpoint
-    trainer = trainer_of(model, data, folder, steps=4)
-    trainer.train(resume_from_checkpoint=True)
-    trainer.save_model(folder)
-    print(fusedce.head_report(trainer.model))
-    trained = trainer.evaluate()["eval_loss"]
-
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
-    trainer.model.load_state_dict(again.state_dict())
-    return trained, trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    return trainer
 
 
 def tiny_model(folder: str) -> str:
@@ -107,13 +96,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a name on the hub or a folder (default: a tiny model)")
     parser.add_argument("--data", help='a file of JSON lines {"text": ...}')
-    parser.add_argument("--out", type=Path, help="for checkpoints and adapter (default: temporary)")
+    parser.add_argument("--out", help="for checkpoints and adapter (default: temporary)")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = given.model or tiny_model(f"{scratch}/model")
-        out = str(given.out or f"{scratch}/out")
-        trained, loaded = fine_tune(model, texts(given.data), out)
-    print(f"evaluation loss {trained:.4f} nats per token; the adapter loaded again: {loaded:.4f}")
+        model, out = given.model or tiny_model(f"{scratch}/model"), given.out or f"{scratch}/out"
+        trainer = fine_tune(model, texts(given.data), out, steps=given.steps, resume=given.resume)
+        print(fusedce.head_report(trainer.model))
+        print(f"evaluation: {trainer.evaluate()['eval_loss']:.4f} nats per token")
+        # Later, or elsewhere: the weights with their adapter.
+        tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        prompt = tokenizer("The", return_tensors="pt")
+        print(tokenizer.decode(tuned.generate(**prompt, max_new_tokens=20)[0]))
 
 
 if __name__ == "__main__":

@@ -10,30 +10,44 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from tiny import SEQUENCES_PER_MICRO_BATCH, SEQUENCES_PER_STEP, TinyLM, documents, micro_batches
-from tiny import windows as windows_of
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
+
+ACCUMULATION = 4  # micro-batches of a step, on all ranks
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def batches(n: int = 10) -> list[dict[str, Tensor]]:
+    """Micro-batches of very different numbers of tokens."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(8, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(n)]
+    return [{"input_ids": x, "labels": x} for x in ids]
 
 
 def train(epochs: int = 2) -> list[dict[str, float]]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = TinyLM()
-    fully_shard(model.layer)
+    torch.manual_seed(0)
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
+    for layer in model.model.layers:
+        fully_shard(layer)
     fully_shard(model)  # the head is whole inside forward, where the loss is computed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # FSDP2 averages. After model.set_gradient_divide_factor(1.0) it adds: grad_reduction="sum".
     acc = fusedce.LossAccumulator()
     acc.guard(optimizer, model)
-    accumulation = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH // world
+    mine, accumulation = batches()[rank::world], ACCUMULATION // world
     history = []
     for _ in range(epochs):
-        mine = micro_batches(documents()[:-4])[rank::world]
-        for window in windows_of(mine, accumulation):
+        for begin in range(0, len(mine), accumulation):
+            window = mine[begin : begin + accumulation]
             for i, batch in enumerate(window):
                 model.set_requires_gradient_sync(i == len(window) - 1)
-                acc.backward(model(**batch))
+                acc.backward(fusedce.model_loss(model, batch))
             acc.finish(model.parameters())  # before clipping
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

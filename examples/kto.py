@@ -12,23 +12,42 @@ from __future__ import annotations
 import copy
 
 import torch
-from dpo import PROMPT, answer_logprob, pairs
-from tiny import TinyLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 from fusedce.recipes import kto_loss
 
-BETA, MICRO_BATCH = 0.1, 4
+PROMPT, ANSWER, BETA, MICRO_BATCH = 16, 32, 0.1, 4
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def answers() -> Tensor:
+    """``(16, T)``: after the same prompt, good answers count up and bad ones down."""
+    good = (torch.arange(8)[:, None] + torch.arange(PROMPT + ANSWER)) % CONFIG.vocab_size
+    bad = torch.cat([good[:, :PROMPT], good[:, PROMPT:].flip(1)], dim=1)
+    return torch.stack([good, bad], dim=1).flatten(0, 1)  # by turns
+
+
+def answer_logprob(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """``(B, T)`` tokens to ``(B,)`` log-probabilities of their answers: prompts are ignored."""
+    labels = tokens.clone()
+    labels[:, :PROMPT] = -100
+    hidden, aligned = model.model(tokens).last_hidden_state, fusedce.shift_labels(labels)
+    return fusedce.fused_logprobs(hidden, model.lm_head.weight, aligned).logprob.sum(-1)
 
 
 def train(steps: int = 10) -> list[tuple[float, float]]:
     """The loss of each step, and how much higher good answers are rewarded than bad ones."""
-    policy = TinyLM()
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(CONFIG)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     acc = fusedce.LossAccumulator()
     acc.guard(optimizer, policy)
-    tokens = pairs().flatten(0, 1)  # good and bad ones by turns
+    tokens = answers()
     desirable = torch.arange(len(tokens)) % 2 == 0
     history = []
     for _ in range(steps):

@@ -9,35 +9,25 @@ same with `fabric.backward(acc.scale(fusedce.model_loss(model, batch)))`.
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import lightning
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
 Batch = dict[str, torch.Tensor]
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
 
 
-def pretrained() -> torch.nn.Module:
-    """A small checkpoint, loaded as any other one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder)
-
-
-def batches() -> list[Batch]:
-    """Batches of very different numbers of tokens; Lightning deals them out to the ranks."""
+def batches(n: int = 10) -> list[Batch]:
+    """Micro-batches of very different numbers of tokens; Lightning deals them out to the ranks."""
     rng = torch.Generator().manual_seed(0)
-    ids = [torch.randint(64, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(20)]
+    ids = [torch.randint(8, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(n)]
     return [{"input_ids": x, "labels": x} for x in ids]
 
 
@@ -45,7 +35,9 @@ class Module(lightning.LightningModule):
     def __init__(self, accumulation: int = 4) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model, self.accumulation = fusedce.replace_loss_head(pretrained()), accumulation
+        self.accumulation = accumulation
+        torch.manual_seed(0)  # in place of a model that from_pretrained loads
+        self.model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
         self.acc = fusedce.LossAccumulator()
         self.history: list[dict[str, float]] = []
 

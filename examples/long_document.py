@@ -9,32 +9,39 @@ costs time; one accumulator holds the sums of all windows, so their number does 
 from __future__ import annotations
 
 import torch
-from tiny import MAX_TOKENS, TinyLM, documents
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
+CONTEXT = 64  # tokens
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
 
 @torch.no_grad()
-def perplexity(model: TinyLM, document: Tensor, *, stride: int) -> dict[str, float]:
-    """``document (T,)``; each window sees at least ``MAX_TOKENS - stride`` tokens of context."""
+def perplexity(model: LlamaForCausalLM, document: Tensor, *, stride: int) -> dict[str, float]:
+    """``document (T,)``; each window sees at least ``CONTEXT - stride`` tokens of context."""
     evaluation = fusedce.LossAccumulator()
     scored = 1  # the first token is predicted from nothing
-    for begin in range(0, max(len(document) - MAX_TOKENS, 0) + stride, stride):
-        window = document[begin : begin + MAX_TOKENS]
+    for begin in range(0, max(len(document) - CONTEXT, 0) + stride, stride):
+        window = document[begin : begin + CONTEXT]
         labels = window.clone()
         labels[: scored - begin] = -100  # scored in an earlier window
         scored = begin + len(window)
-        evaluation.add(model(input_ids=window[None], labels=labels[None]))
+        batch = {"input_ids": window[None], "labels": labels[None]}
+        evaluation.add(fusedce.model_loss(model, batch))
         if scored == len(document):
             break
     return evaluation.metrics()
 
 
 def main() -> None:
-    document = torch.cat(documents(12))
-    model = TinyLM()
-    for stride in (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4):
+    torch.manual_seed(0)
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
+    document = torch.randint(CONFIG.vocab_size, (1000,))
+    for stride in (CONTEXT, CONTEXT // 2, CONTEXT // 4):
         print(f"stride {stride:3}: {perplexity(model, document, stride=stride)}")
 
 

@@ -8,25 +8,15 @@ where `model(**batch).loss` did. The ranks may have different numbers of micro-b
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
-
-def pretrained() -> torch.nn.Module:
-    """A small checkpoint, loaded as any other one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder)
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
 
 
 def micro_batches(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
@@ -38,7 +28,8 @@ def micro_batches(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(accelerator: Accelerator, steps: int = 3) -> list[dict[str, float]]:
-    model = fusedce.replace_loss_head(pretrained())
+    torch.manual_seed(0)  # in place of a model that from_pretrained loads
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     acc = fusedce.LossAccumulator.from_accelerator(accelerator)

@@ -12,34 +12,45 @@ import argparse
 from typing import Any
 
 import torch
-from tiny import SEQUENCES_PER_MICRO_BATCH, SEQUENCES_PER_STEP, TinyLM, documents, micro_batches
-from tiny import windows as windows_of
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
-ACCUMULATION = SEQUENCES_PER_STEP // SEQUENCES_PER_MICRO_BATCH
+ACCUMULATION = 4  # micro-batches
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def batches(n: int = 10) -> list[dict[str, Tensor]]:
+    """Micro-batches of very different numbers of tokens."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(8, (2, 3 + 5 * (i % 4)), generator=rng) for i in range(n)]
+    return [{"input_ids": x, "labels": x} for x in ids]
 
 
 def train(epochs: int = 2, writer: Any = None) -> list[dict[str, float]]:
-    model = TinyLM()
+    torch.manual_seed(0)
+    model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc, evaluation = fusedce.LossAccumulator(), fusedce.LossAccumulator()
     acc.guard(optimizer, model)
-    train_set, held_out = documents()[:-4], documents()[-4:]
+    *train_set, held_out = batches(11)
     history: list[dict[str, float]] = []
     for _ in range(epochs):
-        for window in windows_of(micro_batches(train_set), ACCUMULATION):
+        for i in range(0, len(train_set), ACCUMULATION):
+            window = train_set[i : i + ACCUMULATION]
             with acc.window([fusedce.count_valid(batch) for batch in window]):
                 for batch in window:
-                    acc.backward(model(**batch))
+                    acc.backward(fusedce.model_loss(model, batch))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             history.append(acc.metrics(reset=True))  # the only wait for the device
 
             with torch.no_grad():  # the batch size of evaluation does not matter
-                for batch in micro_batches(held_out):
-                    evaluation.add(model(**batch))
+                evaluation.add(fusedce.model_loss(model, held_out))
             held = evaluation.metrics(reset=True)
             if writer is not None:
                 for name, value in history[-1].items():

@@ -5,27 +5,30 @@
 Look at: the gradient of ``-advantage * log p(token)`` (REINFORCE) is that of cross-entropy times
 the advantage, so `token_weight` carries it. Tokens of the prompt are ignored; the denominator
 counts the sampled tokens of the whole step, so that a token weighs the same in a long answer and in
-a short one of another micro-batch. The toy reward counts spaces.
+a short one of another micro-batch. The toy reward counts one token.
 """
 
 from __future__ import annotations
 
 import torch
-from tiny import TinyLM
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedce
 
 PROMPT, ANSWER, GROUP, MICRO_BATCHES = 4, 12, 16, 2
-WANTED = ord(" ")
+WANTED = 7
+CONFIG = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+)
 
 
 @torch.no_grad()
-def sample(model: TinyLM, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def sample(model: LlamaForCausalLM, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """``tokens (GROUP, PROMPT + ANSWER)`` and the number of sampled tokens that count of each."""
-    tokens = torch.full((GROUP, PROMPT), ord("a"))
+    tokens = torch.full((GROUP, PROMPT), 1)
     for _ in range(ANSWER):
-        logits = model.lm_head(model.hidden(tokens)[:, -1])
+        logits = model(tokens, logits_to_keep=1).logits[:, -1]
         new = torch.multinomial(logits.softmax(-1), 1, generator=rng)
         tokens = torch.cat([tokens, new], dim=1)
     return tokens, torch.randint(1, ANSWER + 1, (GROUP,), generator=rng)
@@ -33,7 +36,8 @@ def sample(model: TinyLM, rng: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def train(steps: int = 15) -> tuple[list[float], list[dict[str, float]]]:
     """Mean rewards and metrics of every step."""
-    model, rng = TinyLM(), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model, rng = LlamaForCausalLM(CONFIG), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = fusedce.LossAccumulator()
     acc.guard(optimizer, model)
@@ -55,7 +59,7 @@ def train(steps: int = 15) -> tuple[list[float], list[dict[str, float]]]:
                 weight = torch.zeros_like(advantage)
                 weight[:, :-1] = advantage[:, 1:]  # as shift_labels aligns the labels
                 out = fusedce.fused_ce(
-                    model.hidden(tokens),
+                    model.model(tokens).last_hidden_state,
                     model.lm_head.weight,
                     fusedce.shift_labels(labels),
                     token_weight=weight,

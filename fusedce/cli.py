@@ -8,11 +8,11 @@ errors go to standard error. Exit status: 0 success, 1 the check failed or could
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import fusedce
@@ -26,13 +26,14 @@ from fusedce.tools import render
 from fusedce.tools.model_sizes import UserError
 
 _NOT_FUSED, _INTERRUPTED = 3, 130
-_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _EXTRAS = {
     "packaging": "fusedce[cli]",
     "tabulate": "fusedce[cli]",
     "transformers": "fusedce[transformers]",
     "hypothesis": "fusedce[testing]",
 }
+# JSON value, text and exit status.
+Answer = tuple[dict[str, Any], str, int]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -43,16 +44,17 @@ def main() -> None:
 
 
 def _command(function: Command) -> Callable[[Command], click.Command]:
-    """Make a subcommand that prints a user's mistake as one line, without a traceback.
+    """Make a subcommand of a function that returns its JSON value, its text and its exit status.
 
-    Exit status: 2 for a mistake in the call; 1 for a full disk, too little memory, a missing
-    permission or a missing package; 130 for ctrl-C.
+    A user's mistake is printed as one line, without a traceback. Exit status: 2 for a mistake in
+    the call; 1 for a full disk, too little memory, a missing permission or a missing package; 130
+    for ctrl-C.
     """
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, as_json: bool, **kwargs: Any) -> None:
         try:
-            return function(*args, **kwargs)
+            value, text, status = function(*args, **kwargs)
         except UserError as mistake:
             raise click.UsageError(str(mistake)) from None
         except ModuleNotFoundError as missing:
@@ -61,9 +63,7 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
                 f"{package} is missing: pip install {_EXTRAS.get(package, package)!r}"
             ) from None
         except OSError as problem:
-            if problem.errno not in _ENVIRONMENT:
-                raise
-            raise click.ClickException(f"{problem.strerror}: {problem.filename}") from None
+            raise click.ClickException(str(problem)) from None
         except (MemoryError, RuntimeError) as problem:
             if not _is_out_of_memory(problem):
                 raise
@@ -73,9 +73,15 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
         except KeyboardInterrupt:
             _say("interrupted")
             sys.exit(_INTERRUPTED)
+        click.echo(json.dumps(value, indent=1) if as_json else text)
+        if status:
+            sys.exit(status)
 
     summary = (function.__doc__ or "").partition("\n")[0]
-    return main.command(short_help=summary)(called)
+    json_option = click.option(
+        "--json", "as_json", is_flag=True, help="One JSON value on standard output."
+    )
+    return main.command(short_help=summary)(json_option(called))
 
 
 def _is_out_of_memory(problem: Exception) -> bool:
@@ -98,9 +104,6 @@ class _Dtype(click.Choice[str]):
         return super().convert(self._SAME.get(value, value), param, ctx)
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
-
-
 @_command
 @click.argument("model")
 @click.option("--dtype", type=_Dtype(), default="fp32")
@@ -109,8 +112,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on 
 @click.option(
     "--full", is_flag=True, help="Load the folder's weights instead of building it small."
 )
-@_json
-def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_json: bool) -> None:
+def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Answer:
     """Check that MODEL keeps its loss and gradients with a replaced head, without logits.
 
     MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
@@ -126,25 +128,19 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool, as_jso
     found = run(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
     device = device_here() or "cpu"
     saved = {m.name: m.bytes for m in plan(model, tokens=4096, dtype=dtype, device=device).methods}
-    if as_json:
-        predicted = {"predicted_for": device, "bytes_at_4096_tokens": saved}
-        _print_json({**found.data(), **predicted})
-    else:
-        click.echo(render.check_text(found, saved, device))
-    sys.exit(1 if not found.equal else 0 if found.fused else _NOT_FUSED)
+    value = asdict(found) | {"predicted_for": device, "bytes_at_4096_tokens": saved}
+    status = 1 if not found.equal else 0 if found.fused else _NOT_FUSED
+    return value, render.check_text(found, saved, device), status
 
 
 @_command
 @click.argument("model")
-@click.option(
-    "--tokens", default=8192, show_default=True, help="Tokens of a micro-batch on one device."
-)
-@click.option("--dtype", type=_Dtype(), default="bf16",
-              show_default=True)  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True,
+              help="Tokens of a micro-batch on one device.")  # fmt: skip
+@click.option("--dtype", type=_Dtype(), default="bf16", show_default=True)
 @click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
               "machine's GPU if it is one of these, else H200.")  # fmt: skip
-@_json
-def plan(model: str, tokens: int, dtype: str, device: str | None, as_json: bool) -> None:
+def plan(model: str, tokens: int, dtype: str, device: str | None) -> Answer:
     """Count the memory of the loss of MODEL without running it, and what a budget buys.
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
@@ -152,28 +148,23 @@ def plan(model: str, tokens: int, dtype: str, device: str | None, as_json: bool)
     from fusedce.tools.plan import device_here
     from fusedce.tools.plan import plan as make
 
-    device = device or device_here() or "H200"
-    found = make(model, tokens=tokens, dtype=dtype, device=device)
-    if as_json:
-        _print_json(found.data())
-        return
-    click.echo(render.plan_text(found))
+    found = make(model, tokens=tokens, dtype=dtype, device=device or device_here() or "H200")
+    return asdict(found), render.plan_text(found), 0
 
 
 @_command
 @click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
               help="Tokens, hidden size, vocabulary.")  # fmt: skip
-@click.option("--dtype", type=_Dtype(),
-              help="Default: fp32 on a CPU, bf16 elsewhere.")  # fmt: skip
+@click.option("--dtype", type=_Dtype(), help="Default: fp32 on a CPU, bf16 elsewhere.")
 @click.option("--device", help="A device of torch; default: the accelerator, if any.")
-@click.option("--repeats", default=5, show_default=True, help="Timed calls of each implementation.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True,
+              help="Timed calls of each implementation.")  # fmt: skip
 @click.option(
     "--compile", "compiled", is_flag=True, help="Also time torch.compile of the eager loss."
 )
-@_json
 def bench(
-    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool, as_json: bool
-) -> None:
+    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool
+) -> Answer:
     """Measure time and memory of the loss on this machine, beside the peers installed here."""
     sizes = _shape(shape)
     device = _device(device)
@@ -183,50 +174,38 @@ def bench(
         sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
-    if as_json:
-        _print_json(found.data())
-        return
-    click.echo(render.bench_text(found))
-    if not compiled:
-        click.echo("Compiled eager: add --compile (most of a minute more).")
+    hint = "" if compiled else "\nCompiled eager: add --compile (most of a minute more)."
+    return asdict(found), render.bench_text(found) + hint, 0
 
 
 @_command
-@_json
-def doctor(as_json: bool) -> None:
+def doctor() -> Answer:
     """Report the backends of this machine, why they run, and a self-check, for a bug report."""
     from fusedce.tools.doctor import report, text
 
     found = report()
-    if as_json:
-        _print_json(found)
-    else:
-        click.echo(text(found))
     if not found["right"]:
-        _say("fused_ce gives wrong results on this machine: see FAILED above")
-        sys.exit(1)
+        _say("fused_ce gives wrong results on this machine: see FAILED in the report")
+    return found, text(found), int(not found["right"])
 
 
 @_command
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
-@_json
-def audit(steps: int, as_json: bool) -> None:
+def audit(steps: int) -> Answer:
     """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
     from fusedce.tools.audit import run
 
     found = run(steps=steps)
-    if as_json:
-        _print_json(found)
-        return
-    for name, result in found.items():
-        click.echo(f"== {name}\n{result['text']}\n")
-    click.echo("In a loop of your own: with fusedce.audit(model): ...")
+    texts = [f"== {name}\n{result['text']}\n" for name, result in found.items()]
+    return found, "\n".join([*texts, "In a loop of your own: with fusedce.audit(model): ..."]), 0
 
 
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
-        raise UserError(f"--shape must be N,H,V such as 1024,256,16384, got {text!r}")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise UserError(
+            f"--shape must be N,H,V such as 1024,256,16384, each at least 1, got {text!r}"
+        )
     N, H, V = map(int, parts)
     return N, H, V
 
@@ -236,7 +215,7 @@ def _device(name: str | None) -> str:
     import torch
 
     if name is None:
-        return _cuda_or_cpu()
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
@@ -246,15 +225,5 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _cuda_or_cpu() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _say(line: str) -> None:
     click.echo(line, err=True)
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=1))

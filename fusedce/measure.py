@@ -138,10 +138,8 @@ def _child(module: str, function: str, kwargs: str, device: str) -> None:
 
 
 def _host_peak(call: Callable[[], object]) -> int:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-        if trim is not None:
-            trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # glibc only
+    trim(0)
     if not _reset_peak():
         before = _lifetime_peak()
         result = call()
@@ -186,12 +184,8 @@ def _resident(field: str) -> int:
 
 
 def _lifetime_peak() -> int:
-    try:
-        import resource
-    except ImportError:
-        raise RuntimeError(
-            "peak memory can be measured on Linux and other POSIX systems only"
-        ) from None
+    import resource  # of POSIX systems
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere
 

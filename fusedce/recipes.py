@@ -8,7 +8,7 @@ A log-probability of a sequence is the sum over its tokens: ``stats.logprob.sum(
 and padding are ignored labels; its mean, for SimPO and ORPO, is that over ``used.sum(-1)``. Chosen
 and rejected answers go through one call, stacked; so do all of the reference's, under
 ``torch.no_grad()``. Masks are bool, or numbers of which 0 is False. Nothing broadcasts: a tensor of
-another shape is an error.
+another shape is a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -256,10 +256,6 @@ def kto_loss(
     Returns:
         :class:`fusedce.LossSum` over sequences.
 
-    Raises:
-        ValueError: ``reference`` or ``desirable`` of another shape than ``policy``, or a
-            ``divergence`` of more than one element.
-
     Examples:
         >>> desirable = torch.tensor([True, False])
         >>> kto_loss(torch.zeros(2), torch.zeros(2), desirable, torch.tensor(0.0)).mean()
@@ -288,9 +284,6 @@ def token_scaled_loss(
 
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats.
-
-    Raises:
-        ValueError: ``used`` of another shape than ``logprob``.
 
     Examples:
         >>> token_scaled_loss(torch.tensor([-0.5]), torch.tensor([True])).loss_sum
@@ -327,19 +320,12 @@ def reverse_kl_loss(
 ) -> LossSum:
     """Reverse KL divergence of a student from a teacher on the student's likeliest classes.
 
-    :func:`distillation_loss` with the two exchanged: all other classes are one, the tail::
-
-        sum over k of p[k] * (log p[k] - log q[k])  +  p_tail * (log p_tail - log q_tail)
-
-    A lower bound of the divergence over all classes. The classes are the student's, so the teacher
-    is asked for them: ``top = fused_topk(hidden, weight, K)``, and under ``torch.no_grad()``
-    ``fused_logprobs(teacher_hidden, teacher_weight, top.index).logprob``.
+    The formula of :func:`distillation_loss` with ``p`` and ``q`` exchanged. The classes are the
+    student's, so the teacher is asked for them: ``top = fused_topk(hidden, weight, K)``, and under
+    ``torch.no_grad()`` ``fused_logprobs(teacher_hidden, teacher_weight, top.index).logprob``.
 
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats; differentiable in ``student``.
-
-    Raises:
-        ValueError: ``teacher`` or ``used`` of another shape.
 
     Examples:
         >>> log_p = torch.tensor([[0.5, 0.2]]).log()
@@ -382,12 +368,11 @@ def distillation_loss(
         sum over k of q[k] * (log q[k] - log p[k])  +  q_tail * (log q_tail - log p_tail)
         q_tail = 1 - sum of q,  p_tail = 1 - sum over k of p[k]
 
-    A lower bound of the divergence over all classes, and equal to it for ``K = V``. Where the
-    teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes,
-    and makes no log-probabilities to store. Its formula is this one's, too, so that no token is
-    below 0. Computed in float64 from log-probabilities; no logits of the student. ``p_tail`` is
-    taken as at least the rounding of the known classes' probabilities: of one class near 1 it is
-    exact down to 1e-38, of several that share the probability to about 1e-7 (float32).
+    A lower bound of the divergence over all classes, and equal to it for ``K = V``; where the
+    teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes. No
+    token is below 0. ``p_tail`` is taken as at least the rounding of the known classes'
+    probabilities: of one class near 1 it is exact down to 1e-38, of several that share the
+    probability to about 1e-7 (float32).
 
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.

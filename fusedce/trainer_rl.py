@@ -204,34 +204,24 @@ def _divergence_loss(
     )
     assert weight is not None
     assert teacher_weight is not None
+    of_student: dict[str, Any] = {
+        "bias": bias,
+        "ignore_index": -1,
+        "softcap": student_final_logit_softcapping,
+        "logit_scale": float(student_logit_scale),
+        "temperature": float(temperature),
+    }
+    of_teacher: dict[str, Any] = {
+        "teacher_bias": teacher_bias,
+        "teacher_softcap": teacher_final_logit_softcapping,
+        "teacher_logit_scale": float(teacher_logit_scale),
+    }
+    of_both: dict[str, Any] = {"divergence": "jsd", "beta": float(beta)}
     loss_sum, n_valid = fused_kl(
-        hidden,
-        weight,
-        teacher,
-        teacher_weight,
-        labels,
-        divergence="jsd",
-        beta=float(beta),
-        temperature=float(temperature),
-        bias=bias,
-        teacher_bias=teacher_bias,
-        softcap=student_final_logit_softcapping,
-        teacher_softcap=teacher_final_logit_softcapping,
-        logit_scale=float(student_logit_scale),
-        teacher_logit_scale=float(teacher_logit_scale),
-        ignore_index=-1,
+        hidden, weight, teacher, teacher_weight, labels, **of_both, **of_student, **of_teacher
     )
     with torch.no_grad():
-        entropy = fused_logprobs(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            ignore_index=-1,
-            softcap=student_final_logit_softcapping,
-            logit_scale=float(student_logit_scale),
-            temperature=float(temperature),
-        ).entropy.sum()
+        entropy = fused_logprobs(hidden, weight, labels, **of_student).entropy.sum()
     divisor = n_valid.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(divisor, Tensor):
         divisor = divisor.to(loss_sum.device)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce.contract.checks import DTYPES
 from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.reference import reference_ce
 
@@ -75,15 +76,16 @@ class Case:
     def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The case's ``token_weight (...)`` and ``class_weight (V,)``, by name."""
         rng = torch.Generator().manual_seed(self.seed + 1)
-        w = 3 * torch.rand(self.leading, generator=rng)
-        w[torch.rand(self.leading, generator=rng) < 0.25] = 0
-        c = 3 * torch.rand(self.V, generator=rng)
-        c[torch.rand(self.V, generator=rng) < 0.1] = 0
-        found = {"token_weight": w} if self.token_weight else {}
-        return {
-            k: x.to(device)
-            for k, x in (found | ({"class_weight": c} if self.class_weight else {})).items()
-        }
+        found = {}
+        for name, shape, zeros, given in (
+            ("token_weight", self.leading, 0.25, self.token_weight),
+            ("class_weight", (self.V,), 0.1, self.class_weight),
+        ):
+            w = 3 * torch.rand(shape, generator=rng)
+            w[torch.rand(shape, generator=rng) < zeros] = 0
+            if given:
+                found[name] = w.to(device)
+        return found
 
     def tensors(
         self, device: torch.device | str = "cpu"
@@ -134,12 +136,7 @@ class Case:
 def cases(
     draw: st.DrawFn,
     *,
-    dtypes: Collection[torch.dtype] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    ),
+    dtypes: Collection[torch.dtype] = DTYPES,
     max_tokens: int = 40,
     max_vocabulary: int = 300,
     max_hidden: int = 70,
@@ -164,11 +161,7 @@ def cases(
     V = draw(st.one_of(st.sampled_from([1, 2, 127, 257]), st.integers(1, max_vocabulary)))
     V = min(V, max_vocabulary)
     classes = {"ignore_index": (-1, 0, V - 1, V + 5)}
-    chosen: dict[str, Any] = {}
-    for name, values in (NUMBERS | classes).items():
-        if name in options:
-            value = draw(st.sampled_from([None, None, *values]), label=name)
-            chosen |= {} if value is None else {name: value}
+    chosen = draw_numbers(draw, NUMBERS | classes, options)
     with_bias = "bias" in options and draw(st.booleans(), label="bias")
     inputs = NAMES if with_bias else NAMES[:2]
     return Case(
@@ -216,14 +209,33 @@ def assert_matches_reference(
     """
     if case is not None:
         check(fn, case, device)
-        return
+    else:
+        check_drawn(lambda case: check(fn, case, device), cases(**strategy), max_examples)
+
+
+def check_drawn(
+    check_one: Callable[[Any], None], strategy: st.SearchStrategy[Any], max_examples: int
+) -> None:
+    """Let hypothesis draw ``max_examples`` values of a strategy, and check each."""
 
     @hypothesis.settings(max_examples=max_examples, deadline=None)
-    @hypothesis.given(case=cases(**strategy))
-    def run(case: Case) -> None:
-        check(fn, case, device)
+    @hypothesis.given(strategy)
+    def run(drawn: Any) -> None:
+        check_one(drawn)
 
     run()
+
+
+def draw_numbers(
+    draw: st.DrawFn, numbers: dict[str, tuple[Any, ...]], options: Collection[str]
+) -> dict[str, Any]:
+    """Values of those numeric options that are among ``options``; half of them are left out."""
+    drawn = {
+        name: draw(st.sampled_from([None, None, *values]), label=name)
+        for name, values in numbers.items()
+        if name in options
+    }
+    return {name: value for name, value in drawn.items() if value is not None}
 
 
 def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
@@ -232,14 +244,8 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     ours = _run(fn, case, hidden, weight, labels, bias)
     eager = functools.partial(reference_ce, dtype=case.dtype)
     torchs = _run(eager, case, hidden, weight, labels, bias)
-    exact = _run(
-        reference_ce,
-        case,
-        hidden.double(),
-        weight.double(),
-        labels,
-        None if bias is None else bias.double(),
-    )
+    wide_bias = None if bias is None else bias.double()
+    exact = _run(reference_ce, case, hidden.double(), weight.double(), labels, wide_bias)
     # ---- results that must be exact
     assert ours["n_valid"].dtype == torch.int64, f"n_valid must be int64: {ours['n_valid'].dtype}"
     assert ours["n_valid"].dim() == 0, "n_valid must be 0-d"
@@ -267,6 +273,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     # a log-sum-exp is rounded at its own size, up to the largest logit and log V
     of_token = 4 * eps_acc * (float(condition) + math.log(case.V)) * amplitude
     floors = {"loss_sum": of_token * max(int(valid.sum()), 1)}
+    slope = amplitude * abs(case.upstream * case.options.get("logit_scale", 1.0))
     for name in case.requires_grad:
         largest = float(exact[name].abs().max()) if exact[name].numel() else 0.0
         # Coefficients carry an error of a rounding of the logits, relative to p and to the target,
@@ -276,47 +283,42 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
             "weight": h.sum(0).max() if len(h) else 0.0,
             "bias": float(valid.sum()),
         }[name]
-        coefficient = (
-            amplitude
-            * eps_acc
-            * float(condition)
-            * abs(case.upstream * case.options.get("logit_scale", 1.0))
-        )
+        coefficient = slope * eps_acc * float(condition)
         tiny = torch.finfo(case.dtype).smallest_normal * eps_out if eps_out > 1e-5 else 0.0
         if name == "weight":
             # The gradient of the mean logit is added to one that is rounded already.
-            rounded = amplitude * abs(case.upstream * case.options.get("logit_scale", 1.0))
-            largest += rounded * case.options.get("label_smoothing", 0.0) / case.V * float(spread)
+            largest += slope * case.options.get("label_smoothing", 0.0) / case.V * float(spread)
         floors[name] = 2 * eps_out * largest + 4 * coefficient * float(spread) + 2 * tiny
 
     for name, floor in floors.items():
-        x, t, e = (run[name].double() for run in (ours, torchs, exact))
-        assert x.shape == e.shape, f"{name}: shape {tuple(x.shape)} for {tuple(e.shape)}"
-        if not torch.isfinite(e).all():
-            torch.testing.assert_close(x.isfinite(), e.isfinite())
-            continue
-        if not e.numel():
-            continue
-        error = float((x - e).abs().nan_to_num(nan=float("inf")).max())
-        torch_error = float((t - e).abs().nan_to_num(nan=float("inf")).max())
+        assert_within(name, ours[name], torchs[name], exact[name], floor, case)
+    for name in set(NAMES) - set(case.requires_grad):
+        assert ours[name] is None, f"{name} does not require grad but received one in {case}"
+
+
+def assert_within(
+    name: str, ours: Tensor, torchs: Tensor, exact: Tensor, floor: float, case: Any
+) -> None:
+    """Assert that ``ours`` errs by at most ``floor`` more than twice what torch does."""
+    ours, torchs, exact = (x.double() for x in (ours, torchs, exact))
+    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} for {tuple(exact.shape)}"
+    if not torch.isfinite(exact).all():
+        torch.testing.assert_close(ours.isfinite(), exact.isfinite())
+    elif exact.numel():
+        error, torch_error = (
+            float((x - exact).abs().nan_to_num(nan=float("inf")).max()) for x in (ours, torchs)
+        )
         if not torch_error < float("inf"):  # eager overflows in fp16 where we do not
             torch_error = 0.0
         bound = 2 * torch_error + floor
         assert error <= bound, (
             f"{name}: error {error:.3e} exceeds {bound:.3e} (torch makes {torch_error:.3e}, "
-            f"largest {float(e.abs().max()):.3e}) in {case}"
+            f"largest {float(exact.abs().max()):.3e}) in {case}"
         )
-    for name in set(NAMES) - set(case.requires_grad):
-        assert ours[name] is None, f"{name} does not require grad but received one in {case}"
 
 
 def _run(
-    fn: Loss,
-    case: Case,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
+    fn: Loss, case: Case, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
 ) -> dict[str, Any]:
     inputs = {"hidden": hidden, "weight": weight, "bias": bias}
     # detach keeps the strides, so that a strided input reaches the loss as it is

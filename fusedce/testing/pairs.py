@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import hypothesis
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fusedce.contract.checks import DTYPES
 from fusedce.contract.divergence import KINDS
 from fusedce.contract.rounding import acc_dtype
 from fusedce.loss.reference import reference_kl
+from fusedce.testing.cases import NAMES, Loss, assert_within, check_drawn, draw_numbers
 
-Loss = Callable[..., tuple[Tensor, Tensor]]
 NUMBERS: dict[str, tuple[float, ...]] = {
     "temperature": (0.5, 2.0),
     "softcap": (1.0, 30.0),
@@ -91,12 +91,7 @@ class Pair:
 def pairs(
     draw: st.DrawFn,
     *,
-    dtypes: Collection[torch.dtype] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    ),
+    dtypes: Collection[torch.dtype] = DTYPES,
     max_tokens: int = 20,
     max_vocabulary: int = 300,
     max_hidden: int = 30,
@@ -108,11 +103,7 @@ def pairs(
         dtypes: to draw from; max_tokens, max_vocabulary, max_hidden: largest N, V and H.
         options: which options of :func:`fusedce.fused_kl` the loss under test accepts.
     """
-    chosen: dict[str, Any] = {}
-    for name, values in NUMBERS.items():
-        if name in options:
-            value = draw(st.sampled_from([None, None, *values]), label=name)
-            chosen |= {} if value is None else {name: value}
+    chosen = draw_numbers(draw, NUMBERS, options)
     if "divergence" in options:
         chosen["divergence"] = draw(st.sampled_from(KINDS), label="divergence")
     vocabularies = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, max_vocabulary))
@@ -149,14 +140,8 @@ def assert_matches_reference_kl(
     """
     if pair is not None:
         check_pair(fn, pair)
-        return
-
-    @hypothesis.settings(max_examples=max_examples, deadline=None)
-    @hypothesis.given(pair=pairs(**strategy))
-    def run(pair: Pair) -> None:
-        check_pair(fn, pair)
-
-    run()
+    else:
+        check_drawn(functools.partial(check_pair, fn), pairs(**strategy), max_examples)
 
 
 def check_pair(fn: Loss, pair: Pair) -> None:
@@ -166,7 +151,9 @@ def check_pair(fn: Loss, pair: Pair) -> None:
     """
     tensors, options = pair.tensors()
     loss, n_valid, grads = gradients_of(fn, tensors, options)
-    exact, count, exact_grads = gradients_of(reference_kl, _wide(tensors), _wide_options(options))
+    wide = tuple(x.double() if x.is_floating_point() else x for x in tensors)
+    wide_options = {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}
+    exact, count, exact_grads = gradients_of(reference_kl, wide, wide_options)
     eager = functools.partial(reference_kl, dtype=torch.float32)
     _, _, eager_grads = gradients_of(eager, tensors, options)
     assert int(n_valid) == int(count), f"n_valid is {int(n_valid)}, reference {int(count)}: {pair}"
@@ -176,22 +163,13 @@ def check_pair(fn: Loss, pair: Pair) -> None:
     size = 1 + 30 * pair.spread
     # weights of both signs may cancel in the sum, so that the bound takes their absolute values
     weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
-    bound = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
-    error = abs(float(loss) - float(exact))
-    assert error <= bound, f"loss_sum: error {error:.3e} exceeds {bound:.3e} in {pair}"
-    for name, ours, truth, theirs in zip(
-        ("hidden", "weight", "bias"), grads, exact_grads, eager_grads, strict=False
-    ):
+    floor = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
+    assert_within("loss_sum", loss, exact, exact, floor, pair)
+    for name, ours, truth, theirs in zip(NAMES, grads, exact_grads, eager_grads, strict=False):
         assert ours.dtype == pair.dtype, f"{name}: gradient of {ours.dtype} for {pair.dtype}"
-        largest, error, of_eager = (
-            float(x.abs().max()) if truth.numel() else 0.0
-            for x in (truth, ours.double() - truth, theirs.double() - truth)
-        )
-        bound = 2 * of_eager + 2 * out * largest + 4 * eps * size * weights
-        assert error <= bound, (
-            f"{name}: error {error:.3e} exceeds {bound:.3e} (torch makes {of_eager:.3e}, largest "
-            f"{largest:.3e}) in {pair}"
-        )
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        floor = 2 * out * largest + 4 * eps * size * weights
+        assert_within(name, ours, theirs, truth, floor, pair)
 
 
 def gradients_of(
@@ -206,11 +184,3 @@ def gradients_of(
     loss_sum, n_valid = fn(*leaves[:2], *rest, **options)
     grads = torch.autograd.grad(loss_sum / n_valid.clamp(min=1), leaves)
     return loss_sum.detach(), n_valid, list(grads)
-
-
-def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.double() if x.is_floating_point() else x for x in tensors)
-
-
-def _wide_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}

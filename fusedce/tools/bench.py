@@ -15,7 +15,7 @@ import importlib.util
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
-from fusedce.tools.model_sizes import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
@@ -55,25 +54,22 @@ class Result:
     memory_method: str
     rows: list[Row]  # the bare products first
 
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
     def table(self) -> list[dict[str, str]]:
         """Rows to print: milliseconds, the ratio to the bare products, MiB."""
-        floor = self.rows[0].median
-        out = []
+        floor, out = self.rows[0].median, []
         for row in self.rows:
-            ratio = row.median / floor if row.median and floor else None
-            out.append({
-                "": row.name,
-                "median ms": f"{1e3 * row.median:.1f}" if row.median else (row.skipped or ""),
-                "fastest to slowest": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}"
-                if row.seconds else "",
-                "/ bare GEMMs": f"{ratio:.2f}" if ratio else "",
-                "extra peak MiB": f"{row.extra_bytes / 2**20:.0f}"
-                if row.extra_bytes is not None else "",
-            })  # fmt: skip
+            if row.seconds is None or row.median is None or floor is None:
+                continue
+            extra = "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}"
+            out.append(
+                {
+                    "": row.name,
+                    "ms": f"{1e3 * row.median:.1f}",
+                    "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
+                    "/ GEMMs": f"{row.median / floor:.2f}",
+                    "extra MiB": extra,
+                }
+            )
         return out
 
 
@@ -88,14 +84,7 @@ def bench(
         dtype: "fp32", "bf16" or "fp16"; device: of torch; repeats: timed calls of each.
         compiled: ``torch.compile`` of the eager loss as well (it takes most of a minute).
         progress: called with a line before each step.
-
-    Raises:
-        UserError: sizes that are not positive.
     """
-    if min(shape) < 1:
-        raise UserError(f"sizes of --shape must be at least 1, got {','.join(map(str, shape))}")
-    if repeats < 1:
-        raise UserError(f"--repeats must be at least 1, got {repeats}")
     on_cpu = torch.device(device).type == "cpu"
     names = [n for n in (ON_CPU if on_cpu else tuple(IMPLEMENTATIONS)) if compiled or n != COMPILED]
     absent = {n: reason for n in names if (reason := missing(n)) is not None}

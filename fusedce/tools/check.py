@@ -16,7 +16,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +50,6 @@ class Check:
     fused: bool
     why_not: tuple[str, ...]  # code that needed logits, or why the head was not replaced
     equal: bool
-
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
 
 
 def check(
@@ -103,10 +99,8 @@ def _small(model: str) -> nn.Module:
 
 
 def _with_lora(module: nn.Module) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ModuleNotFoundError:
-        raise UserError("--peft needs peft: pip install peft") from None
+    from peft import LoraConfig, get_peft_model
+
     names = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
     if not names:
         raise UserError("--peft: the model has no nn.Linear to put an adapter on")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.utils import collect_env
 
 import fusedce
 from fusedce.backends.choose import (
@@ -108,12 +109,8 @@ def _distributed() -> list[str]:
     """Names of the available backends of ``torch.distributed``."""
     if not dist.is_available():
         return []
-    usable = {
-        "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available(),
-        "xccl": dist.is_xccl_available(),
-    }  # fmt: skip
-    return [name for name, available in usable.items() if available]
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    return [name for name in names if dist.is_backend_available(name)]
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -182,14 +179,9 @@ def _backend_lines(device: torch.device) -> list[str]:
 
 
 def _devices() -> list[torch.device]:
-    devices = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        devices += [
-            torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())
-        ]
-    return devices
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = range(torch.accelerator.device_count())
+    return [torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found)]
 
 
 def _device_name(device: torch.device) -> str:
@@ -200,14 +192,5 @@ def _device_name(device: torch.device) -> str:
         return str(name)
     major, minor = torch.cuda.get_device_capability(device)
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return f"{name}, capability {major}.{minor}, {runtime}, driver {_driver()}"
-
-
-def _driver() -> str:
-    """The version of NVIDIA's kernel driver, or "unknown"."""
-    try:
-        with open("/proc/driver/nvidia/version") as file:
-            words = file.readline().split()
-    except OSError:
-        return "unknown"
-    return next((w for w in words if w.count(".") >= 1 and w[0].isdigit()), "unknown")
+    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
+    return f"{name}, capability {major}.{minor}, {runtime}, driver {driver}"

@@ -9,23 +9,22 @@ and online: its config.json alone is downloaded.
 from __future__ import annotations
 
 import difflib
-import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
-
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
 
 
 class UserError(ValueError):
     """A mistake of the user: the command line prints its message without a traceback."""
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes:
     """The sizes of a model that a plan needs."""
 
     name: str
@@ -34,7 +33,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(model: str) -> Sizes:
-    """Sizes of ``model``. Those of a folder or file are read without importing torch.
+    """Sizes of ``model``; only those of a configuration need transformers.
 
     Raises:
         UserError: there is no such model, or its configuration names no sizes.
@@ -44,21 +43,14 @@ def sizes(model: str) -> Sizes:
         if not H or not V:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
         return Sizes(model, H, V)
-    path = _config_path(model)
-    values = _read(path) if path is not None else _class_config(model).to_dict()
-    text = values.get("text_config")
-    if isinstance(text, dict) and "vocab_size" not in values:
-        values = values | text
-    found = {
-        what: next((values[n] for n in names if isinstance(values.get(n), int)), None)
-        for what, names in (("H", _HIDDEN), ("V", ("vocab_size",)))
-    }
-    if not found["H"] or not found["V"]:
+    of_text = config_of(model).get_text_config(decoder=True)
+    found: list[Any] = [getattr(of_text, name, None) for name in ("hidden_size", "vocab_size")]
+    if not all(found):
         raise UserError(
-            f"the configuration of {model} names no hidden size and vocabulary "
-            f"({', '.join(_HIDDEN)}; vocab_size): give them as H,V, such as 4096,128256"
+            f"the configuration of {model} names no hidden size and vocabulary: give them as H,V, "
+            f"such as 4096,128256"
         )
-    return Sizes(model, found["H"], found["V"])
+    return Sizes(model, *found)
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -70,7 +62,8 @@ def config_of(model: str) -> PretrainedConfig:
     path = _config_path(model)
     if path is None:
         return _class_config(model)
-    transformers = _transformers()
+    import transformers
+
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -101,14 +94,14 @@ def load(model: str) -> nn.Module:
 
 def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
     """The causal language model's class for ``config``."""
-    transformers = _transformers()
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
     named = [model] if hasattr(transformers, model) else list(config.architectures or ())
     for name in named:
         found = getattr(transformers, name, None)
         if found is not None and hasattr(found, "config_class") and "Config" not in name:
             return found
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
     if config.model_type not in names:
         raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
     return getattr(transformers, names[config.model_type])
@@ -145,18 +138,8 @@ def _download(model: str) -> Path:
     return Path(hf_hub_download(model, "config.json"))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"cannot read {path} as JSON: {_first_line(problem)}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
-
-
 def _class_config(model: str) -> PretrainedConfig:
-    transformers = _transformers()
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
@@ -171,16 +154,6 @@ def _class_config(model: str) -> PretrainedConfig:
             f"{transformers.__version__}{hint}"
         )
     return config_class()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise UserError(
-            "transformers is needed to read this: pip install 'fusedce[transformers]'"
-        ) from None
-    return transformers
 
 
 def _first_line(problem: Exception) -> str:

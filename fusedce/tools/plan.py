@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call, Way
+from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call
 from fusedce.backends.plan import device_budget, least_bytes, way_of
 from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-METHODS = ("eager", "compiled eager", "fused_ce")
-_MOST = 2**31 - 1  # tokens of a call
 
 
 class Device(NamedTuple):
@@ -45,14 +43,11 @@ class Method:
 
     name: str
     memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
-
-    @property
-    def bytes(self) -> int:
-        """All of the memory."""
-        return sum(self.memory.values())
+    bytes: int  # all of the memory
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """What a memory budget gives."""
 
     budget: int  # bytes
@@ -78,15 +73,6 @@ class ModelPlan:
     methods: tuple[Method, ...]
     frontier: tuple[Point, ...]  # what each memory budget gives
 
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        found = asdict(self)
-        found["model"] = self.model._asdict()
-        found["frontier"] = [point._asdict() for point in self.frontier]
-        for method, row in zip(self.methods, found["methods"], strict=True):
-            row["bytes"] = method.bytes
-        return found
-
 
 def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "H200") -> ModelPlan:
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
@@ -98,23 +84,22 @@ def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "
         device: a key of :data:`DEVICES`, or "cpu".
 
     Raises:
-        UserError: unknown model, device or dtype, or a size that is not positive.
+        UserError: unknown model or device, or a size that is not positive.
     """
-    if not 1 <= tokens <= _MOST:
-        bound = "at least 1" if tokens < 1 else f"at most {_MOST}"
-        raise UserError(f"tokens must be {bound}, got {tokens}")
-    if dtype not in BYTES:
-        raise UserError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
     if device != "cpu" and device not in DEVICES:
         raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
-    of = sizes(model)
-    known = DEVICES.get(device)
-    b = BYTES[dtype]
-    methods = tuple(Method(name, memory(name, tokens, of.H, of.V, b, known)) for name in METHODS)
-    asked = call(tokens, of.H, of.V, b, 1, cpu=known is None, device=known)
+    of, b = sizes(model), BYTES[dtype]
+    asked = call(tokens, of.H, of.V, b, cpu=device == "cpu", device=DEVICES.get(device))
+    ours, logits = way_of(asked), b * tokens * of.V
+    memory = {
+        "eager": {"log-softmax, its gradient, the slope": 12 * tokens * of.V},
+        "compiled eager": {"logits": logits},
+        "fused_ce": ours.held,
+    }
+    methods = tuple(Method(name, held, sum(held.values())) for name, held in memory.items())
     return ModelPlan(
-        of, tokens, dtype, device, b * tokens * of.V, chunk(tokens, of.H, of.V, b, known),
-        least_bytes(asked), way_of(asked).bytes, methods, frontier(tokens, of.H, of.V, b, known),
+        of, tokens, dtype, device, logits, ours.tokens, least_bytes(asked), ours.bytes, methods,
+        frontier(asked),
     )  # fmt: skip
 
 
@@ -148,37 +133,14 @@ def call(
     )  # fmt: skip
 
 
-def chunk(N: int, H: int, V: int, b: int, device: Device | None) -> int:
-    """Tokens of a chunk of our training pass, for elements of ``b`` bytes."""
-    return ours(N, H, V, b, device).tokens
-
-
-def ours(
-    N: int, H: int, V: int, b: int, device: Device | None, memory_budget: int | None = None
-) -> Way:
-    """The way that our training pass takes (:func:`fusedce.backends.plan.way_of`)."""
-    asked = call(N, H, V, b, memory_budget, cpu=device is None, device=device)
-    return way_of(asked, memory_budget=memory_budget)
-
-
-def memory(name: str, N: int, H: int, V: int, b: int, device: Device | None) -> dict[str, int]:
-    """Bytes at the peak of one forward and backward, by purpose."""
-    if name == "eager":
-        return {"log-softmax, its gradient, the slope": 12 * N * V}
-    if name == "compiled eager":
-        return {"logits": b * N * V}
-    return ours(N, H, V, b, device).held
-
-
-def frontier(N: int, H: int, V: int, b: int, device: Device | None) -> tuple[Point, ...]:
+def frontier(asked: Call) -> tuple[Point, ...]:
     """The ways of rising budgets: the least one, then each twice the one before.
 
     The last is the first in which all logits are one chunk.
     """
-    asked = call(N, H, V, b, 1, cpu=device is None, device=device)
     budget, found = least_bytes(asked), list[Point]()
     while not found or found[-1].way != ONE_CHUNK:
-        way = ours(N, H, V, b, device, budget)
+        way = way_of(asked, memory_budget=budget)
         products = 4 if way.name == TILES else 3
         point = Point(budget, way.name, way.tokens, way.classes, way.bytes, products)
         if not found or point.bytes != found[-1].bytes:

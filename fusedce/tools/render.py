@@ -31,11 +31,12 @@ def check_text(found: Check, saved: dict[str, int], device: str) -> str:
         rows.append((f"the native model's own in {found.dtype}", native))
     sizes = {name: _size(count) for name, count in saved.items()}
     each = f"eager {sizes['eager']}, compiled {sizes['compiled eager']}, fused {sizes['fused_ce']}"
-    rows.append((f"predicted memory of the loss ({device}, 4096 tokens, real size)", each))
+    memory = f"Predicted memory of the loss ({device}, 4096 tokens, real size): {each}"
     return "\n".join(
         (
             f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
             *_pairs(rows),
+            *textwrap.wrap(memory, 80),
             "equal: " + ("yes" if found.equal else "NO, do not use it with this model"),
             "fused: " + ("yes, no logits were made" if found.fused else "no, real logits"),
             *(f"  {reason}" for reason in found.why_not),
@@ -52,43 +53,41 @@ def plan_text(found: ModelPlan) -> str:
         ("least memory_budget", _size(found.least_budget)),
         ("recommended memory_budget", _size(found.recommended_budget)),
     ]
-    rows = [{"": m.name, "memory of the loss": _size(m.bytes)} for m in found.methods]
     lines = [
         f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, {found.device}",
         *_pairs(pairs),
-        _table(rows),
+        "Memory of the loss:",
     ]
     for m in found.methods:
         held = ", ".join(f"{name} {_size(count)}" for name, count in m.memory.items())
-        lines += textwrap.wrap(f"{m.name} holds: {held}", 80, subsequent_indent="  ")
-    lines += [
-        "Each memory_budget (beside inputs and gradients) and what it gives:",
-        _frontier(found),
-    ]
-    return "\n".join([*lines, "Counted from sizes, not measured."])
-
-
-def _frontier(found: ModelPlan) -> str:
-    """A table of memory budgets: the least one, then each twice the one before."""
-    rows = []
-    for point in found.frontier:
-        row = {
+        text = f"  {m.name}: {_size(m.bytes)} ({held})"
+        lines += textwrap.wrap(text, 80, subsequent_indent="    ")
+    rows = [
+        {
             "memory_budget": _size(point.budget),
             "way": point.way,
             "tokens x classes": f"{point.tokens} x {point.classes}",
             "holds": _size(point.bytes),
             "products": str(point.products),
         }
-        rows.append(row)
-    return _table(rows)
+        for point in found.frontier
+    ]
+    lines += ["Each memory_budget (beside inputs and gradients) and what it gives:", _table(rows)]
+    return "\n".join([*lines, "Counted from sizes, not measured."])
 
 
 def bench_text(found: Result) -> str:
     """The measurements of `bench`."""
     N, H, V = found.shape
-    return (
-        f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}\n"
-        f"{_table(found.table())}\nMemory: {found.memory_method}, beyond the inputs."
+    caption = f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}"
+    memory = f"Medians of the rounds. Memory: {found.memory_method}, beyond the inputs."
+    return "\n".join(
+        (
+            *textwrap.wrap(caption, 80),
+            _table(found.table()),
+            *(f"{row.name}: {row.skipped}" for row in found.rows if row.skipped),
+            *textwrap.wrap(memory, 80),
+        )
     )
 
 

@@ -26,10 +26,8 @@ from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
 
 logger = logging.getLogger(__name__)
 
-_CROSS_ENTROPY = (
-    ("transformers", "Trainer"),
-    ("trl", "SFTTrainer"),
-)  # whose loss the mixin replaces
+# Classes whose loss the mixin replaces.
+_CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
 
 
 class FusedTrainerMixin:
@@ -282,11 +280,11 @@ class FusedTrainerMixin:
         try:
             with LossObserver() as observer, self.compute_loss_context_manager():
                 model(**inputs)
-            if [reduction for *_, reduction in observer.losses] != ["mean"]:
+            if (found := [reduction for *_, reduction in observer.losses]) != ["mean"]:
                 raise ValueError(
                     f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
-                    f"output head with reduction 'mean', but there were "
-                    f"{[reduction for *_, reduction in observer.losses]}: use the stock Trainer"
+                    f"output head with reduction 'mean', but there were {found}: use the stock "
+                    f"Trainer"
                 )
             if _attends_across_documents(model, inputs):
                 logger.warning(
@@ -419,8 +417,7 @@ def _mask_borders(batch: dict[str, Any]) -> None:
 
     In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
     """
-    starts = _document_starts(batch)
-    if starts is None:
+    if (starts := _document_starts(batch)) is None:
         return
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
         if name in batch:
@@ -433,9 +430,7 @@ def _attends_across_documents(model: Any, batch: dict[str, Any]) -> bool:
     if starts is None or "input_ids" not in batch or not bool(starts[0].any()):
         return False
     begin = int(starts[0].nonzero().max())
-    labels: dict[str, Tensor] = {
-        name: batch[name].clone() for name in ("labels", "shift_labels") if name in batch
-    }
+    labels = {name: batch[name].clone() for name in ("labels", "shift_labels") if name in batch}
     for label in labels.values():
         label[:, : begin + 1] = label[1:] = -100
     other = batch["input_ids"].clone()

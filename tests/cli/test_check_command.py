@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from support.bounds import STATISTIC
 from support.command_line import answer, call
@@ -9,8 +10,10 @@ from support.command_line import answer, call
 import fusedce
 
 
-def test_a_class_is_checked():
-    found = answer("check", "LlamaForCausalLM")
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_a_class_is_checked(name):
+    """T5's configuration names no first token of the decoder, which its published ones do."""
+    found = answer("check", name)
     assert found["equal"]
     assert found["fused"]
     assert found["why_not"] == []
@@ -32,8 +35,8 @@ def test_a_folder_keeps_its_own_scales(tmp_path):
     assert answer("check", str(tmp_path))["fused"]
 
 
-def test_adapters_and_low_precision_are_checked(llama):
-    found = answer("check", str(llama), "--peft", "--dtype", "bf16")
+def test_adapters_and_low_precision_are_checked():
+    found = answer("check", "llama", "--peft", "--dtype", "bf16")
     assert found["equal"]
     assert found["fused"]
     assert found["native_errors"][0] > 0
@@ -51,7 +54,9 @@ def test_a_wrong_loss_is_found(monkeypatch):
     found = answer("check", "llama", status=1)
     assert not found["equal"]
     assert found["grad_error"] > 1e-5  # far above float32's rounding
-    assert "NO, do not use it" in call("check", "llama").output
+    text = call("check", "llama").output
+    assert "NO, do not use it" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_real_logits_are_named():
@@ -62,40 +67,34 @@ def test_real_logits_are_named():
     assert found["why_not"]
 
 
-def test_weights_of_a_folder_are_loaded(tmp_path):
+SMALL = {"vocab_size": 120, "num_layers": 1, "num_heads": 2, "num_hidden_layers": 1,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("LlamaForCausalLM", {"hidden_size": 16, "intermediate_size": 24}),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 16, "d_kv": 8, "d_ff": 24, "decoder_start_token_id": 0},
+        ),
+    ],
+)
+def test_weights_of_a_folder_are_loaded(tmp_path, name, config):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=120, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    kind = getattr(transformers, name)
+    kind(kind.config_class(**SMALL | config)).save_pretrained(tmp_path)
     found = answer("check", str(tmp_path), "--full")
+    assert found["model_class"] == name
     assert found["fused"]
-    small = answer("check", str(tmp_path))
-    assert small["parameters"] != found["parameters"]
+    assert found["equal"]
+    assert answer("check", str(tmp_path))["parameters"] != found["parameters"]
+
+
+def test_a_model_without_weights_is_not_loaded():
     done = call("check", "llama", "--full")
     assert done.exit_code == 2
     assert "there are none in llama" in done.stderr
-
-
-def test_a_model_that_shifts_its_labels_to_the_decoder():
-    """T5's configuration names no first token of the decoder, which its published ones do."""
-    found = answer("check", "T5ForConditionalGeneration")
-    assert found["equal"]
-    assert found["fused"]
-
-
-def test_weights_of_a_model_with_an_encoder_are_loaded(tmp_path):
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=120, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    found = answer("check", str(tmp_path), "--full")
-    assert found["model_class"] == "T5ForConditionalGeneration"
-    assert found["equal"]

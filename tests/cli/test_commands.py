@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 # ---- quick, and without torch ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
-def test_help_comes_at_once(arguments):
-    """The help takes little processor time, which does not depend on other programs."""
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "64,1000"]])
+def test_what_needs_no_torch_comes_at_once(arguments):
+    """It takes little processor time, which does not depend on other programs."""
     code = (
         "import sys; from fusedce.cli import main; main(sys.argv[1:], standalone_mode=False); "
         "assert 'torch' not in sys.modules"
@@ -61,24 +61,26 @@ def test_sizes_and_dtypes_are_understood_as_people_write_them():
     assert (found["model"]["H"], found["model"]["V"]) == (4096, 128256)
 
 
-def test_a_plan_fits_eighty_columns():
-    lines = call("plan", "4096,128256", "--tokens", "65536").output.splitlines()
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["plan", "no/such/folder"], "there is no folder or file 'no/such/folder'"),
         (["plan", "LlamaForCausal"], "did you mean LlamaForCausalLM"),
-        (["plan", "64,1000", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["plan", "64,1000", "--tokens", "0"], "'--tokens'"),
+        (["plan", "64,1000", "--tokens", "99999999999999999999"], "'--tokens'"),
+        (["plan", "0,5"], "H,V must be at least 1 each"),
+        (["plan", ""], "''"),
+        (["plan", "vit"], "names no hidden size and vocabulary"),
         (["plan", "64,1000", "--device", "H300"], "device must be cpu or one of A100"),
         (["plan"], "Missing argument 'MODEL'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
         (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
-        (["bench", "--shape", "0,8,9"], "sizes of --shape must be at least 1, got 0,8,9"),
+        (["bench", "--shape", "0,8,9"], "each at least 1, got '0,8,9'"),
+        (["bench", "--shape", "1²,2,3"], "--shape must be N,H,V"),
+        (["bench", "--repeats", "0"], "--repeats"),
         (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
+        (["bench", "--device", "meta"], "--device: cannot use 'meta'"),
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -92,21 +94,24 @@ def test_a_mistake_is_named_without_a_trace(arguments, words):
 
 
 def test_a_suggestion_is_made_once():
-    hint = (
-        call("plan", "gpt").stderr.partition("did you mean ")[2].strip().rstrip("?").split(" or ")
-    )
+    hint = call("plan", "gpt").stderr.split("did you mean ")[1].strip().rstrip("?").split(" or ")
     assert len(hint) > 1
     assert len(set(hint)) == len(hint)
 
 
 def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
+    """The table fits 80 columns, and what did not run is named below it."""
     from fusedce.tools import bench
 
-    result = bench.Result(
-        (8, 4, 9), "fp32", "cpu", "here", "method", [bench.Row("bare GEMMs", [1.0], None)]
-    )
+    rows = [bench.Row(name, [1.0, 1.5], 2**31) for name in ("bare GEMMs", *bench.ON_CPU)]
+    rows.append(bench.Row("QuACK", None, None, "quack is not installed"))
+    where = "x86_64, 64 threads; torch 2.13.0; 5 rounds; a quarter of labels ignored"
+    result = bench.Result((8192, 4096, 128256), "fp32", "cpu", where, "method", rows)
     monkeypatch.setattr(bench, "bench", lambda *a, **k: result)
-    assert "Compiled eager: add --compile" in call("bench").output
+    text = call("bench").output
+    assert "Compiled eager: add --compile" in text
+    assert "QuACK: quack is not installed" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "--compile" not in call("bench", "--compile").output
 
 
@@ -141,14 +146,8 @@ def test_an_error_of_ours_keeps_its_trace(monkeypatch):
     assert isinstance(call("bench").exception, IndexError)
 
 
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        (OSError("offline"), "hf download org/name config.json --local-dir name"),
-        (ModuleNotFoundError("huggingface_hub"), "hf download org/name config.json"),
-    ],
-)
-def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised, words):
+@pytest.mark.parametrize("raised", [OSError("offline"), ModuleNotFoundError("huggingface_hub")])
+def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised):
     from fusedce.tools import model_sizes
 
     def fails(model):
@@ -158,15 +157,15 @@ def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised,
     monkeypatch.setattr(model_sizes, "_download", fails)
     done = call("plan", "org/name")
     assert done.exit_code == 2
-    assert words in done.stderr
-    assert "then: fusedce plan name" in done.stderr
+    words = " ".join(done.stderr.split())
+    assert "hf download org/name config.json --local-dir name; then: fusedce plan name" in words
 
 
 def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
     from fusedce.tools import model_sizes
 
     config = tmp_path / "config.json"
-    config.write_text('{"hidden_size": 64, "vocab_size": 1000}')
+    config.write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 1000}')
     asked = []
     monkeypatch.setattr(model_sizes, "_download", lambda model: asked.append(model) or config)
     found = answer("plan", "org/name")
@@ -178,11 +177,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     done = call("plan", str(tmp_path))
     assert done.exit_code == 2
-    assert f"cannot read {tmp_path / 'config.json'} as JSON" in done.stderr
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    done = call("plan", str(tmp_path))
-    assert done.exit_code == 2
-    assert "names no hidden size and vocabulary" in done.stderr
+    assert f"cannot read {tmp_path}" in " ".join(done.stderr.split())
 
 
 # ---- doctor and bench --------------------------------------------------------------------------
@@ -194,7 +189,6 @@ def test_the_doctor_reports():
     assert [c["dtype"] for c in found["devices"][0]["checks"]] == ["float32", "bfloat16", "float16"]
     text = call("doctor").output
     assert "self-check float32   ok" in text
-    assert "\x1b" not in text
 
 
 def test_a_wrong_result_is_found(monkeypatch):
@@ -253,7 +247,7 @@ def test_a_shape_is_measured():
         assert rows[name]["extra_bytes"] >= 0
 
 
-# ---- audit and bench ----------------------------------------------------------------------------
+# ---- audit ----------------------------------------------------------------------------
 
 
 def test_the_audit_tells_a_wrong_loop_from_a_right_one():
@@ -266,15 +260,7 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "named"),
-    [
-        (["--shape", "1²,2,3"], 2, "--shape"),
-        (["--shape", "1000000000,1000000,1000000"], 1, "memory"),
-        (["--shape", "2,2,2", "--device", "meta"], 2, "--device"),
-    ],
-)
-def test_a_bench_that_cannot_run_here(arguments, status, named):
-    done = call("bench", *arguments)
-    assert (done.exit_code, type(done.exception)) == (status, SystemExit), done.exception
-    assert named in done.stderr
+def test_a_shape_that_memory_does_not_hold():
+    done = call("bench", "--shape", "1000000000,1000000,1000000")
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
+    assert "memory" in done.stderr

@@ -1,6 +1,7 @@
 """The site's snippets and notebooks run; its tables are those of the committed measurements."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -25,6 +26,7 @@ PAGES = {
 }
 PAGES = {name: snippets for name, snippets in PAGES.items() if snippets}
 BLOB = "https://github.com/fusedce/fusedce/blob/main"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 
 
@@ -84,14 +86,6 @@ def test_every_block_says_its_language(name):
     assert tags.count(" {.python}") == len(INCLUDED.findall(TEXTS[name]))
     if "py" in tags:  # runs in a process of its own: tests/compiled does it
         assert name == "kernels.md"
-
-
-def test_a_page_whose_example_imports_the_small_model_links_to_it():
-    used = {name: INCLUDED.findall(text) for name, text in TEXTS.items()}
-    needs = [n for n, paths in used.items()
-             if any("from tiny import" in (ROOT / p).read_text() for p in paths)]  # fmt: skip
-    assert len(needs) >= 4
-    assert [name for name in needs if "(../../examples/tiny.py)" not in TEXTS[name]] == []
 
 
 def test_pages_with_snippets_are_found():
@@ -166,6 +160,17 @@ def test_the_table_of_real_weights_is_that_of_the_committed_measurement(tmp_path
     assert 1000 * runs["fused 1x8"]["logged_gap"] < runs["naive 1x8"]["logged_gap"]
 
 
+def test_the_table_of_heads_is_that_of_the_committed_measurement(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    spec = importlib.util.spec_from_file_location("bench_head", ROOT / "bench" / "head.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    results = json.loads((ROOT / "bench" / "results" / "head-cpu.json").read_text())
+    page = TEXTS["head.md"]
+    assert f"<!-- head cpu -->\n{bench.table(results['rows'])}\n<!-- end -->" in page
+
+
 def test_the_site_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in [*DOCS.rglob("*.md"), *NOTEBOOKS]:
@@ -175,7 +180,7 @@ def test_the_site_lists_every_page():
 @pytest.mark.parametrize(
     ("home", "page", "link", "expected"),
     [
-        ("docs/head.md", "docs/head.md", "../examples/audit.py", f"{BLOB}/examples/audit.py"),
+        ("docs/head.md", "docs/head.md", "../examples/plain.py", f"{BLOB}/examples/plain.py"),
         ("docs/guides/rl.md", "docs/guides/rl.md", "../api.md#recipes", "../api.md#recipes"),
         ("CHANGELOG.md", "docs/changelog.md", "docs/head.md", "head.md"),
         ("CHANGELOG.md", "docs/changelog.md", "Makefile#L3", f"{BLOB}/Makefile#L3"),
@@ -223,3 +228,16 @@ def test_sphinx_syntax_of_docstrings_is_not_printed(monkeypatch):
     html = "<p>The loss::</p><p>see :func:<code>~fusedce.fused_ce</code>, a[::2] and\nx::\n</p>"
     expected = "<p>The loss:</p><p>see <code>fusedce.fused_ce</code>, a[::2] and\nx:\n</p>"
     assert hooks.on_page_content(html) == expected
+
+
+def test_every_file_that_contributing_names_is_there():
+    named = [x for x in re.findall(r"`([\w*./]+)`", CONTRIBUTING) if "/" in x or x.endswith(".py")]
+    assert len(named) > 30
+    places = (ROOT, ROOT / "fusedce", ROOT / "fusedce" / "backends", ROOT / "fusedce" / "autograd")
+    bare = {file.name for file in (ROOT / "fusedce").rglob("*.py")}
+    missing = [x for x in named if x not in bare and not any(list(p.glob(x)) for p in places)]
+    assert missing == []
+
+
+def test_contributing_stays_short():
+    assert len(CONTRIBUTING.splitlines()) <= 100
