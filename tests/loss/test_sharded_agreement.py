@@ -1,20 +1,19 @@
-"""Ranks that share a vocabulary and pass different arguments raise the same error at once."""
+"""Ranks of one vocabulary that pass different or wrong arguments raise the same error at once."""
 
 import functools
-import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.bounds import EXACT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_kl_tokens, fused_logprobs
+from fusedce import fused_topk as top_classes
 from fusedce.backends.shards import agreement
 from fusedce.backends.shards.agreement import _checksum, _signs
-from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
+from fusedce.sharded import sharded_argmax, sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
 
@@ -36,198 +35,221 @@ def inputs(seed=0):
     }
 
 
-def differ(change, rank):
-    """Rank 1 passes another argument; afterwards both are in step."""
-    x = inputs()
-    if rank:
-        change(x)
-    error, seconds = ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD)
-    after = sharded_ce(**inputs(), process_group=dist.group.WORLD)
-    return error, seconds, int(after.n_valid)
+def of_whole(hidden, weight, labels, **options):
+    """A call without a teacher's or a group's words, as a user of a whole vocabulary writes it."""
+    return fused_ce(hidden, weight, labels, **options)
 
 
-OPTIONS = {
-    "softcap": {"softcap": 3},
-    "logit_scale": {"logit_scale": 2},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 1e-3},
-    "ignore_index": {"ignore_index": 2},
-    "chunk_tokens": {"chunk_tokens": 3},
-    "bias": {"bias": torch.zeros(V // 2)},
-    "token_weight": {"token_weight": torch.ones(N)},
-}
-CASES = {
-    name: functools.partial(differ, lambda x, option=option: x.update(option))
-    for name, option in OPTIONS.items()
-}
-CASES["hidden.requires_grad"] = functools.partial(differ, lambda x: x["hidden"].requires_grad_())
-BAD = {
-    "labels": (lambda x: x.update(labels=x["labels"][:3]), "labels"),
-    "float labels": (lambda x: x.update(labels=x["labels"].float()), "labels must be int64"),
-    "weight": (lambda x: x.update(weight=x["weight"][:, :2]), "weight must be"),
-    "softcap < 0": (lambda x: x.update(softcap=-1.0), "softcap"),
-    "vocab_size": (lambda x: x.update(vocab_size=2.5), "vocab_size must be an int"),
-    "label": (lambda x: x["labels"].fill_(99), "labels must be the same on all ranks"),
-    "long number": (lambda x: x.update(vocab_size=10**900), "pass a shorter vocab_size, now 1000"),
-    "error of a tensor": (lambda x: x.update(hidden=x["hidden"].as_subclass(Odd)), "KeyError"),
-}
-CASES |= {name: functools.partial(differ, change) for name, (change, _) in BAD.items()}
+def divergence(hidden, weight, labels, function=fused_kl, **options):
+    teacher = {"teacher_hidden": hidden.detach(), "teacher_weight": weight.detach()}
+    return function(hidden, weight, labels=labels, **teacher | options)
 
 
-def bad_label_of_a_shard(rank):
-    """Each rank has tokens of its own; one of rank 1 is out of range."""
-    x = inputs(rank)
-    if rank:
-        x["labels"][3] = 99
-    return ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD, tokens_sharded=True)
+def topk(hidden, weight, labels, k=2, **options):
+    return top_classes(hidden, weight, k, **options)
 
 
-CASES["bad label"] = bad_label_of_a_shard
+def argmax(hidden, weight, labels, **options):
+    return sharded_argmax(hidden, weight, **options)
 
 
-def kinds_of_asking(mine, theirs, rank):
-    """Each rank calls a function or an option of another kind; afterwards both are in step."""
-    function, options = theirs if rank else mine
-    error, seconds = ranks.timed(function, **inputs(), **options, process_group=dist.group.WORLD)
-    after = sharded_ce(**inputs(), process_group=dist.group.WORLD)
-    return error, seconds, int(after.n_valid)
+def of_placements(hidden, weight, labels, process_group, placed="weight", at=0, **options):
+    """With one DTensor, placed as `at` says: along a dimension, or replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    of = {"hidden": hidden, "weight": torch.randn(V, H)}
+    placement = [Replicate() if at is None else Shard(at)]
+    of[placed] = distribute_tensor(of[placed], mesh, placement)
+    if placed == "hidden" and at:
+        of["weight"] = distribute_tensor(of["weight"], mesh, [Shard(0)])
+    return options.pop("function", fused_ce)(**of, labels=labels, **options)
 
 
-HALF = {"token_weight": torch.full((N,), 0.5)}
-ASKED = {
-    "tokens_sharded": (
-        (sharded_ce, {"tokens_sharded": True}),
-        (sharded_ce, {}),
-        "tokens_sharded must be the same on all ranks that share the vocabulary, here it is "
-        "[True, False]",
+X = inputs()
+NONE = {"reduction": "none"}
+LOSS, STATS = sharded_cross_entropy, sharded_logprobs
+TWO, OTHERS = torch.zeros(N, 2, dtype=torch.int64), torch.ones(N, 2, dtype=torch.int64)
+WHOLE = torch.zeros(N, H, dtype=torch.float64), torch.zeros(V // 2, H, dtype=torch.float64)
+IN_FLOAT64 = dict(zip(("hidden", "weight"), WHOLE, strict=True))
+TWO_BYTES = {"hidden": X["hidden"].bfloat16(), "weight": X["weight"].detach().bfloat16()}
+GIVEN, OWN = torch.full((N, V), 1 / V), {"tokens_sharded": True}
+SHARED = "must be the same on all ranks that share the vocabulary"
+TOO_LARGE = "labels must hold class indices in 0 <= label < V=6"
+
+
+def c(*numbers):
+    return {"class_weight": torch.tensor(numbers), "reduction": "none"}
+
+
+def of_class(label):
+    return {"labels": torch.full((N,), label)}
+
+
+# What the error says, the function, and what rank 0 and rank 1 pass beside or instead of `inputs`.
+DIFFERENT = [
+    *((f"{name} {SHARED}", sharded_ce, {}, {name: value}) for name, value in {
+        "softcap": 3, "logit_scale": 2, "label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 2,
+        "chunk_tokens": 3, "bias": torch.zeros(V // 2), "token_weight": torch.ones(N),
+    }.items()),
+    (f"hidden.requires_grad {SHARED}", sharded_ce, {},
+     {"hidden": X["hidden"].clone().requires_grad_()}),
+    (f"hidden.dtype {SHARED}", sharded_ce, OWN, OWN | TWO_BYTES),
+    (f"tokens_sharded {SHARED}, here it is [True, False]", sharded_ce, OWN, {}),
+    (f"token_weight {SHARED}, here their values", sharded_ce, {"token_weight": torch.ones(N)},
+     {"token_weight": torch.full((N,), 0.5)}),
+    (f"class_weight {SHARED}", LOSS, {"class_weight": torch.ones(V)},
+     {"class_weight": torch.ones(V + 1)}),
+    (f"class_weight {SHARED}", LOSS, c(*range(V)), NONE),
+    (f"class_weight {SHARED}", LOSS, c(*range(V)), c(0, 1, 2, 3, 5, 4)),
+    (f"temperature {SHARED}, here their values", STATS, {"temperature": torch.ones(N)},
+     {"temperature": torch.arange(1.0, 1 + N)}),
+    (f"temperature {SHARED}", STATS, {"temperature": torch.ones(N)}, {}),
+    (f"logit_scale / temperature {SHARED}", STATS, {"temperature": 0.5}, {}),
+    (f"reduction {SHARED}, here it is ['sum', 'mean']", LOSS, {"reduction": "sum"},
+     {"reduction": "mean"}),
+    (f"function {SHARED}, here it is ['losses of tokens', 'a sum of losses']", LOSS, NONE, {}),
+    ("['losses of tokens', 'statistics of tokens']", (LOSS, STATS), NONE, {}),
+    ("['statistics of tokens', 'a sum of losses']", (STATS, sharded_ce), {}, {}),
+    ("'statistics of tokens with mean_logit'", STATS, {}, {"mean_logit": True}),
+    ("['statistics of tokens, 2 classes each', 'statistics of tokens']", STATS, {"labels": TWO},
+     {}),
+    ("labels must be the same on all ranks", STATS, {"labels": TWO}, {"labels": OTHERS}),
+    ("labels must be the same on all ranks", sharded_ce, {}, {"labels": X["labels"].roll(1)}),
+    ("weight.requires_grad must be the same on all ranks", STATS, {},
+     {"weight": X["weight"].detach()}),
+    ("ValueError: weight.requires_grad must be the same on all ranks", sharded_ce,
+     {"backend": "triton"}, {"backend": "triton", "weight": X["weight"].detach()}),
+    ("argmax_out", of_whole, {}, {"argmax_out": torch.empty(N, dtype=torch.int64)}),
+    ("monitor", of_whole, {}, {"monitor": ["correct"]}),
+    ("backend", of_whole, {}, {"backend": "triton"}),
+    ("k must be", topk, {"k": 2}, {"k": "2"}),
+    (f"k {SHARED}", topk, {"k": 2}, {"k": 3}),
+    *((name, divergence, mine, theirs) for name, mine, theirs in (
+        ("teacher_softcap", {}, {"teacher_softcap": 5.0}),
+        ("teacher_logit_scale", {}, {"teacher_logit_scale": 2.0}),
+        ("divergence", {}, {"divergence": "reverse"}),
+        ("beta", {"divergence": "jsd", "beta": 0.2}, {"divergence": "jsd", "beta": 0.3}),
+        ("ce_weight", {}, {"ce_weight": 1.0}),
+        ("temperature", {}, {"temperature": 2.0}),
+        ("teacher_bias", {}, {"teacher_bias": torch.zeros(V // 2)}),
+        ("reduction", {}, {"function": fused_kl_tokens}),
+    )),
+]  # fmt: skip
+# The same of an argument that is wrong on rank 1 alone, so that it raises before the ranks meet.
+WRONG_ON_ONE = [
+    ("labels", sharded_ce, {"labels": X["labels"][:3]}),
+    ("labels must be int64", sharded_ce, {"labels": X["labels"].float()}),
+    ("weight must be", sharded_ce, {"weight": X["weight"].detach()[:, :2]}),
+    ("softcap", sharded_ce, {"softcap": -1.0}),
+    ("vocab_size must be an int", sharded_ce, {"vocab_size": 2.5}),
+    ("labels must be the same on all ranks", sharded_ce, of_class(99)),
+    ("pass a shorter vocab_size, now 1000", sharded_ce, {"vocab_size": 10**900}),
+    ("KeyError", sharded_ce, {"hidden": X["hidden"].as_subclass(Odd)}),
+    ("backend", of_whole, {"backend": "nope"}),
+    ("class_weight must not require grad", LOSS, c(*[1.0] * V) | {
+        "class_weight": torch.ones(V, requires_grad=True)}),
+    ("reduction must be 'mean', 'sum' or 'none'", LOSS, {"reduction": "median"}),
+    ("temperature must be positive, got 0.0", STATS, {"temperature": 0.0}),
+    ("hidden must be a tensor", argmax, {"hidden": None}),
+]  # fmt: skip
+# And on all ranks.
+WRONG = [
+    (TOO_LARGE, sharded_ce, of_class(V)),
+    ("got 6 at flattened position 3", sharded_ce,
+     {"labels": X["labels"].index_fill(0, torch.tensor(3), V)}),
+    (TOO_LARGE, STATS, of_class(V)),
+    ("vocab_size must be 1 to 6 (all rows), got 7", sharded_ce, {"vocab_size": 7}),
+    ("TypeError: vocab_size must be an int", sharded_ce, {"vocab_size": 3.0}),
+    ("ValueError: label_smoothing must be in [0, 1], got 1.5", sharded_ce,
+     {"label_smoothing": 1.5}),
+    ("TypeError: process_group must be a process group", sharded_ce, {"process_group": "tp"}),
+    ("RuntimeError: backend='triton' cannot run", of_whole, IN_FLOAT64 | {"backend": "triton"}),
+    ("RuntimeError: backend='triton' cannot run", LOSS, NONE | IN_FLOAT64 | {"backend": "triton"}),
+    ("backend must be None, 'torch' or 'triton'", of_whole, {"backend": "nope"}),
+    ("backend must be None, 'torch'", LOSS, NONE | {"backend": "cuda"}),
+    ("token_weight must not require grad", of_whole,
+     {"token_weight": torch.ones(N, requires_grad=True)}),
+    ("TypeError: token_weight must be real numbers", of_whole,
+     {"token_weight": torch.ones(N, dtype=torch.complex64)}),
+    ("class_weight must be (V,) = (6,), the weights of all ranks", LOSS, c(1, 2, 3)),
+    ("labels must have the leading shape of hidden (7,), got (7, 2)", LOSS, NONE | {"labels": TWO}),
+    ("temperature must be positive and finite, got 0.0 at flattened position 0", STATS,
+     {"temperature": torch.zeros(N)}),
+    ("k must be in [1, V] with V=6", topk, {"k": 7}),
+    ("teacher_weight", divergence, {"teacher_weight": torch.zeros(V, H)}),
+    ("backend='torch'", divergence, {"backend": "triton"}),
+    ("labels of class probabilities", LOSS, {"labels": GIVEN}),
+    ("tokens_sharded", LOSS, {"labels": GIVEN[:, :3], "tokens_sharded": True}),
+    ("pass weight.redistribute(placements=[Shard(0)])", of_placements, {"at": 1}),
+    ("ValueError: weight must have Shard(0)", of_placements, {"at": 1}),
+    ("pass weight.to_local()", of_placements, {"at": None}),
+    ("pass hidden.redistribute(placements=[Replicate()])", of_placements,
+     {"placed": "hidden", "at": 1}),
+    ("TypeError: hidden must be a plain tensor here, got a DTensor", of_placements,
+     {"placed": "hidden", "function": fused_cross_entropy}),
+    ("TypeError: hidden must be a plain tensor here, got a DTensor", of_placements,
+     {"placed": "hidden", "function": fused_logprobs}),
+]  # fmt: skip
+ROWS = [
+    *DIFFERENT,
+    *((words, function, {}, wrong) for words, function, wrong in WRONG_ON_ONE),
+    *((words, function, wrong, wrong) for words, function, wrong in WRONG),
+    # each rank has tokens of its own; one of rank 1 is out of range
+    ("labels must hold class indices", sharded_ce, OWN, OWN | of_class(99)),
+]
+
+
+def differ(function, mine, theirs, rank):
+    """The error, and the seconds it took; afterwards both ranks are in step."""
+    if isinstance(function, tuple):
+        function = function[rank]
+    group = {"process_group": dist.group.WORLD}
+    found = ranks.timed(function, **inputs() | group | (theirs if rank else mine))
+    after = sharded_ce(**inputs(), **group)
+    return *found, int(after.n_valid)
+
+
+@functools.cache
+def results():
+    return ranks.run({i: functools.partial(differ, *row[1:]) for i, row in enumerate(ROWS)})
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda i: f"{i} {ROWS[i][0]}")
+def test_all_ranks_raise_the_same(row):
+    (a, fast, after), (b, fast_too, _) = ranks.of(results(), row)
+    assert a == b
+    assert ROWS[row][0] in a
+    assert max(fast, fast_too) < ranks.SOON
+    assert after == N
+
+
+def test_torch_distributed_must_be_initialised():
+    for function in (sharded_ce, sharded_cross_entropy, sharded_logprobs):
+        with pytest.raises(ValueError, match=r"process_group: torch.distributed must be init"):
+            function(**inputs())
+    with pytest.raises(TypeError, match="process_group must be a process group"):
+        fused_cross_entropy(**inputs(), process_group="tp")
+
+
+# ---- a weight that is replicated over a dimension of its mesh -----------------------------------
+
+WORDS = "weight is replicated over a dimension of its mesh over which the"
+# What the second replica holds, or only the last rank of it, and the error of that.
+REPLICAS = {
+    "same": ({}, None),
+    "noise": ({"times": 1.001}, None),  # another order of sums
+    "ignored": ({"ignored": 3.0}, None),
+    "labels": ({"other": ["labels"]}, f"{WORDS} labels differ"),
+    "hidden": ({"other": ["hidden"]}, f"{WORDS} hidden states differ"),
+    "hidden, 3%": ({"times": 1.03}, f"{WORDS} hidden states differ"),
+    "hidden of one": ({"other": ["hidden"], "from": 3}, f"{WORDS} hidden states differ"),
+    "bad": (
+        {"bad": True},
+        "labels must be int64 or int32 class indices, got torch.float32 (on rank 3)",
     ),
-    "token_weight": (
-        (sharded_ce, {"token_weight": torch.ones(N)}),
-        (sharded_ce, HALF),
-        "token_weight must be the same on all ranks that share the vocabulary, here their values",
-    ),
-    "class_weight": (
-        (sharded_cross_entropy, {"class_weight": torch.ones(V)}),
-        (sharded_cross_entropy, {"class_weight": torch.tensor([1.0] * V + [0.0])}),
-        "class_weight must be the same on all ranks that share the vocabulary",
-    ),
-    "temperature": (
-        (sharded_logprobs, {"temperature": torch.ones(N)}),
-        (sharded_logprobs, {"temperature": torch.arange(1.0, 1 + N)}),
-        "temperature must be the same on all ranks that share the vocabulary, here their values",
-    ),
-    "reduction": (
-        (sharded_cross_entropy, {"reduction": "sum"}),
-        (sharded_cross_entropy, {"reduction": "mean"}),
-        "reduction must be the same on all ranks that share the vocabulary, here it is "
-        "['sum', 'mean']",
-    ),
-    "function": (
-        (sharded_cross_entropy, {"reduction": "none"}),
-        (sharded_logprobs, {}),
-        "function must be the same on all ranks that share the vocabulary, here it is ['losses of "
-        "tokens', 'statistics of tokens']",
-    ),
 }
-CASES |= {
-    f"asked {name}": functools.partial(kinds_of_asking, *case[:2]) for name, case in ASKED.items()
-}
-
-
-def kinds_that_differ(rank):
-    """Each rank has tokens of its own, their labels and weights in another dtype than the other's.
-
-    The same loss and gradients as with one kind on both.
-    """
-    found = []
-    same = (torch.int64, torch.int64), (torch.float32, torch.float32)
-    for kinds in (same, ((torch.int64, torch.int32), (torch.int16, torch.float64))):
-        x = inputs(rank)
-        x["weight"] = inputs()["weight"].detach().requires_grad_()
-        x["labels"] = x["labels"].to(kinds[0][rank])
-        x["token_weight"] = (torch.arange(N) % 3).to(kinds[1][rank])
-        loss = sharded_ce(**x, process_group=dist.group.WORLD, tokens_sharded=True).loss_sum
-        found.append((loss.detach(), *torch.autograd.grad(loss, x["weight"])))
-    return found
-
-
-CASES["kinds"] = kinds_that_differ
-
-
-def hidden_of_another_dtype(rank):
-    x = inputs()
-    if rank:
-        x |= {name: x[name].detach().bfloat16() for name in ("hidden", "weight")}
-        x["weight"].requires_grad_()
-    return ranks.timed(sharded_ce, **x, process_group=dist.group.WORLD, tokens_sharded=True)
-
-
-def what_a_whole_vocabulary_has(option, rank):
-    x = inputs()
-    return ranks.timed(fused_ce, **x, **(option if rank else {}), process_group=dist.group.WORLD)
-
-
-WHOLE = {
-    "argmax_out": {"argmax_out": torch.empty(N, dtype=torch.int64)},
-    "monitor": {"monitor": ["correct"]},
-    "backend": {"backend": "triton"},
-    "backend ": {"backend": "nope"},
-}
-CASES |= {
-    f"whole {name}": functools.partial(what_a_whole_vocabulary_has, option)
-    for name, option in WHOLE.items()
-}
-CASES["dtype"] = hidden_of_another_dtype
-
-
-def plain_inputs():
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, H, generator=rng, requires_grad=True)
-    weight = torch.randn(V, H, generator=rng, requires_grad=True)
-    return hidden, weight, torch.randint(1, V, (N,), generator=rng)
-
-
-def masked_label(rank):
-    """A class whose logit is -inf, as a label: the same gradients as with a whole vocabulary."""
-    hidden, weight, labels = plain_inputs()
-    bias = torch.zeros(V)
-    bias[labels[0]] = -math.inf
-    whole = fused_ce(hidden, weight, labels, bias=bias).loss_sum
-    wanted = torch.autograd.grad(whole, (hidden, weight))
-    rows = slice(0, 2) if rank == 0 else slice(2, V)
-    shard = weight.detach()[rows].requires_grad_()
-    loss = fused_ce(hidden, shard, labels, bias=bias[rows], process_group=dist.group.WORLD).loss_sum
-    grads = torch.autograd.grad(loss, (hidden, shard))
-    torch.testing.assert_close((loss, *grads), (whole, wanted[0], wanted[1][rows]))
-
-
-def checks(rank):
-    hidden, weight, labels = plain_inputs()
-    group = dist.group.WORLD
-    weights = {
-        "grad": torch.ones(N, requires_grad=True),
-        "complex": torch.ones(N, dtype=torch.complex64),
-    }
-    found = {
-        name: ranks.error_of(
-            fused_ce, hidden, weight, labels, process_group=group, token_weight=token_weight
-        )
-        for name, token_weight in weights.items()
-    }
-    found["backend"] = ranks.error_of(
-        fused_ce, hidden, weight, labels, process_group=group, backend="nope"
-    )
-    sharded = distribute_tensor(hidden.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
-    for function in (fused_cross_entropy, fused_logprobs):
-        found[function.__name__] = ranks.error_of(function, sharded, weight, labels)
-    return found
-
-
-CASES |= {"masked label": masked_label, "checks": checks}
 
 
 def mesh_2d(change, rank):
-    """``change`` what the second replica holds, or only the last rank of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = inputs()
     x["labels"][1] = -100
@@ -240,86 +262,22 @@ def mesh_2d(change, rank):
     torch.manual_seed(0)
     weight = distribute_tensor(torch.randn(V, H), mesh, [Replicate(), Shard(0)]).requires_grad_()
     hidden = x["hidden"].requires_grad_()
-
-    def step():
-        sharded_ce(hidden, weight, x["labels"]).mean().backward()
-
-    error = ranks.error_of(step)
-    return error, None if error else (weight.grad.full_tensor(), weight.grad.placements)
-
-
-@functools.cache
-def results():
-    return ranks.run(CASES)
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "hidden.requires_grad"])
-def test_options_that_differ(name):
-    (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
-    assert a == b
-    assert f"{name} must be the same on all ranks that share the vocabulary" in a
-    assert max(fast, fast_too) < ranks.SOON
-    assert after == N
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_rank_that_raises_before_they_meet(name):
-    (a, fast, after), (b, fast_too, _) = ranks.of(results(), name)
-    assert a == b
-    assert BAD[name][1] in a
-    assert max(fast, fast_too) < ranks.SOON
-    assert after == N
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_ranks_that_ask_for_other_things(name):
-    (a, fast, after), (b, fast_too, _) = ranks.of(results(), f"asked {name}")
-    assert a == b
-    assert ASKED[name][2] in a
-    assert max(fast, fast_too) < ranks.SOON
-    assert after == N
-
-
-def test_a_bad_label_of_one_shard():
-    (a, fast), (b, fast_too) = ranks.of(results(), "bad label")
-    assert a == b
-    assert "labels must hold class indices" in a
-    assert max(fast, fast_too) < ranks.SOON
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_rank_that_asks_for_what_a_whole_vocabulary_has(name):
-    (a, fast), (b, fast_too) = ranks.of(results(), f"whole {name}")
-    assert a == b
-    assert name.strip() in a
-    assert "(on rank 1)" in a or "must be the same on all ranks" in a
-    assert max(fast, fast_too) < ranks.SOON
-
-
-def test_labels_and_weights_of_another_dtype_on_each_rank():
-    for uniform, mixed in ranks.of(results(), "kinds"):
-        torch.testing.assert_close(mixed, uniform, **EXACT)
-
-
-def test_hidden_states_of_another_dtype_on_each_rank():
-    (a, fast), (b, fast_too) = ranks.of(results(), "dtype")
-    assert a == b
-    assert "hidden.dtype must be the same on all ranks that share the vocabulary" in a
-    assert "torch.float32', 'torch.bfloat16" in a
-    assert max(fast, fast_too) < ranks.SOON
+    error = ranks.error_of(lambda: sharded_ce(hidden, weight, x["labels"]).mean().backward())
+    return error, None if error else weight.grad.full_tensor()
 
 
 def test_a_weight_replicated_over_other_tokens_is_refused():
-    found = ranks.run({k: functools.partial(mesh_2d, v) for k, v in REPLICAS.items()}, 4)
-    for name in ("same", "noise", "ignored"):
-        grads = [grad for error, grad in ranks.of(found, name) if error is None]
-        assert len(grads) == 4, ranks.of(found, name)
-        for grad, _ in grads:
+    cases = {name: functools.partial(mesh_2d, change) for name, (change, _) in REPLICAS.items()}
+    found = ranks.run(cases, 4)
+    for name, (_, words) in REPLICAS.items():
+        if words is not None:
+            (error,) = {error for error, _ in ranks.of(found, name)}
+            assert words in error, name
+            continue
+        for error, grad in ranks.of(found, name):
+            assert error is None
             # "noise" is a thousandth in the logits
-            torch.testing.assert_close(grad, grads[0][0], rtol=0.02, atol=1e-3)
-    for name, words in REFUSED.items():
-        (error,) = {error for error, _ in ranks.of(found, name)}
-        assert words in error, name
+            torch.testing.assert_close(grad, found[name][0][1], rtol=0.02, atol=1e-3)
 
 
 def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
@@ -353,36 +311,3 @@ def test_signs_have_no_pattern():
     for apart in (1, 2, 3, 4, 8, 64, 4096):
         assert abs(float((signs[:-apart] * signs[apart:]).mean())) < 0.015  # five
     assert len({tuple(row) for row in signs[:64].view(8, 8).tolist()}) == 8
-
-
-REPLICAS = {
-    "same": {},
-    "noise": {"times": 1.001},  # another order of sums
-    "ignored": {"ignored": 3.0},
-    "labels": {"other": ["labels"]},
-    "hidden": {"other": ["hidden"]},
-    "hidden, 3%": {"times": 1.03},
-    "hidden of one": {"other": ["hidden"], "from": 3},
-    "bad": {"bad": True},
-}
-WORDS = "weight is replicated over a dimension of its mesh over which the"
-REFUSED = {
-    "labels": f"{WORDS} labels differ",
-    "hidden": f"{WORDS} hidden states differ",
-    "hidden, 3%": f"{WORDS} hidden states differ",
-    "hidden of one": f"{WORDS} hidden states differ",
-    "bad": "labels must be int64 or int32 class indices, got torch.float32 (on rank 3)",
-}
-
-
-def test_a_masked_label_with_a_sharded_vocabulary():
-    ranks.of(results(), "masked label")
-
-
-def test_a_sharded_vocabulary_checks_what_a_whole_one_does():
-    for found in ranks.of(results(), "checks"):
-        assert "ValueError: token_weight must not require grad" in found["grad"]
-        assert "TypeError: token_weight must be real numbers" in found["complex"]
-        assert "ValueError: backend must be None, 'torch' or 'triton'" in found["backend"]
-        for name in ("fused_cross_entropy", "fused_logprobs"):
-            assert "TypeError: hidden must be a plain tensor here, got a DTensor" in found[name]

@@ -1,135 +1,155 @@
-"""Inputs, reference and comparisons for a loss whose vocabulary is spread over ranks."""
+"""Inputs, layouts and comparisons for a head whose vocabulary is spread over ranks."""
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._library.custom_ops import OPDEFS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedce import reference_ce
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends.shards.collectives import REDUCE_SCATTER
 
-N, H = 29, 6
-UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank
-OPTIONS = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "scale": {"logit_scale": -1.5},
-    "smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 0.3},
-    "weights": {"token_weight": True},
-    "bias": {"bias": True},
-    "everything": {
-        "softcap": 3.0,
-        "logit_scale": 0.7,
-        "label_smoothing": 0.2,
-        "z_loss": 0.05,
-        "token_weight": True,
-        "bias": True,
-        "ignore_index": 2,
-    },
-}
+N, H, K = 29, 6, 4
+UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank, by the number of ranks
+OF_ROWS = ("weight", "bias", "teacher_weight", "teacher_bias")
+OF_TOKENS = ("hidden", "labels", "token_weight", "temperature", "teacher_hidden")
+ROUNDINGS = (
+    (torch.float64, 512), (torch.float32, 4), (torch.bfloat16, 0.5), (torch.float16, 0.5),
+)  # fmt: skip
+FLOORS = {dtype: n * torch.finfo(dtype).eps for dtype, n in ROUNDINGS}  # where both are lucky
 
 
-def inputs(V, dtype=torch.float64, n=N, seed=0, **options):
+class Layout(NamedTuple):
+    """How a head and the tokens lie on the ranks."""
+
+    sizes: dict[int, tuple[int, ...]] = UNEQUAL
+    own_tokens: bool = False  # each rank has other tokens, and one has none
+    padded: bool = False  # the last rows are no classes; one rank has nothing else
+    hidden: str | None = None  # the head is a DTensor, and hidden states are "plain" or "placed"
+
+    def real(self, world):
+        """The number of classes."""
+        sizes = self.sizes[world]
+        return sum(sizes) - (sizes[-1] + 1 if self.padded else 0)
+
+    def held(self, x, rank):
+        """A rank's inputs, of which parameters require grad; its slices of rows and tokens."""
+        world = dist.get_world_size()
+        sizes, n = self.sizes[world], len(x["hidden"])
+        first = sum(sizes[:rank])
+        rows, tokens = slice(first, first + sizes[rank]), slice(0, n)
+        if self.own_tokens:
+            borders = {2: (0, 0, n), 4: (0, n // 6, n // 6, 2 * n // 3, n)}[world]
+            tokens = slice(borders[rank], borders[rank + 1])
+        return part(x, rows, tokens), rows, tokens
+
+
+def part(x, rows, tokens=slice(None)):
+    """Some rows of the head and some tokens, as leaves."""
+    found = dict(x)
+    for name, value in x.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if name in OF_ROWS:
+            found[name] = value[rows].clone()
+        if name in OF_TOKENS:
+            found[name] = value[tokens].clone()
+        if name == "labels" and value.is_floating_point():  # probabilities of classes
+            found[name] = value[:, rows].clone()
+        if name in ("hidden", "weight", "bias"):
+            found[name].requires_grad_()
+    return found
+
+
+def whole(x):
+    """All rows and tokens, as leaves."""
+    return part(x, slice(None))
+
+
+def inputs(V, dtype=torch.float64, n=N, seed=0, *, kind="indices", **options):
+    """Keyword arguments of a loss.
+
+    ``kind`` of labels: "indices", "several" ``(n, K)`` or "probabilities" ``(n, V)``. Tensors
+    replace options that are ``True``. A row that is ignored or of weight 0 holds NaN.
+    """
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, V, (n,), generator=rng)
     labels[: min(V, n)] = torch.arange(V)[:n]  # every class, so every shard, has its label
     labels[torch.rand(n, generator=rng) < 0.3] = options.get("ignore_index", -100)
-    found = {
-        "hidden": torch.randn(n, H, generator=rng).to(dtype),
-        "weight": torch.randn(V, H, generator=rng).to(dtype),
-        "labels": labels,
-    }
-    if options.pop("bias", False):
-        found["bias"] = torch.randn(V, generator=rng).to(dtype)
+    hidden = torch.randn(n, H, generator=rng).to(dtype)
+    found = {"weight": torch.randn(V, H, generator=rng).to(dtype)}
+
+    for name, shape in (("bias", (V,)), ("teacher_hidden", (n, 5)), ("teacher_weight", (V, 5))):
+        if options.pop(name, False):
+            found[name] = torch.randn(shape, generator=rng).to(dtype)
     if options.pop("token_weight", False):
-        options["token_weight"] = torch.rand(n, generator=rng) - 0.3
-        options["token_weight"][::5] = 0
-        found["hidden"][::5] = float("nan")
-    # A row that is ignored or has weight 0 changes no result, whatever it holds.
-    found["hidden"][labels == options.get("ignore_index", -100)] = float("nan")
-    return found | options
+        found["token_weight"] = torch.rand(n, generator=rng) - 0.3
+        found["token_weight"][::5] = 0
+        hidden[::5] = float("nan")
+    if options.get("temperature") is True:
+        found["temperature"] = 0.5 + torch.rand(n, generator=rng)
+        options.pop("temperature")
+    if options.pop("class_weight", False):
+        found["class_weight"] = torch.rand(V, generator=rng) + 0.1
+        found["class_weight"][1] = 0
+    if kind == "indices":
+        hidden[labels == options.get("ignore_index", -100)] = float("nan")
+    elif kind == "several":  # classes of all ranks, ignored ones, one twice, and a token of none
+        labels = torch.randint(V, (n, K), generator=rng)
+        labels[torch.rand(n, K, generator=rng) < 0.2] = -100
+        labels[1] = -100
+        labels[2, 3] = labels[2, 0]
+        hidden = hidden.nan_to_num(0.3)
+        hidden[1] = float("nan")
+    else:
+        labels = torch.rand(n, V, generator=rng).to(dtype)
+        hidden = hidden.nan_to_num(0.3)
+    return {"hidden": hidden, "labels": labels} | found | options
 
 
-def truth(x, upstream=0.37, real=None):
-    """Loss and gradients of the reference over all logits, or the first ``real`` ones."""
-    leaf = {
-        k: x[k].double().detach().requires_grad_() for k in ("hidden", "weight", "bias") if k in x
-    }
-    classes = {k: leaf[k][:real] for k in ("weight", "bias") if k in leaf}
-    loss, n_valid = reference_ce(**x | leaf | classes)
-    (loss * upstream).backward()
-    return loss.detach(), int(n_valid), {k: v.grad for k, v in leaf.items()}
+def sure(x, gap):
+    """Inputs with p -> 1 at the label, or where ``gap`` is negative at another class."""
+    V, dtype = len(x["weight"]), x["weight"].dtype
+    unit = F.normalize(x["weight"].float(), dim=-1)
+    labels = torch.arange(len(x["labels"])) * 37 % V
+    near_to = labels if gap > 0 else (labels + V // 2) % V
+    hidden = abs(gap) * unit[near_to]
+    return x | {"weight": unit.to(dtype), "labels": labels, "hidden": hidden.to(dtype)}
 
 
-def own_rows(x, sizes, rank):
-    """The local inputs of a rank that holds ``sizes[rank]`` rows; parameters require grad."""
-    first = sum(sizes[:rank])
-    local = dict(x)
-    local["hidden"] = x["hidden"].clone().requires_grad_()
-    for name in ("weight", "bias"):
-        if name in x:
-            local[name] = x[name][first : first + sizes[rank]].clone().requires_grad_()
-    return local, slice(first, first + sizes[rank])
-
-
-def close(a, b, dtype=torch.float64, slack=1.0):
-    # as many roundings as a gradient's sums and exponentials take; one of the result in two bytes
-    roundings = {torch.float64: 4096, torch.float32: 16}.get(dtype, 1)
-    tolerance = roundings * torch.finfo(dtype).eps
-    b = b.to(torch.float64)
-    error = (a.double() - b).norm() / b.norm().clamp(min=1e-3)
-    assert error <= slack * tolerance, f"{float(error):.1e} > {slack * tolerance:.1e}"
-
-
-def compare(local, rows, out, exact, dtype=torch.float64, upstream=0.37, slack=1.0):
-    loss, n_valid, grads = exact
-    (out.loss_sum * upstream).backward()
-    assert out.loss_sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert out.n_valid.dtype == torch.int64
-    assert int(out.n_valid) == n_valid
-    close(out.loss_sum, loss, torch.float64 if dtype == torch.float64 else torch.float32)
-    for name, grad in grads.items():
-        got = local[name].grad
-        assert got.dtype == dtype
-        close(got, grad if name == "hidden" else grad[rows], dtype, slack)
-
-
-def class_weights(V):
-    found = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.1
-    found[1] = 0
-    return found
-
-
-def answers(function, x, **options):
-    """A function's results, and gradients of its outputs under one upstream factor per token."""
+def answers(function, x, tokens=slice(None), n=N):
+    """Results, and gradients under upstream factors that are 0 for a quarter of ``n`` tokens."""
     leaves = {k: x[k] for k in ("hidden", "weight", "bias") if k in x}
-    found = function(**x, **options)
+    found = function(**x)
     found = (found,) if isinstance(found, torch.Tensor) else tuple(found)
     rng = torch.Generator().manual_seed(1)
-    loss = 0
+    loss = torch.zeros(())
     for out in found:
-        upstream = torch.randn(out.shape, generator=rng, dtype=torch.float64)
-        upstream.view(-1)[::4] = 0  # of no interest
+        if out.dim():
+            upstream = torch.randn((n, *out.shape[1:]), generator=rng, dtype=torch.float64)
+            upstream.view(-1)[::4] = 0
+            upstream = upstream[tokens]
+        else:
+            upstream = torch.tensor(0.37)
         if out.requires_grad:
             loss = loss + (out * upstream.to(out)).sum()
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     return [x.detach() for x in found], {k: v.grad for k, v in leaves.items()}
 
 
-def wide(x):
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
-def near(a, b, exact, floor, name, whole=None):
+def near(a, b, exact, floor, name, of=None):
     """Errors of ``a`` are at most twice those of ``b``, or ``floor`` of the size of ``exact``.
 
-    Where ``exact`` is rows of ``whole``, it counts as no smaller than these many rows of it are: a
-    row that nearly cancels has addends, and rounding errors, of the size of the others.
+    Where ``exact`` is rows of ``of``, it counts as no smaller than these many rows of it are: a row
+    that nearly cancels has addends, and rounding errors, of the size of the others.
     """
+    assert (a.dtype, a.shape) == (b.dtype, b.shape), name
     if not a.is_floating_point():
         assert torch.equal(a, b), name
         return
@@ -137,40 +157,75 @@ def near(a, b, exact, floor, name, whole=None):
         return
     error, theirs = (a.double() - exact).norm(), (b.double() - exact).norm()
     size = exact.norm()
-    if whole is not None and whole.numel():
-        size = max(size, whole.norm() * (exact.numel() / whole.numel()) ** 0.5)
+    if of is not None and of.numel():
+        size = max(size, of.norm() * (exact.numel() / of.numel()) ** 0.5)
     assert error <= 2 * theirs + floor * size, f"{name}: {error:.1e} against {theirs:.1e}"
 
 
-def compare_to_whole(
-    x, sharded, whole, sizes, options, backend, rank, floors, name="", skipped=None, **of_shards
-):
-    """Compare ``sharded`` with ``whole``; return the results of this rank.
+def compare(x, function, layout, rank, *, sharded=None, floors=FLOORS, name="", skipped=None):
+    """Compare ``function`` on shards with the whole head; return the results of this rank.
 
-    Errors are at most twice those of ``whole``, both against float64, plus a floor by dtype.
-    ``skipped`` is the position of a result that the caller compares; ``of_shards`` holds options of
-    the sharded call alone.
+    Errors are at most twice those of the whole, both against float64, plus a floor by dtype; the
+    same without gradients. ``sharded`` is another name of the function for shards, ``skipped`` the
+    position of a result that the caller compares.
     """
-    dtype = x["hidden"].dtype
-    local, rows = own_rows(x, sizes, rank)
-    group = dist.group.WORLD
-    asked = options | of_shards
-    out, grads = answers(sharded, local, process_group=group, backend=backend, **asked)
-    every, _ = own_rows(x, [sum(sizes)], 0)
-    theirs, their_grads = answers(whole, every, backend=backend, **options)
-    exact, _ = own_rows({k: wide(v) for k, v in x.items()}, [sum(sizes)], 0)
-    truth, true_grads = answers(whole, exact, backend="torch", **options)
-    of_results = floors[torch.float32 if dtype == torch.bfloat16 else dtype]
-    for at, (a, b, c) in enumerate(zip(out, theirs, truth, strict=True)):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+    dtype, n, V = x["hidden"].dtype, len(x["hidden"]), len(x["weight"])
+    real = layout.real(dist.get_world_size())
+    local, rows, tokens = layout.held(x, rank)
+    if layout.hidden:
+        local = placed(local, x, layout)
+    else:
+        asked = {"tokens_sharded": layout.own_tokens, "process_group": dist.group.WORLD}
+        local |= asked | ({"vocab_size": real} if layout.padded else {})
+    out, grads = answers(sharded or function, local, tokens, n)
+    classes = {k: v[:real] if k in OF_ROWS else v for k, v in x.items()}
+    theirs, their_grads = answers(function, whole(classes), n=n)
+    wide = {k: v.double() if is_floating(v) else v for k, v in classes.items()}
+    exact, exact_grads = answers(function, whole(wide | {"backend": "torch"}), n=n)
+    with torch.no_grad():
+        alone, _ = answers(sharded or function, local, tokens, n)
+    of_results = floors[torch.float64 if dtype == torch.float64 else torch.float32]
+    for at, results in enumerate(zip(out, alone, theirs, exact, strict=True)):
+        a, without, b, e = (y[tokens] if y.dim() and i > 1 else y for i, y in enumerate(results))
         if at != skipped:
-            near(a, b, c, of_results, f"{name} result {at}")
+            near(a, b, e, of_results, f"{name} result {at}")
+            near(without, b, e, of_results, f"{name} result {at} without gradients")
     for of, grad in grads.items():
-        part = slice(None) if of == "hidden" else rows
+        if grad is None and their_grads[of] is None:  # a result without a gradient
+            continue
+        if layout.hidden and (of != "hidden" or layout.hidden == "placed"):
+            assert isinstance(grad, DTensor), name
+            grad = grad.to_local()
+        both = (padded(g[of], V) if of in OF_ROWS else g[of] for g in (their_grads, exact_grads))
+        b, e = (g[tokens if of == "hidden" else rows] for g in both)
         assert grad.dtype == dtype, name
-        both = their_grads[of][part], true_grads[of][part]
-        near(grad, *both, floors[dtype], f"{name} {of}", true_grads[of])
+        near(grad, b, e, floors[dtype], f"{name} {of}", exact_grads[of])
     return out
+
+
+def is_floating(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def padded(grad, V):
+    """Gradients of ``V`` rows, of which the last have none."""
+    found = grad.new_zeros(V, *grad.shape[1:])
+    found[: len(grad)] = grad
+    return found
+
+
+def placed(local, x, layout):
+    """The inputs of a rank as DTensors: the head's rows, and what is of tokens unless "plain"."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = dict(local)
+    for name in {*OF_ROWS, *(OF_TOKENS if layout.hidden == "placed" else ())} & {*x}:
+        sharded = name in OF_ROWS or layout.own_tokens
+        leaf = DTensor.from_local(
+            local[name].detach(), mesh, [Shard(0) if sharded else Replicate()],
+            shape=x[name].shape, stride=x[name].stride(),
+        )  # fmt: skip
+        found[name] = leaf.requires_grad_(local[name].requires_grad)
+    return found
 
 
 class Largest(TorchDispatchMode):

@@ -1,0 +1,248 @@
+"""What ranks that share a vocabulary send each other, and the chunks and budgets they agree on."""
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import ranks
+from support.params import slow
+from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watched_collectives
+
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
+from fusedce.agreement import ALL_GATHER
+from fusedce.autograd import dispatch
+from fusedce.backends import held, plan
+from fusedce.backends.shards.agreement import LENGTH
+from fusedce.backends.shards.collectives import REDUCE_SCATTER
+
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+
+
+def sent(function, options, grad, rank):
+    """Collectives of one training step or evaluation, and the number of tokens that count."""
+    x = inputs(sum(UNEQUAL[dist.get_world_size()]), torch.float32)
+    if options.get("kind") == "several":
+        options = {k: v for k, v in options.items() if k != "kind"}
+        x["labels"] = x["labels"][:, None].expand(N, K)
+    local, _, _ = Layout().held(x, rank)
+    with watched_collectives() as calls, torch.set_grad_enabled(grad):
+        out = function(**local, process_group=dist.group.WORLD, **options)[0]
+        forward = list(calls)
+        if grad:
+            out.sum().backward()
+    return forward, calls[len(forward) :], int(x["labels"].view(N, -1).ne(-100).any(1).sum())
+
+
+def chunks_of(n):
+    return [min(8, n - i) for i in range(0, n, 8)]
+
+
+def met(world):
+    return (ALL_GATHER, world * LENGTH, True)
+
+
+def of_torch(world, n):
+    chunks = chunks_of(n)
+    return [
+        met(world),
+        (ALL_GATHER, world * 2 * chunks[0], False),
+        *[
+            call  # the sum of one chunk's rows runs while the next chunk is computed
+            for C, following in itertools.pairwise(chunks)
+            for call in ((ALL_GATHER, world * 2 * following, False), ("all_reduce", C * H, True))
+        ],
+        ("all_reduce", chunks[-1] * H, True),
+    ], []
+
+
+def by_chunk(world, n):
+    """A chunk's rows are added up while the next chunk is computed."""
+    return [
+        call
+        for C in chunks_of(n)
+        for call in ((ALL_GATHER, world * C, False), ("all_reduce", C * H, True))
+    ]
+
+
+def of_triton(world, n):
+    return [met(world), ("all_reduce", n, False), *by_chunk(world, n)], []
+
+
+def of_smoothing(world, n):
+    smoothed = (ALL_GATHER, world * (H + 1), False)
+    return [met(world), ("all_reduce", n, False), smoothed, *by_chunk(world, n)], []
+
+
+def of_evaluation(world, n):
+    return [met(world), (ALL_GATHER, world * 2 * n, False)], []
+
+
+def of_own_tokens(world, n):
+    return [
+        met(world),
+        (ALL_GATHER, world * N * H, False),
+        (ALL_GATHER, world * N, False),
+        ("all_reduce", world * n, False),
+        *[(ALL_GATHER, world * C, False) for C in chunks_of(world * n)],
+        (REDUCE_SCATTER, N * H, False),
+    ], []
+
+
+def of_statistics(world, n):
+    """With entropy, maximum and its class."""
+    return [met(world), (ALL_GATHER, world * 5 * n, False)], [("all_reduce", n * H, True)]
+
+
+def of_classes(world, n):
+    (first, *others), backward = of_statistics(world, n)
+    return [first, ("all_reduce", n * K, False), *others], backward
+
+
+TORCH, TRITON = ({"backend": name, "chunk_tokens": 8} for name in ("torch", "triton"))
+CALLS = {
+    "sum": (fused_ce, TORCH, True, of_torch),
+    "statistics": (fused_logprobs, {}, True, of_statistics),
+    "statistics of several": (fused_logprobs, {"kind": "several"}, True, of_classes),
+    "Triton": (fused_ce, TRITON, True, of_triton),
+    "Triton, smoothing": (fused_ce, TRITON | {"label_smoothing": 0.1}, True, of_smoothing),
+    "Triton, evaluation": (fused_ce, TRITON, False, of_evaluation),
+    "Triton, own tokens": (fused_ce, TRITON | {"tokens_sharded": True}, True, of_own_tokens),
+}
+
+
+@functools.cache
+def results(world, triton=False):
+    cases = {name: functools.partial(sent, *call[:3]) for name, call in CALLS.items()} | OTHERS
+    return ranks.run({k: v for k, v in cases.items() if k.startswith("Triton") == triton}, world)
+
+
+@WORLDS
+@pytest.mark.parametrize("name", [slow(k) if k.startswith("Triton") else k for k in CALLS])
+def test_the_collectives_are_those_of_the_docstring(name, world):
+    assert 8 * LENGTH <= 1024
+    for forward, backward, n in ranks.of(results(world, name.startswith("Triton")), name):
+        assert len(chunks_of(n)) > 1
+        assert (forward, backward) == CALLS[name][3](world, n)
+
+
+# ---- chunks and budgets -------------------------------------------------------------------------
+
+
+def of_shard(x, rank, **options):
+    local, _, _ = Layout().held(x, rank)
+    return fused_ce(**local, process_group=dist.group.WORLD, **options)
+
+
+def chunked(rank):
+    """No more than a chunk of logits is ever held, in training and in evaluation."""
+    world = dist.get_world_size()
+    local, _, _ = Layout({world: (64 // world,) * world}).held(inputs(64, n=100), rank)
+    found = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), Largest(64 // world) as largest:
+            fused_ce(**local, process_group=dist.group.WORLD, chunk_tokens=10)
+        found.append(largest.tokens)
+    return found
+
+
+def automatic_chunks(rank):
+    """Chunks are cut for the largest shard, on all ranks alike."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "CPU_BUDGET", 32 * 8 * max(sizes))  # 32 tokens
+        with Largest(sizes[rank]) as largest:
+            of_shard(inputs(sum(sizes), n=200), rank)
+    assert sizes[rank] <= 1 or largest.tokens == 32  # a column is nothing special
+
+
+def budgets_of_devices(rank):
+    """Ranks whose devices would have chunks of other sizes cut the same ones."""
+    sizes = UNEQUAL[dist.get_world_size()]
+    x = inputs(sum(sizes), torch.float32, n=300) | {"token_weight": torch.ones(300)}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(plan, "DEVICE_BUDGET", 128 * 4 * max(sizes))  # 128 tokens
+        with watched_collectives() as calls:
+            of_shard(x, rank, backend="triton")
+    chunks = [name for name, *_ in calls].count(ALL_GATHER) - 1
+    assert chunks == 2
+
+
+def budgets(rank):
+    """The way taken under each budget, and errors for too small or differing budgets."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
+    weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
+    x = {
+        "hidden": hidden, "weight": weight, "labels": torch.arange(300),
+        "process_group": dist.group.WORLD,
+    }  # fmt: skip
+    taken = []
+
+    def watched(call, **asked):
+        taken.append(plan.way_of(call, **asked).name)
+        return plan.way_of(call, **asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held, "SCRATCH_CPU", 0)
+        patch.setattr(dispatch, "way_of", watched)
+        losses, grads = [], []
+        for budget in (2**24, 2**20 + 2**19, 2**19):
+            loss = fused_ce(**x, memory_budget=budget).loss_sum
+            losses.append(float(loss.detach()))
+            grads.append(torch.autograd.grad(loss, (hidden, weight)))
+        small = ranks.error_of(functools.partial(fused_ce, **x, memory_budget=2**16))
+        other = ranks.error_of(functools.partial(fused_ce, **x, memory_budget=2**20 + rank))
+        patch.setenv("FUSEDCE_MEMORY_BUDGET", str(2**20 + rank))
+        of_environment = ranks.error_of(functools.partial(fused_ce, **x))
+        patch.delenv("FUSEDCE_MEMORY_BUDGET")
+        capped = functools.partial(fused_cross_entropy, **x, reduction="none", softcap=5.0)
+        least = re.search(r"at least (\d+) bytes", ranks.error_of(capped, memory_budget=1))
+        assert least is not None
+        capped(memory_budget=int(least[1])).sum().backward()  # has room, too
+        x["hidden"].grad = x["weight"].grad = None
+    torch.testing.assert_close(losses, losses[:1] * 3)
+    rows = slice(1500 * rank, 1500 * (rank + 1))
+    whole = weight.detach().repeat(dist.get_world_size(), 1)  # every rank has drawn the same
+    exact = [x.detach().double().requires_grad_() for x in (whole, hidden)]
+    logits = exact[1] @ exact[0].T
+    of_weight, of_hidden = torch.autograd.grad(
+        F.cross_entropy(logits, x["labels"], reduction="sum"), exact
+    )
+    for found in grads:  # of each way, within two roundings
+        for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
+            assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
+    return taken, small, other, of_environment
+
+
+OTHERS = {
+    "chunked": chunked,
+    "automatic chunks": automatic_chunks,
+    "Triton, budgets of devices": budgets_of_devices,
+    "budgets": budgets,
+}
+
+
+@WORLDS
+def test_only_a_chunk_of_logits_is_held(world):
+    for training, evaluation in ranks.of(results(world), "chunked"):
+        assert training == evaluation == 10
+
+
+@WORLDS
+@pytest.mark.parametrize("name", ["automatic chunks", slow("Triton, budgets of devices")])
+def test_chunks_are_the_same_on_all_ranks(name, world):
+    ranks.of(results(world, name.startswith("Triton")), name)
+
+
+@WORLDS
+def test_a_budget_decides_the_way_on_all_ranks(world):
+    for taken, small, other, of_environment in ranks.of(results(world), "budgets"):
+        assert taken == ["one chunk", "chunks", "tiles"]
+        assert "ValueError: memory_budget must be at least" in small
+        assert "memory_budget must be the same on all ranks" in other
+        assert "memory_budget must be the same on all ranks" in of_environment
