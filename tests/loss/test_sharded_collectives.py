@@ -1,7 +1,6 @@
 """What ranks that share a vocabulary send each other, and the chunks and budgets they agree on."""
 
 import functools
-import itertools
 import re
 
 import pytest
@@ -45,18 +44,8 @@ def met(world):
     return (ALL_GATHER, world * LENGTH, True)
 
 
-def of_torch(world, n):
-    chunks = chunks_of(n)
-    return [
-        met(world),
-        (ALL_GATHER, world * 2 * chunks[0], False),
-        *[
-            call  # the sum of one chunk's rows runs while the next chunk is computed
-            for C, following in itertools.pairwise(chunks)
-            for call in ((ALL_GATHER, world * 2 * following, False), ("all_reduce", C * H, True))
-        ],
-        ("all_reduce", chunks[-1] * H, True),
-    ], []
+def of_tokens(world, n):
+    return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, True)]
 
 
 def by_chunk(world, n):
@@ -73,8 +62,8 @@ def of_triton(world, n):
 
 
 def of_smoothing(world, n):
-    smoothed = (ALL_GATHER, world * (H + 1), False)
-    return [met(world), ("all_reduce", n, False), smoothed, *by_chunk(world, n)], []
+    """With the mean logit."""
+    return [met(world), (ALL_GATHER, world * 3 * n, False)], [("all_reduce", n * H, True)]
 
 
 def of_evaluation(world, n):
@@ -104,7 +93,7 @@ def of_classes(world, n):
 
 TORCH, TRITON = ({"backend": name, "chunk_tokens": 8} for name in ("torch", "triton"))
 CALLS = {
-    "sum": (fused_ce, TORCH, True, of_torch),
+    "sum": (fused_ce, TORCH, True, of_tokens),
     "statistics": (fused_logprobs, {}, True, of_statistics),
     "statistics of several": (fused_logprobs, {"kind": "several"}, True, of_classes),
     "Triton": (fused_ce, TRITON, True, of_triton),
@@ -137,26 +126,20 @@ def of_shard(x, rank, **options):
     return fused_ce(**local, process_group=dist.group.WORLD, **options)
 
 
-def chunked(rank):
-    """No more than a chunk of logits is ever held, in training and in evaluation."""
+def blocks(rank):
+    """No more than a block of tokens' logits is ever held, in training and in evaluation."""
     world = dist.get_world_size()
-    local, _, _ = Layout({world: (64 // world,) * world}).held(inputs(64, n=100), rank)
+    local, _, _ = Layout({world: (64 // world,) * world}).held(inputs(64, n=200), rank)
     found = []
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), Largest(64 // world) as largest:
-            fused_ce(**local, process_group=dist.group.WORLD, chunk_tokens=10)
-        found.append(largest.tokens)
-    return found
-
-
-def automatic_chunks(rank):
-    """Chunks are cut for the largest shard, on all ranks alike."""
-    sizes = UNEQUAL[dist.get_world_size()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CPU_BUDGET", 32 * 8 * max(sizes))  # 32 tokens
-        with Largest(sizes[rank]) as largest:
-            of_shard(inputs(sum(sizes), n=200), rank)
-    assert sizes[rank] <= 1 or largest.tokens == 32  # a column is nothing special
+        patch.setattr(held, "CPU", held.CPU._replace(block_tokens=64))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), Largest(64 // world) as largest:
+                out = fused_ce(**local, process_group=dist.group.WORLD)
+                if grad:
+                    out.loss_sum.backward()
+            found.append(largest.tokens)
+    return found
 
 
 def budgets_of_devices(rank):
@@ -172,8 +155,8 @@ def budgets_of_devices(rank):
     assert chunks == 2
 
 
-def budgets(rank):
-    """The way taken under each budget, and errors for too small or differing budgets."""
+def budgets(ways, rank):
+    """The way taken under each of ``ways``, and errors for too small or differing budgets."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
     weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
@@ -191,8 +174,8 @@ def budgets(rank):
         patch.setattr(held, "SCRATCH_CPU", 0)
         patch.setattr(dispatch, "way_of", watched)
         losses, grads = [], []
-        for budget in (2**24, 2**20 + 2**19, 2**19):
-            loss = fused_ce(**x, memory_budget=budget).loss_sum
+        for backend, budget in ways:
+            loss = fused_ce(**x, backend=backend, memory_budget=budget).loss_sum
             losses.append(float(loss.detach()))
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
         small = ranks.error_of(functools.partial(fused_ce, **x, memory_budget=2**16))
@@ -205,7 +188,7 @@ def budgets(rank):
         assert least is not None
         capped(memory_budget=int(least[1])).sum().backward()  # has room, too
         x["hidden"].grad = x["weight"].grad = None
-    torch.testing.assert_close(losses, losses[:1] * 3)
+    torch.testing.assert_close(losses, losses[:1] * len(losses))
     rows = slice(1500 * rank, 1500 * (rank + 1))
     whole = weight.detach().repeat(dist.get_world_size(), 1)  # every rank has drawn the same
     exact = [x.detach().double().requires_grad_() for x in (whole, hidden)]
@@ -219,30 +202,37 @@ def budgets(rank):
     return taken, small, other, of_environment
 
 
+BUDGETS = {
+    "budgets": [("torch", 2**24), ("torch", 2**19)],
+    "Triton, budgets": [("triton", 2**24), ("triton", 2**21)],
+}
 OTHERS = {
-    "chunked": chunked,
-    "automatic chunks": automatic_chunks,
+    "blocks": blocks,
     "Triton, budgets of devices": budgets_of_devices,
-    "budgets": budgets,
+    **{name: functools.partial(budgets, ways) for name, ways in BUDGETS.items()},
 }
 
 
 @WORLDS
-def test_only_a_chunk_of_logits_is_held(world):
-    for training, evaluation in ranks.of(results(world), "chunked"):
-        assert training == evaluation == 10
+def test_only_a_block_of_logits_is_held(world):
+    for training, evaluation in ranks.of(results(world), "blocks"):
+        assert training == evaluation == 64
+
+
+@pytest.mark.slow
+@WORLDS
+def test_chunks_are_the_same_on_all_ranks(world):
+    ranks.of(results(world, triton=True), "Triton, budgets of devices")
 
 
 @WORLDS
-@pytest.mark.parametrize("name", ["automatic chunks", slow("Triton, budgets of devices")])
-def test_chunks_are_the_same_on_all_ranks(name, world):
-    ranks.of(results(world, name.startswith("Triton")), name)
-
-
-@WORLDS
-def test_a_budget_decides_the_way_on_all_ranks(world):
-    for taken, small, other, of_environment in ranks.of(results(world), "budgets"):
-        assert taken == ["one chunk", "chunks", "tiles"]
+@pytest.mark.parametrize(
+    ("name", "ways"), [("budgets", []), slow("Triton, budgets", ["one chunk", "tiles"])]
+)
+def test_a_budget_decides_the_way_on_all_ranks(name, ways, world):
+    of_ranks = ranks.of(results(world, name.startswith("Triton")), name)
+    for taken, small, other, of_environment in of_ranks:
+        assert taken == ways
         assert "ValueError: memory_budget must be at least" in small
         assert "memory_budget must be the same on all ranks" in other
         assert "memory_budget must be the same on all ranks" in of_environment
