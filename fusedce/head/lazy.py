@@ -148,6 +148,11 @@ class LazyLogits(Uncompiled):
             memo[id(self)].grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
+    def __copy__(self) -> Tensor:
+        self.expose("copy")  # it shares their memory
+        copied: Tensor = copy.copy(self._copied("copy"))
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copied("pickle").__reduce_ex__(protocol)
 

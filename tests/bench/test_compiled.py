@@ -143,5 +143,5 @@ def test_launches_are_those_of_the_host_code():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
-    assert done.stdout.startswith("256 tensordesc<bf16[256, 64]> True False ['compact'"), done
+    assert done.stdout.startswith("128 tensordesc<bf16[128, 64]> True False ['compact'"), done
     assert all(f"'{name}'" in done.stdout for name in ("softmax_rows", "hidden_grad", "label_grad"))

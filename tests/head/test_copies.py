@@ -31,6 +31,18 @@ def test_writes_into_copies(mode, written):
     alike(use, mode)
 
 
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_what_is_computed_after_a_write_into_a_shallow_copy_sees_it(mode):
+    def use(model):
+        z = model(tokens(3, 7))
+        copy.copy(z).mul_(0.5)
+        wide = z.double()
+        del z
+        return wide.norm()
+
+    alike(use, mode)
+
+
 def test_a_deep_copy_of_logits_with_a_graph_is_refused_as_torch_does():
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(replace_loss_head(plain_model())(tokens(3, 7)))

@@ -50,11 +50,6 @@ def topk(hidden, weight, labels, **options):
     return fused_topk(hidden.nan_to_num(), weight, 2, **options)
 
 
-def constant_entropy(**given):
-    found = fused_logprobs(**given)
-    return found._replace(entropy=found.entropy.detach())
-
-
 def in_batches(hidden, weight, labels, **options):
     options |= {"reduction": "none"}
     return fused_cross_entropy(hidden[:, None], weight, labels[:, None], **options)[:, 0]
@@ -71,7 +66,6 @@ FUNCTIONS = {
     "mean": functools.partial(fused_cross_entropy, reduction="mean"),
     "sum of losses": functools.partial(fused_cross_entropy, reduction="sum"),
     "statistics": fused_logprobs,
-    "constant entropy": constant_entropy,
     "divergence": fused_kl,
     "divergences": fused_kl_tokens,
 }
@@ -203,7 +197,7 @@ TORCH = [
     ("statistics", "temperatures", "torch", "float64"),
     ("statistics", "temperatures", "torch", "float64", "own tokens"),
     ("statistics", "all of statistics", "torch", "float64", "padded"),
-    ("constant entropy", "bias", "torch", "float32", "", "masked"),
+    ("statistics", "bias", "torch", "float32", "", "masked"),
     ("statistics", "plain", "torch", "float64", "DTensor"),
     ("statistics", "plain", "torch", "float64", "DTensor, empty"),
     *(("statistics", "all of statistics", "torch", x) for x in ("float64", "float32", "bfloat16")),
@@ -258,7 +252,7 @@ TRITON = [
     ("losses", "everything", "triton", "float32"),
     ("losses", "everything", "triton", "bfloat16"),
     ("statistics", "plain", "triton", "float32"),
-    ("constant entropy", "bias", "triton", "float32", "", "masked"),
+    ("statistics", "bias", "triton", "float32", "", "masked"),
     ("statistics", "temperatures", "triton", "float32"),
     ("statistics", "all of statistics", "triton", "float32"),
     ("statistics", "all of statistics", "triton", "bfloat16"),

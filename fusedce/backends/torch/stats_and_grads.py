@@ -33,6 +33,8 @@ from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Projection, Wanted
 
+_LOWEST = -1e4  # nats: a probability of 0, in float64 too
+
 
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """One pass over the logits; holds one tile of them."""
@@ -178,9 +180,9 @@ def _gradient(
     log_p = z.sub_(block.lse)
     if block.beta is None:
         g = log_p.exp_().mul_(block.alpha)
-    else:  # (p is 0 where log p is -inf)
+    else:  # (p is 0 where log p is so low, and 0 times any number is 0)
         g = log_p.exp()
-        g.mul_(log_p.clamp_(min=torch.finfo(g.dtype).min).mul_(-block.beta).add_(block.alpha))
+        g.mul_(log_p.clamp_(min=_LOWEST).mul_(-block.beta).add_(block.alpha))
     if block.gamma is not None:
         if problem.class_weight is None:
             g.add_(block.gamma)

@@ -38,9 +38,9 @@ from fusedce.kernels.walk import EXPONENTIALS
 def gemm_blocks(problem: Problem) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
-    walks = archs.architecture(weight.device).walks(weight.element_size())
-    blocks = walks.gemm_with_options if has_options(problem) else walks.gemm
-    H = weight.shape[1]
+    (V, H), walks = weight.shape, archs.architecture(weight.device).walks(weight.element_size())
+    # Stores that are not aligned take registers as options do.
+    blocks = walks.gemm_with_options if has_options(problem) or V % 16 else walks.gemm
     if blocks is None or weight.stride(1) != 1 or not aligned(weight) or H % blocks.BLOCK_H:
         return None  # cuBLAS reads other rows better
     return blocks if archs.by_one_gemm(walks, H) else None
