@@ -120,7 +120,8 @@ def fused_ce(
         Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and
         sums are float32 or better; the weight gradient accumulates in float32. Where an input
         requires grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs
-        that require one; under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient
+        that require one; with label smoothing it is computed in backward, a fourth product of the
+        head's size. Under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient
         itself is not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts
         them. Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a
         bfloat16 head of float32 hidden states is computed in float32, beside a copy of it. Each

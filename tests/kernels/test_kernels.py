@@ -90,13 +90,12 @@ def test_scale_in_place_rounds_once(dtype, factor, blocks):
 def test_every_kernel_compiles(arch):
     """Everything fits and nothing spills, ptxas serialises no wgmma; on sm_90 access is wide."""
     script = Path(__file__).parents[2] / "bench" / "compiler_report.py"
-    # Known to spill, see bench/LOG.md: options that blocks were not chosen for.
-    known_to_spill = (
-        r"exp_gemm \S+ (smoothed|terms|V=)",
-        r"divergence_rows fp16 forward \S+ options",
-        r"stats fp32 .*mean logit",
-    )
-    match = "".join(f"(?!{name})" for name in known_to_spill)
+    # Known to spill a little, see bench/LOG.md: options that blocks were not chosen for.
+    divergence, statistics = r"divergence_rows fp16 forward \S+ options", r"stats fp32 .*mean logit"
+    known_to_spill = {
+        "sm_80": divergence, "sm_86": statistics, "sm_89": statistics, "sm_90": divergence,
+    }  # fmt: skip
+    match = f"(?!{known_to_spill[arch]})" if arch in known_to_spill else ""
     # Blocks were chosen for the registers that these versions of Triton need.
     known = version("triton").startswith(("3.6.", "3.7."))
     faults = ["--faults"] if known else []

@@ -26,7 +26,7 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import Tiles
 from fusedce.contract.objective import slopes, token_losses
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.kernels.softmax_grad import (
     exp_tile_kernel,
     label_logit_kernel,
@@ -35,12 +35,13 @@ from fusedce.kernels.softmax_grad import (
 from fusedce.kernels.walk import EXPONENTIALS
 
 
-def gemm_blocks(problem: Problem) -> archs.Blocks | None:
+def gemm_blocks(problem: Problem, wanted: Wanted) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     (V, H), walks = weight.shape, archs.architecture(weight.device).walks(weight.element_size())
-    # Stores that are not aligned take registers as options do.
-    blocks = walks.gemm_with_options if has_options(problem) or V % 16 else walks.gemm
+    # The likeliest class, and stores that are not aligned, take registers as options do.
+    options = has_options(problem) or wanted.argmax or V % 16
+    blocks = walks.gemm_with_options if options else walks.gemm
     if blocks is None or weight.stride(1) != 1 or not aligned(weight) or H % blocks.BLOCK_H:
         return None  # cuBLAS reads other rows better
     return blocks if archs.by_one_gemm(walks, H) else None
@@ -52,12 +53,12 @@ class Chunks(Head):
     A row of ``maxima`` and ``sums``, one a block of classes, is as long as the chunk at hand.
     """
 
-    def __init__(self, problem: Problem, C: int, *, of_weight: bool = False) -> None:
+    def __init__(self, problem: Problem, C: int, wanted: Wanted) -> None:
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         V, H = weight.shape
         self.problem, self.classes = problem, V
-        self.gemm = gemm_blocks(problem)
+        self.gemm = gemm_blocks(problem, wanted)
         self.tiles = Tiles(weight, C, self.arch, of_logits=self.gemm is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.width = multiple_of_16(V)
@@ -71,7 +72,7 @@ class Chunks(Head):
         self.maxima, self.sums, *rest = of_rows.split_with_sizes(sizes)
         self.z_label, self.entries, self.factors = rest
         self.scaled = None
-        if of_weight and not self.normalise:
+        if wanted.weight and not self.normalise:
             self.scaled = torch.empty(C, H, dtype=dtype, device=device)
 
     def gradient(

@@ -113,7 +113,7 @@ class _ShardedChunks(Chunks):
         shard: Shard,
     ) -> None:
         """Collectives: one all-reduce of a float32 a token, the labels' logits."""
-        super().__init__(local, C, of_weight=wanted.weight)
+        super().__init__(local, C, wanted)
         self.shard, self.classes = shard, shard.V
         self.labels, self.empty = problem.labels[rows], not shard.real(problem)
         z_label = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)

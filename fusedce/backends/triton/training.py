@@ -33,7 +33,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
-        gemm = gemm_blocks(problem)
+        gemm = gemm_blocks(problem, wanted)
         block = 0 if gemm is None else gemm.BLOCK_V
         way = way_of(
             call_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
@@ -52,7 +52,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             argmax.fill_(-1)
         total = packed.loss_sum
         if n:
-            chunks = Chunks(problem, C, of_weight=wanted.weight)
+            chunks = Chunks(problem, C, wanted)
             total = add_chunks(chunks, packed, n, C, grads, argmax, outer=outer)
         return Summed(total, packed.n_valid, factor, *grads.written())
 
