@@ -32,7 +32,7 @@ from fusedce.head.observe import LossObserver, Result, expected_factor
 from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import SumWithGrads, ce_with_grads, checked_ce, sharded_loss_sum
+from fusedce.loss.fused_ce import SumWithGrads, ce_as_given, ce_with_grads, checked_ce
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 T: Any = torch.Tensor
@@ -338,7 +338,7 @@ def _fused(
     with nullcontext() if expects or factor is expected() else expecting(factor):
         problem = Problem(p.hidden, w, target, **options)
         if sharded:
-            out = sharded_loss_sum(problem, monitor=monitor, vocab_size=p.classes.stop)
+            out = ce_as_given(problem, monitor=monitor, vocab_size=p.classes.stop)
         else:
             problem = checked(problem)
             if not monitor:

@@ -138,7 +138,7 @@ def fused_ce(
         softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    return sharded_loss_sum(problem, process_group, argmax_out, monitor, vocab_size, tokens_sharded)
+    return ce_as_given(problem, process_group, argmax_out, monitor, vocab_size, tokens_sharded)
 
 
 def checked_ce(
@@ -162,7 +162,7 @@ def checked_ce(
     return out
 
 
-def sharded_loss_sum(
+def ce_as_given(
     problem: Problem,
     process_group: Any = None,
     argmax_out: Tensor | None = None,
