@@ -81,6 +81,7 @@ def call_of(
         threads=torch.get_num_threads(),
         budget=device_budget(memory_of(problem.hidden.device)),
         gemm_block=gemm_block,
+        train=any(wanted.gradients()),
     )
 
 
@@ -93,7 +94,7 @@ def check_budget(problem: Problem, call: Call) -> None:
     if problem.memory_budget is None:
         return
     calls = [call]
-    if call.triton and call.n > 1 and (call.hidden or call.weight):
+    if call.triton and call.n > 1 and call.train:
         calls.append(call._replace(n=call.n - 1))
     least = functools.partial(least_bytes, tiles=True)
     tiles_of(max(calls, key=least), memory_budget=problem.memory_budget)

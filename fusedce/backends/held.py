@@ -59,6 +59,7 @@ class Call(NamedTuple):
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
+    train: bool = False  # any gradient is wanted
 
     @property
     def limits(self) -> Limits:

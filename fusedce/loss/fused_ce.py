@@ -74,8 +74,8 @@ def fused_ce(
         ignore_index: the label of positions that do not count; ``None``: all of them count.
         softcap: positive cap on the size of a logit, or ``None``.
         logit_scale: finite factor on the logits (their bias included).
-        label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; free of
-            cost without a soft-cap, a fourth product of the head's size with one.
+        label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; it
+            costs a fourth product of the head's size.
         z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         token_weight: ``(...)``, a mask (bool), integers or floats of any dtype, without gradient: a
             factor on each token's loss, any sign, taken in float32 or better. Tokens of weight 0
@@ -120,14 +120,15 @@ def fused_ce(
         Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and
         sums are float32 or better; the weight gradient accumulates in float32. Where an input
         requires grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs
-        that require one; with label smoothing it is computed in backward, a fourth product of the
-        head's size. Under ``torch.no_grad()`` nothing is kept. Deterministic. The gradient
-        itself is not differentiable again. Under autocast, inputs are cast as ``F.linear`` casts
-        them. Elsewhere tensors of several dtypes are cast to the widest (`torch.promote_types`): a
-        bfloat16 head of float32 hidden states is computed in float32, beside a copy of it. Each
-        gradient comes in the dtype of its own argument. Writing into ``weight`` between forward and
-        backward does not change the gradients; eager torch raises an error there if ``hidden``
-        requires grad.
+        that require one; with label smoothing, and over a vocabulary that is sharded on a CPU, in
+        backward, and inputs must stay as they are until then. Under ``torch.no_grad()`` nothing is
+        kept. Deterministic. The gradient itself is not differentiable again. Under autocast, inputs
+        are cast as ``F.linear`` casts them. Elsewhere tensors of several dtypes are cast to the
+        widest (`torch.promote_types`): a bfloat16 head of float32 hidden states is computed in
+        float32, beside a copy of it. Each
+        gradient comes in the dtype of its own argument. Elsewhere writing into ``weight`` between
+        forward and backward does not change the gradients; eager torch raises an error there if
+        ``hidden`` requires grad.
 
         With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there.
         The hidden state of an ignored position is never read. A valid position whose logits hold

@@ -229,6 +229,19 @@ def test_a_budget_that_forward_accepts_suffices_for_backward(name, backend, dtyp
             loss(least)[5:].sum().backward()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_budget_suffices_for_the_gradient_of_the_bias_alone(backend):
+    hidden, weight, labels, _ = Case((40,), 32, 64).tensors()
+    labels[:20] = -100
+    bias = torch.zeros(64, requires_grad=True)
+
+    def loss(budget):
+        return fused_ce(hidden, weight, labels, bias=bias, label_smoothing=0.1,
+                        memory_budget=budget, backend=backend).loss_sum  # fmt: skip
+
+    loss(least_budget(loss)).backward()
+
+
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)
