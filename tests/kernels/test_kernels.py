@@ -95,6 +95,7 @@ def test_every_kernel_compiles(arch):
     statistics = r"stats (fp32 .*mean logit|\S+ terms smoothed)"
     known_to_spill = {
         "sm_80": divergence, "sm_86": statistics, "sm_89": statistics, "sm_90": divergence,
+        "sm_120": r"stats fp32 .*(tokens|mean logit)",
     }  # fmt: skip
     match = f"(?!{known_to_spill[arch]})" if arch in known_to_spill else ""
     # Blocks were chosen for the registers that these versions of Triton need.
