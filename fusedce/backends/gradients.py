@@ -74,6 +74,7 @@ def call_of(
         wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
         hidden=wanted.hidden,
         weight=wanted.weight,
+        bias=wanted.bias,
         on_cpu=problem.hidden.device.type == "cpu" and not triton,
         triton=triton,
         copies=2 if problem.softcap is None else 4,
@@ -81,7 +82,6 @@ def call_of(
         threads=torch.get_num_threads(),
         budget=device_budget(memory_of(problem.hidden.device)),
         gemm_block=gemm_block,
-        train=any(wanted.gradients()),
     )
 
 

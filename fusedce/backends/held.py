@@ -51,6 +51,7 @@ class Call(NamedTuple):
     wide_weight: bool = False  # the weight gradient waits for backward in float32
     hidden: bool = True  # gradients that are wanted
     weight: bool = True
+    bias: bool = False
     on_cpu: bool = False  # by the torch backend
     triton: bool = True
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
@@ -59,12 +60,16 @@ class Call(NamedTuple):
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
-    train: bool = False  # any gradient is wanted
 
     @property
     def limits(self) -> Limits:
         """Those of its device."""
         return CPU if self.on_cpu else DEVICE
+
+    @property
+    def train(self) -> bool:
+        """Whether any gradient is wanted."""
+        return self.hidden or self.weight or self.bias
 
     @property
     def acc(self) -> int:
