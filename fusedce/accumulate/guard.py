@@ -44,6 +44,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
+        self._asked = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
@@ -75,7 +76,7 @@ class Guard:
 
     def is_on(self) -> bool:
         """Whether the user has asked for it: then any write into .grad inside a window counts."""
-        return self in agreement.GUARDS
+        return self._asked
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -89,7 +90,7 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
-        agreement.GUARDS.add(self)
+        self._asked = True
         self._know_guarded()
 
     # ---- parameters -------------------------------------------------------------------------

@@ -7,8 +7,7 @@ options or argmax without gradient    sum of the tokens' losses, from their stat
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same: rounded probabilities are no base for it
 inside torch.func                     the same: it alone allows a factor per sample
-a sharded vocabulary                  the same; with Triton and gradients chunks of this rank's
-                                      logits, unless a budget is too small for them
+a sharded vocabulary                  the same
 ====================================  ===========================================================
 
 Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
@@ -17,7 +16,7 @@ and of probabilities that were rounded to two bytes nothing but their errors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +25,10 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.held import TILES
-from fusedce.backends.plan import way_of
-from fusedce.backends.shards.collectives import all_reduce, sharded_call
-from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
+from fusedce.contract.objective import Stats, folded, with_expected_upstream
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.task import Task
 
 
 class Monitored(NamedTuple):
@@ -44,26 +40,18 @@ class Monitored(NamedTuple):
 
 
 def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and the statistics that are wanted.
-
-    With a sharded vocabulary the sum is of all ranks' tokens, the statistics are of this rank's.
-    """
+    """Sum of the losses and number of valid tokens; and the statistics that are wanted."""
     task = _prepared(task)
-    problem, monitored, _, shard = task
+    problem, monitored = task.problem, task.wanted
     wanted = wanted_gradients(problem)
     if _by_tokens(task, train=any(wanted)):
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory
             task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
         losses, stats = tokens.losses(task)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
-        if shard is not None:
-            count = weights_and_count(problem.but(class_weight=None))[1]
-            mine = torch.stack([losses.sum(dtype=torch.float64), count])
-            total, n_valid = over_ranks(mine, shard).unbind()
-            return LossSum(total.to(losses.dtype), n_valid.detach().long()), values
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if any(wanted) and shard is None:
+    if any(wanted) and task.shard is None:  # (ranks might expect different factors)
         task = task.but(problem=with_expected_upstream(problem))
     task = task.but(wanted=wanted.but(argmax=monitored.argmax))
     total, n_valid, argmax = sums.loss_sum(task)
@@ -77,17 +65,9 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if divergence is not None:
         return False
-    if problem.label_smoothing:
+    if problem.label_smoothing or shard is not None:
         return True
-    if shard is None:
-        return not (train or (problem.plain() and not any(monitored)))
-    if not train or problem.backend != "triton":
-        return True
-    if problem.memory_budget is None:
-        return False
-    N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
-    way = way_of(sharded_call(problem, shard, N), memory_budget=problem.memory_budget)
-    return way.name == TILES
+    return not (train or (problem.plain() and not any(monitored)))
 
 
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
@@ -129,25 +109,3 @@ def _prepared(task: Task) -> Task:
     problem = task.problem if task.divergence is not None else folded(task.problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     return task.but(problem=problem.but(backend=backend))
-
-
-def over_ranks(mine: Tensor, shard: Shard) -> Tensor:
-    """The sum of ``mine`` over the ranks where each has tokens of its own, once differentiable."""
-    if shard.tokens is None:
-        return mine
-    result: Tensor = _Total.apply(mine, shard.group)
-    return result
-
-
-class _Total(torch.autograd.Function):
-    """Sum over ranks; backward gives each rank the gradient of its own addend."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
-        everyones = mine.clone()
-        all_reduce(everyones, group)
-        return everyones
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        return upstream, None

@@ -104,7 +104,6 @@ SCHEMA = {
     bool: "bool",
     str: "str",
     str | None: "str?",
-    tuple[int, ...] | None: "int[]?",
 }
 
 

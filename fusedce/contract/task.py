@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import group_named
 from fusedce.contract.problem import SCHEMA, Problem, Wanted, arguments_of
-
-_DEVICE_BUDGET = 2**30
 
 
 class Shard(NamedTuple):
@@ -25,28 +22,14 @@ class Shard(NamedTuple):
 
     name: str  # of the group
     first: int  # the class of the first row here
-    V: int  # rows that are classes, over all ranks; rows beyond are padding
+    V: int  # classes, over all ranks
     largest: int  # rows of the largest shard: chunks must be the same on all ranks
-    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
-    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
-    valid: int  # tokens with a label to predict
-    budget: int = _DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
+    gathered: int = 0  # bytes of hidden states that were gathered from all ranks
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
         return group_named(self.name)
-
-    def real(self, problem: Problem) -> int:
-        """The number of rows of ``problem.weight`` that are classes, the first ones."""
-        return min(max(self.V - self.first, 0), len(problem.weight))
-
-    def own(self, x: Tensor, n: int) -> Tensor:
-        """This rank's ``n`` tokens of ``x (N, ...)``, which holds those of all ranks."""
-        if self.tokens is None:
-            return x
-        first = dist.get_rank(self.group) * max(self.tokens)
-        return x[first : first + n]
 
 
 class Task(NamedTuple):
@@ -79,10 +62,7 @@ class Task(NamedTuple):
         of_divergence, of_shard = flat[:_OF_DIVERGENCE], flat[_OF_DIVERGENCE:]
         named = dict(zip(Divergence._fields, of_divergence, strict=False))
         divergence = None if named.get("kind") is None else Divergence(*of_divergence)
-        shard = None
-        if of_shard and of_shard[0] is not None:
-            shard = Shard(*of_shard)
-            shard = shard._replace(tokens=None if shard.tokens is None else tuple(shard.tokens))
+        shard = Shard(*of_shard) if of_shard and of_shard[0] is not None else None
         return cls(problem, wanted, divergence, shard), *own
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.autograd.sums import SumWithGrads as SumWithGrads
 from fusedce.backends.shards.agreement import SUM
+from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
@@ -147,19 +147,17 @@ def checked_ce(
     monitor: Collection[str] = (),
     argmax_out: Tensor | None = None,
     shard: Shard | None = None,
+    tokens: Tokens | None = None,  # of each rank's own
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = wanted_for(monitor, argmax=argmax_out is not None)
     out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
-        found = sums(problem, monitor, *values)
-        if shard is not None:
-            total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
-            found = dict(zip(found, total.unbind(), strict=True))
-        out = MonitoredLossSum.of(out, found)
+        out = MonitoredLossSum.of(out, sums(problem, monitor, *values))
     if argmax_out is not None and values.argmax is not None:
+        (argmax,) = (values.argmax,) if tokens is None else tokens.own(values.argmax)
         # now that labels, whose memory it may be, were read
-        argmax_out.copy_(values.argmax.view(argmax_out.shape))
+        argmax_out.copy_(argmax.view(argmax_out.shape))
     return out
 
 
@@ -182,5 +180,5 @@ def ce_as_given(
         return given, {"monitor": ", ".join(beside)}
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, SUM, check)
-    return checked_ce(problem, monitor, local_of(argmax_out), shard)
+    problem, shard, tokens = ready(problem, placed, SUM, check)
+    return checked_ce(problem, monitor, local_of(argmax_out), shard, tokens)

@@ -13,16 +13,14 @@ from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watche
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
-from fusedce.autograd import dispatch
-from fusedce.backends import held, plan
+from fusedce.backends import held
 from fusedce.backends.shards.agreement import LENGTH
-from fusedce.backends.shards.collectives import REDUCE_SCATTER
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
 
 def sent(function, options, grad, rank):
-    """Collectives of one training step or evaluation, and the number of tokens that count."""
+    """Collectives of one training step or evaluation."""
     x = inputs(sum(UNEQUAL[dist.get_world_size()]), torch.float32)
     if options.get("kind") == "several":
         options = {k: v for k, v in options.items() if k != "kind"}
@@ -33,62 +31,49 @@ def sent(function, options, grad, rank):
         forward = list(calls)
         if grad:
             out.sum().backward()
-    return forward, calls[len(forward) :], int(x["labels"].view(N, -1).ne(-100).any(1).sum())
-
-
-def chunks_of(n):
-    return [min(8, n - i) for i in range(0, n, 8)]
+    return forward, calls[len(forward) :]
 
 
 def met(world):
     return (ALL_GATHER, world * LENGTH, True)
 
 
-def of_tokens(world, n):
-    return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, True)]
+def of_tokens(world, n=N):
+    return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, False)]
 
 
-def by_chunk(world, n):
-    """A chunk's rows are added up while the next chunk is computed."""
-    return [
-        call
-        for C in chunks_of(n)
-        for call in ((ALL_GATHER, world * C, False), ("all_reduce", C * H, True))
-    ]
-
-
-def of_triton(world, n):
-    return [met(world), ("all_reduce", n, False), *by_chunk(world, n)], []
-
-
-def of_smoothing(world, n):
+def of_smoothing(world):
     """With the mean logit."""
-    return [met(world), (ALL_GATHER, world * 3 * n, False)], [("all_reduce", n * H, True)]
+    return [met(world), (ALL_GATHER, world * 3 * N, False)], [("all_reduce", N * H, False)]
 
 
-def of_evaluation(world, n):
-    return [met(world), (ALL_GATHER, world * 2 * n, False)], []
+def of_evaluation(world):
+    return of_tokens(world)[0], []
 
 
-def of_own_tokens(world, n):
-    return [
-        met(world),
-        (ALL_GATHER, world * N * H, False),
-        (ALL_GATHER, world * N, False),
-        ("all_reduce", world * n, False),
-        *[(ALL_GATHER, world * C, False) for C in chunks_of(world * n)],
-        (REDUCE_SCATTER, N * H, False),
-    ], []
+def of_own_tokens(world):
+    (first, *others), backward = of_tokens(world, world * N)
+    gathered = [(ALL_GATHER, world * size, False) for size in (N * H, N)]
+    return [first, *gathered, *others], backward
 
 
-def of_statistics(world, n):
+def of_losses_of_own_tokens(world):
+    forward, backward = of_own_tokens(world)
+    return forward, [(ALL_GATHER, world * N, False), *backward]
+
+
+def of_statistics(world):
     """With entropy, maximum and its class."""
-    return [met(world), (ALL_GATHER, world * 5 * n, False)], [("all_reduce", n * H, True)]
+    return [met(world), (ALL_GATHER, world * 5 * N, False)], [("all_reduce", N * H, False)]
 
 
-def of_classes(world, n):
-    (first, *others), backward = of_statistics(world, n)
-    return [first, ("all_reduce", n * K, False), *others], backward
+def of_classes(world):
+    (first, *others), backward = of_statistics(world)
+    return [first, ("all_reduce", N * K, False), *others], backward
+
+
+def losses(*arguments, **options):
+    return [fused_cross_entropy(*arguments, reduction="none", **options)]
 
 
 TORCH, TRITON = ({"backend": name, "chunk_tokens": 8} for name in ("torch", "triton"))
@@ -96,10 +81,11 @@ CALLS = {
     "sum": (fused_ce, TORCH, True, of_tokens),
     "statistics": (fused_logprobs, {}, True, of_statistics),
     "statistics of several": (fused_logprobs, {"kind": "several"}, True, of_classes),
-    "Triton": (fused_ce, TRITON, True, of_triton),
-    "Triton, smoothing": (fused_ce, TRITON | {"label_smoothing": 0.1}, True, of_smoothing),
-    "Triton, evaluation": (fused_ce, TRITON, False, of_evaluation),
-    "Triton, own tokens": (fused_ce, TRITON | {"tokens_sharded": True}, True, of_own_tokens),
+    "smoothing": (fused_ce, TORCH | {"label_smoothing": 0.1}, True, of_smoothing),
+    "evaluation": (fused_ce, TORCH, False, of_evaluation),
+    "own tokens": (fused_ce, TORCH | {"tokens_sharded": True}, True, of_own_tokens),
+    "losses of own tokens": (losses, {"tokens_sharded": True}, True, of_losses_of_own_tokens),
+    "Triton": (fused_ce, TRITON, True, of_tokens),
 }
 
 
@@ -115,17 +101,11 @@ def results(world, triton=False):
 @pytest.mark.parametrize("name", [slow(k) if k.startswith("Triton") else k for k in CALLS])
 def test_the_collectives_are_those_of_the_docstring(name, world):
     assert 8 * LENGTH <= 1024
-    for forward, backward, n in ranks.of(results(world, name.startswith("Triton")), name):
-        assert len(chunks_of(n)) > 1
-        assert (forward, backward) == CALLS[name][3](world, n)
+    for found in ranks.of(results(world, name.startswith("Triton")), name):
+        assert found == CALLS[name][3](world)
 
 
 # ---- chunks and budgets -------------------------------------------------------------------------
-
-
-def of_shard(x, rank, **options):
-    local, _, _ = Layout().held(x, rank)
-    return fused_ce(**local, process_group=dist.group.WORLD, **options)
 
 
 def blocks(rank):
@@ -144,21 +124,8 @@ def blocks(rank):
     return found
 
 
-def budgets_of_devices(rank):
-    """Ranks whose devices would have chunks of other sizes cut the same ones."""
-    sizes = UNEQUAL[dist.get_world_size()]
-    x = inputs(sum(sizes), torch.float32, n=300) | {"token_weight": torch.ones(300)}
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(plan, "DEVICE_BUDGET", 128 * 4 * max(sizes))  # 128 tokens
-        with watched_collectives() as calls:
-            of_shard(x, rank, backend="triton")
-    chunks = [name for name, *_ in calls].count(ALL_GATHER) - 1
-    assert chunks == 2
-
-
-def budgets(ways, rank):
-    """The way taken under each of ``ways``, and errors for too small or differing budgets."""
+def budgets(backend, two, rank):
+    """The loss and gradients under ``two`` budgets, and errors for too small or differing ones."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
     weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
@@ -166,17 +133,10 @@ def budgets(ways, rank):
         "hidden": hidden, "weight": weight, "labels": torch.arange(300),
         "process_group": dist.group.WORLD,
     }  # fmt: skip
-    taken = []
-
-    def watched(call, **asked):
-        taken.append(plan.way_of(call, **asked).name)
-        return plan.way_of(call, **asked)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held, "SCRATCH_CPU", 0)
-        patch.setattr(dispatch, "way_of", watched)
         losses, grads = [], []
-        for backend, budget in ways:
+        for budget in two:
             loss = fused_ce(**x, backend=backend, memory_budget=budget).loss_sum
             losses.append(float(loss.detach()))
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
@@ -201,17 +161,13 @@ def budgets(ways, rank):
     for found in grads:  # of each way, within two roundings
         for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
             assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
-    return taken, small, other, of_environment
+    return small, other, of_environment
 
 
-BUDGETS = {
-    "budgets": [("torch", 2**24), ("torch", 2**19)],
-    "Triton, budgets": [("triton", 2**24), ("triton", 2**21)],
-}
 OTHERS = {
     "blocks": blocks,
-    "Triton, budgets of devices": budgets_of_devices,
-    **{name: functools.partial(budgets, ways) for name, ways in BUDGETS.items()},
+    "budgets": functools.partial(budgets, "torch", (2**24, 2**19)),
+    "Triton, budgets": functools.partial(budgets, "triton", (2**24, 2**21)),
 }
 
 
@@ -221,24 +177,12 @@ def test_only_a_block_of_logits_is_held(world):
         assert training == evaluation == 64
 
 
-@pytest.mark.slow
-@WORLDS
-def test_chunks_are_the_same_on_all_ranks(world):
-    ranks.of(results(world, triton=True), "Triton, budgets of devices")
-
-
 @pytest.mark.parametrize(
-    ("world", "name", "ways"),
-    [
-        (2, "budgets", []),
-        (4, "budgets", []),
-        slow(2, "Triton, budgets", ["one chunk", "tiles"]),
-    ],
+    ("world", "name"), [(2, "budgets"), (4, "budgets"), slow(2, "Triton, budgets")]
 )
-def test_a_budget_decides_the_way_on_all_ranks(name, ways, world):
+def test_a_budget_is_one_of_all_ranks(name, world):
     of_ranks = ranks.of(results(world, name.startswith("Triton")), name)
-    for taken, small, other, of_environment in of_ranks:
-        assert taken == ways
+    for small, other, of_environment in of_ranks:
         assert "ValueError: memory_budget must be at least" in small
         assert "memory_budget must be the same on all ranks" in other
         assert "memory_budget must be the same on all ranks" in of_environment
