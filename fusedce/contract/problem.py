@@ -105,29 +105,6 @@ class Wanted(NamedTuple):
         return self.hidden, self.weight, self.bias
 
 
-SCHEMA = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "int",
-    int | None: "SymInt?",
-    float: "float",
-    float | None: "float?",
-    bool: "bool",
-    str: "str",
-    str | None: "str?",
-    tuple[int, ...] | None: "int[]?",
-}
-
-
-def arguments_of(*records: type[Any]) -> list[str]:
-    """Arguments of an operator that are the records' fields, flattened, as a schema names them."""
-    return [
-        f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
-        for record in records
-        for name, hint in get_type_hints(record).items()
-    ]
-
-
 class Projection(NamedTuple):
     """Logits ``z = scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(z / softcap)``.
 
