@@ -33,9 +33,8 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
 from fusedce.backends.shards.collectives import all_reduce
-from fusedce.contract.problem import Problem, Wanted, arguments_of
+from fusedce.contract.problem import Problem, Wanted, acc_dtype, arguments_of
 from fusedce.contract.results import LossSum
-from fusedce.contract.rounding import acc_dtype
 from fusedce.contract.task import Task, schema_of
 
 

@@ -26,8 +26,7 @@ from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import check_divergence_budget, of_inputs, without_values
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Task, fields, schema_of
 
 

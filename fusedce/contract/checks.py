@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
 from fusedce.contract.labels import can_be_read, check_ignore_index, check_labels
-from fusedce.contract.problem import NUMBERS, RANGES, Problem
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import NUMBERS, RANGES, Problem, acc_dtype
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _LARGEST = torch.iinfo(torch.int64).max

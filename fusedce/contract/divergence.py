@@ -22,8 +22,7 @@ from fusedce.contract.checks import (
     with_a_row,
 )
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import NUMBERS, Problem, Projection
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import NUMBERS, Problem, Projection, acc_dtype
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
 TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher

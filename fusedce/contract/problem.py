@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from fusedce.contract.rounding import acc_dtype
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of logits, losses and sums for inputs of ``dtype``: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Problem(NamedTuple):
