@@ -20,8 +20,7 @@ from fusedce.backends.shards.collectives import all_reduce
 from fusedce.backends.shards.merge import entropy_of, label_and_others, nll_and_lse, of_ranks
 from fusedce.backends.torch.rows import used_tokens
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
 
 
@@ -43,21 +42,19 @@ class OfShard(NamedTuple):
         others, z_labels, *more = of_ranks(mine, self.shard)  # (ranks, N) each
         known = (problem.labels >= 0) & (problem.labels < V)
         nll, lse = nll_and_lse(others.logsumexp(0), z_labels, known)
-        found = [nll, lse if wanted.lse else None]
-        found.append(
-            entropy_of(torch.logaddexp(others, z_labels), lse, more.pop(0))
-            if wanted.entropy else None
-        )  # fmt: skip
-        found.append(more.pop(0).sum(0) / V if wanted.zmean else None)
+        total = torch.logaddexp(others, z_labels)  # of each shard
+        entropy = entropy_of(total, lse, more.pop(0)) if wanted.entropy else None
+        zmean = more.pop(0).sum(0) / V if wanted.zmean else None
         if argmax is not None:
             tops, classes = more
             likeliest = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
             argmax.copy_(likeliest.masked_fill_(~used, -1))
-        made = (
-            nll.new_empty(0, dtype=acc) if x is None else x.to(acc).masked_fill_(~used, 0)
-            for x in found
-        )
-        return Stats(*made, n_valid, argmax)  # type: ignore[call-arg]
+
+        def rounded(x: Tensor | None) -> Tensor:
+            return nll.new_empty(0, dtype=acc) if x is None else x.to(acc).masked_fill(~used, 0)
+
+        of_lse = rounded(lse if wanted.lse else None)
+        return Stats(rounded(nll), of_lse, rounded(entropy), rounded(zmean), n_valid, argmax)
 
     def _of_here(self, problem: Problem, wanted: Wanted, used: Tensor) -> list[Tensor]:
         """Numbers for the other ranks, ``(N,)`` float64 each.
