@@ -239,7 +239,7 @@ REPLICAS = {
     "noise": ({"times": 1.001}, None),  # another order of sums
     "ignored": ({"ignored": 3.0}, None),
     "labels": ({"other": ["labels"]}, f"{WORDS} labels differ"),
-    "labels of one": ({"other": ["labels"], "from": 3}, "labels must be the same on all ranks"),
+    "labels of one": ({"other": ["labels"], "from": 3}, f"{WORDS} labels differ"),
     "bad": (
         {"bad": True},
         "labels must be int64 or int32 class indices, got torch.float32 (on rank 3)",

@@ -91,7 +91,7 @@ class OfShard(NamedTuple):
         dtype, V = dtypes.hidden, len(problem.weight)
         dtypes = dtypes._replace(hidden=acc_dtype(problem.hidden.dtype))
         if V:
-            local, _ = self._local(problem, problem.valid(), elsewhere=V)
+            local, _ = self._local(problem, problem.valid() & upstream.used, elsewhere=V)
             if upstream.classes is not None:
                 classes = upstream.classes - self.shard.first
                 classes = classes.masked_fill((classes < 0) | (upstream.classes < 0), -1)
