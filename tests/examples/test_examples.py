@@ -53,8 +53,6 @@ def test_an_example_says_how_to_run_it_and_what_to_look_at(name):
 @pytest.mark.slow
 def test_fine_tuning_with_lora(tmp_path):
     """Both splits log the same; a resumed run goes on, and its adapter is the one on disk."""
-    for package in ("trl", "peft", "datasets"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
     script = example("finetune_lora")
     model, data = script.tiny_model(str(tmp_path / "model")), script.texts(None)
 
