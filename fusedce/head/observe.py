@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedce.contract.monitors import MonitoredLossSum
 from fusedce.contract.results import LossSum
@@ -108,19 +107,6 @@ def _users_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Result(NamedTuple):
-    """A loss at the moment it was returned; the model may change the tensor in place later."""
-
-    value: Tensor  # () copy, without a graph
-    edge: GradientEdge | None  # where its gradient arrives; None if it needs none
-
-    @classmethod
-    def of(cls, loss: Tensor) -> Result:
-        """The value and the gradient's place of ``loss ()``."""
-        edge = get_gradient_edge(loss) if loss.requires_grad else None
-        return cls(loss.detach().clone(), edge)
-
-
 class LossObserver:
     """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
 
@@ -134,7 +120,6 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned (:class:`Result`).
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.monitors.MonitoredLossSum`).
 
@@ -148,7 +133,6 @@ class LossObserver:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
-        self.results: list[Result] = []
         self._thread = threading.get_ident()
 
     @classmethod
