@@ -120,7 +120,7 @@ def fused_ce(
         Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and
         sums are float32 or better; the weight gradient accumulates in float32. Where an input
         requires grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs
-        that require one; with label smoothing, and over a vocabulary that is sharded on a CPU, in
+        that require one; with label smoothing, and over a vocabulary that is sharded, in
         backward, and inputs must stay as they are until then. Under ``torch.no_grad()`` nothing is
         kept. Deterministic. The gradient itself is not differentiable again. Under autocast, inputs
         are cast as ``F.linear`` casts them. Elsewhere tensors of several dtypes are cast to the
