@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fusedce.backends.held import Call
 from fusedce.backends.plan import device_budget, least_bytes, tiles_of, way_of_divergence
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Task
 
 

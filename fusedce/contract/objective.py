@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.contract.problem import Problem
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, acc_dtype
 
 
 class Stats(NamedTuple):

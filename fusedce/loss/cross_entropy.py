@@ -14,8 +14,7 @@ from fusedce.contract.divergence import Divergence, checked_targets
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import expected, weights_and_count
-from fusedce.contract.problem import Problem
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, acc_dtype
 from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
 

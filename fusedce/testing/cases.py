@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.contract.checks import DTYPES
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import acc_dtype
 from fusedce.loss.reference import reference_ce
 
 try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.divergence import KINDS
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import acc_dtype
 from fusedce.loss.reference import reference_kl
 from fusedce.testing.cases import NAMES, Loss, assert_within, check_drawn, draw_numbers
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
 from fusedce.backends.held import Call
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
 
 # The name of the collective from torch 2.13 on, and before.

@@ -29,8 +29,7 @@ from fusedce.backends.shards.merge import entropy_of, label_and_others, nll_and_
 from fusedce.backends.torch.rows import counted_rows
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard, Task
 
 

@@ -60,8 +60,7 @@ from fusedce.contract.divergence import (
     Divergence,
 )
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection, Wanted
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 from fusedce.contract.task import Shard, Task
 
 FAR = 64  # nats: rounding a log-sum-exp of that size to float32 changes a probability by 4e-6

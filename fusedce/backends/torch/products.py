@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.torch import brgemm
-from fusedce.contract.rounding import acc_dtype
+from fusedce.contract.problem import acc_dtype
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 
