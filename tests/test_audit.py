@@ -1,6 +1,5 @@
 """The audit measures the weight of every token in any training loop."""
 
-import contextlib
 import functools
 import logging
 import math
@@ -8,10 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from support import ranks
 from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.loops import H, V, batches
+from support.tiny_trainer import FusedTrainer, arguments, llama, train
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedce
@@ -318,19 +319,21 @@ def test_a_step_that_is_skipped_for_its_gradients_is_left_out(where, skip, to_no
 # ---- engines ------------------------------------------------------------------------------------
 
 
-def ddp(loop, rank):
+on_two_ranks = ranks.together()
+
+
+@on_two_ranks
+def test_two_ranks_of_ddp(rank):
     """Two micro-batches of 2 and 14 tokens on one rank, of 6 and 6 on the other."""
-    sizes = (SIZES, [6, 6])[rank]
-    report = watched(loop, sizes=sizes, wrap=DistributedDataParallel, seed=10 * rank)
-    return report.verdict(), report.steps[0].n_tokens
+    acc = LossAccumulator()  # one over both ranks
+    for loop, verdict in ((naive, AVERAGED), (functools.partial(streaming, acc=acc), RIGHT)):
+        sizes = (SIZES, [6, 6])[rank]
+        report = watched(loop, sizes=sizes, wrap=DistributedDataParallel, seed=10 * rank)
+        assert (report.verdict(), tokens(report)[0]) == (verdict, 28)
 
 
-def shared(rank):
-    """One accumulator over both ranks."""
-    return ddp(functools.partial(streaming, acc=LossAccumulator()), rank)
-
-
-def with_accelerate(rank):
+@on_two_ranks
+def test_two_ranks_of_accelerate(rank):
     engine = accelerator(rank, gradient_accumulation_steps=2)
 
     def loop(model, micro, optimizer):
@@ -341,29 +344,11 @@ def with_accelerate(rank):
                 step(optimizer)
 
     report = watched(loop, wrap=engine.prepare, seed=10 * rank)
-    return report.verdict(), report.steps[0].n_tokens
-
-
-CASES = {"naive": functools.partial(ddp, naive), "ours": shared, "accelerate": with_accelerate}
-
-
-@functools.cache
-def results():
-    return ranks.run(CASES)
-
-
-@pytest.mark.parametrize(
-    ("name", "verdict", "tokens"),
-    [("naive", AVERAGED, 28), ("ours", RIGHT, 28), ("accelerate", AVERAGED, 32)],
-)
-def test_two_ranks(name, verdict, tokens):
-    assert ranks.of(results(), name) == [(verdict, tokens)] * 2
+    assert (report.verdict(), tokens(report)[0]) == (AVERAGED, 32)
 
 
 def audited(tmp_path, trainer, *, bf16=False, replaced=False, counts=True, **kwargs):
     """The report of a run of the tiny Llama; old versions of transformers counted no tokens."""
-    from support.tiny_trainer import arguments, llama, train
-
     model = llama()
     if replaced:
         fusedce.replace_loss_head(model)
@@ -380,7 +365,6 @@ def audited(tmp_path, trainer, *, bf16=False, replaced=False, counts=True, **kwa
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_stock_trainer(tmp_path, replaced, counts, bf16):
     """In mixed precision accelerate returns fp32 copies of the logits that the loss is made of."""
-    transformers = pytest.importorskip("transformers")
     report = audited(tmp_path, transformers.Trainer, replaced=replaced, counts=counts, bf16=bf16)
     averaged = "your micro-batches are averaged: tokens of short ones"
     assert report.verdict().startswith(RIGHT if counts else averaged)
@@ -392,8 +376,6 @@ def test_the_stock_trainer(tmp_path, replaced, counts, bf16):
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_a_trainer_with_the_mixin(tmp_path, name):
     """The audit's own loss is no part of what the mixin counts."""
-    transformers = pytest.importorskip("transformers")
-    from support.tiny_trainer import FusedTrainer
 
     def collate(rows):
         batch = transformers.default_data_collator(rows)
@@ -404,33 +386,6 @@ def test_a_trainer_with_the_mixin(tmp_path, name):
     report = audited(tmp_path, FusedTrainer, data_collator=collate)
     assert report.verdict() == RIGHT
     assert all(step.logged is not None for step in report.steps)
-
-
-def test_lightning():
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = Model()
-
-        def training_step(self, one, index):
-            return cross_entropy(self.model, one)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    module = Module()
-    data = [x for i in range(2) for x in batches(SIZES, i)]
-    trainer = lightning.Trainer(
-        max_epochs=1, accumulate_grad_batches=2, logger=False, accelerator="cpu", devices=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    loader = torch.utils.data.DataLoader(data, batch_size=None)
-    with fusedce.audit(module.model) as report, contextlib.suppress(UserWarning):
-        trainer.fit(module, loader)
-    assert report.verdict() == AVERAGED
-    assert tokens(report) == [16, 16]
 
 
 # ---- models that compute their own loss ---------------------------------------------------------

@@ -7,11 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL, STATISTIC
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 from support import ranks
+from support.bounds import SAME_MODEL, STATISTIC
 from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,

@@ -2,16 +2,13 @@
 
 import copy
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL
-
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-import datasets
 import transformers
 import trl
+from support.bounds import SAME_MODEL
 from support.tiny_trainer import V, mixtral, word_tokenizer
 from support.tiny_trainer import llama as without_padding
 from support.versions import trl_1_16
