@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedce.contract.monitors import MonitoredLossSum
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, MonitoredLossSum
 
 _LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
 _SMOOTHED = (
@@ -136,7 +135,7 @@ class LossObserver:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
         results: what each ``F.cross_entropy`` has returned (:class:`Result`).
         monitors: the sums that ``monitor`` names, in the same order
-            (:class:`fusedce.contract.monitors.MonitoredLossSum`).
+            (:class:`fusedce.contract.results.MonitoredLossSum`).
 
     Raises:
         RuntimeError: another observer is entered already.

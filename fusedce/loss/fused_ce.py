@@ -14,9 +14,9 @@ from fusedce.backends.shards.agreement import SUM
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
+from fusedce.contract.monitors import check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, MonitoredLossSum
 from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import ready
 
