@@ -224,7 +224,7 @@ TRITON = [
     ("sum", "unsmoothed", "triton", "float32"),
     ("sum", "unsmoothed", "triton", "bfloat16", "wide"),
     ("sum", "unsmoothed", "triton", "float16"),
-    ("sum", "plain", "triton", "float32", "wide", "sure and right"),
+    ("losses", "plain", "triton", "float32", "wide", "sure and right"),
     ("sum", "plain", "triton", "bfloat16", "wide", "sure and wrong"),
     ("sum", "chunks", "triton", "float32", "own tokens"),
     ("sum", "bias", "triton", "float32", "", "masked"),
