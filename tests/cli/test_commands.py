@@ -167,28 +167,35 @@ def test_an_error_of_ours_keeps_its_trace(monkeypatch):
     assert isinstance(call("bench").exception, IndexError)
 
 
+def looked_up(monkeypatch, outcome):
+    """The hub answers with ``outcome``; the list of the names it is asked for."""
+    transformers = pytest.importorskip("transformers")
+    asked = []
+
+    def from_pretrained(name, *, local_files_only, trust_remote_code):
+        assert not local_files_only
+        assert not trust_remote_code
+        asked.append(name)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return transformers.LlamaConfig(**outcome)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    return asked
+
+
 @pytest.mark.parametrize("raised", [OSError("offline"), ModuleNotFoundError("huggingface_hub")])
 def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised):
-    from fusedce.tools import model_sizes
-
-    def fails(model):
-        raise raised
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_sizes, "_download", fails)
+    looked_up(monkeypatch, raised)
     done = call("plan", "org/name")
     assert done.exit_code == 2
     words = " ".join(done.stderr.split())
-    assert "hf download org/name config.json --local-dir name; then: fusedce plan name" in words
+    assert "hf download org/name config.json --local-dir name; then give that folder" in words
 
 
-def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
-    from fusedce.tools import model_sizes
-
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 1000}')
-    asked = []
-    monkeypatch.setattr(model_sizes, "_download", lambda model: asked.append(model) or config)
+def test_a_name_on_a_hub_is_looked_up(monkeypatch):
+    asked = looked_up(monkeypatch, {"hidden_size": 64, "vocab_size": 1000})
     found = answer("plan", "org/name")
     assert asked == ["org/name"]
     assert (found["model"]["H"], found["model"]["V"]) == (64, 1000)
