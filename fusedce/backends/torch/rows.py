@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.contract.labels import bad_label_codes, bad_label_message
+from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem
 
 Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
@@ -22,11 +22,9 @@ def used_tokens(problem: Problem, V: int) -> tuple[Tensor, Tensor]:
     """
     labels, valid = problem.labels, problem.valid()
     bad = valid & ((labels < 0) | (labels >= V))
-    on_cpu = labels.device.type == "cpu"
-    n_valid = valid.sum() if on_cpu else count_or_code(labels, valid, bad)
-    if on_cpu and bad.any():
-        code = int(count_or_code(labels, valid, bad))
-        raise ValueError(bad_label_message(code, V, problem.ignore_index, labels))
+    n_valid = count_or_code(labels, valid, bad)
+    if labels.device.type == "cpu" and n_valid < 0:
+        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, labels))
     if problem.token_weight is not None:
         valid = valid & ((problem.token_weight != 0) | bad)
     return valid, n_valid
@@ -38,8 +36,8 @@ def count_or_code(labels: Tensor, valid: Tensor, bad: Tensor) -> Tensor:
     if not len(labels):
         return n_valid
     first = bad.int().argmax(0)
-    codes = bad_label_codes(first, labels.gather(0, first[None])[0].long())
-    return torch.where(bad.any(), codes, n_valid)
+    code = bad_label_code(first, labels.gather(0, first[None])[0].long())
+    return torch.where(bad.any(), code, n_valid)
 
 
 def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
