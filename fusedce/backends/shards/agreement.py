@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import (
-    SHARE_TOKENS,
     TEXT,
     Told,
     device_for,
@@ -97,7 +96,6 @@ def agree(
         for name, checksum in zip(("token_weight", "temperature"), checksums[1:], strict=True):
             if len({*checksum}) > 1:
                 raise ValueError(f"{name} {shared}, here their values differ")
-        SHARE_TOKENS.add(tuple(dist.get_process_group_ranks(group)))
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
     classes = vocab_size or sum(rows)
