@@ -32,26 +32,6 @@ def inputs(*leading):
     return hidden, weight, bias, labels
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_module_takes_the_weight_first(backend, reduction):
-    hidden, weight, bias, labels = inputs(7)
-    options = {
-        "ignore_index": 3, "label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1,
-        "class_weight": torch.linspace(0.5, 2, V), "reduction": reduction,
-    }  # fmt: skip
-    labels[1] = 3
-    module = FusedLinearCrossEntropyLoss(**options, backend=backend)
-    loss = module(weight, hidden, labels, bias)
-    expected = fused_cross_entropy(hidden, weight, labels, bias=bias, **options)
-    assert loss.shape == expected.shape
-    torch.testing.assert_close(loss, expected)
-    leaves = (hidden, weight, bias)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
-    )
-
-
 def test_the_modules_class_weights_move_with_it():
     module = FusedLinearCrossEntropyLoss(class_weight=torch.ones(V))
     assert module.to("meta").class_weight.device.type == "meta"

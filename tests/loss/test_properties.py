@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coverage import counted
@@ -71,6 +72,13 @@ def test_parts_add_up_to_the_whole(case, cut, backend):
         return a.loss_sum + b.loss_sum, a.n_valid + b.n_valid
 
     check(in_two_parts, case)
+
+
+def test_the_reference_is_fp64_throughout():
+    hidden, weight, labels, _ = Case(dtype=torch.float64).tensors()
+    expected = F.cross_entropy(F.linear(hidden, weight), labels, label_smoothing=0.1)
+    exact = fusedce.reference_ce(hidden, weight, labels, label_smoothing=0.1).mean()
+    torch.testing.assert_close(exact, expected, rtol=16 * torch.finfo(torch.float64).eps, atol=0)
 
 
 def test_a_log_sum_exp_may_be_rounded_at_its_own_size():

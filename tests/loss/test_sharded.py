@@ -177,6 +177,8 @@ TORCH = [
     ("argmax", "plain", "torch", "float32", "DTensor"),
     ("topk", "bias", "torch", "float32"),
     ("topk", "plain", "torch", "float32", "padded, own tokens"),
+    ("topk", "temperatures", "torch", "float32", "own tokens"),
+    ("topk", "softcap", "torch", "bfloat16"),
     *(
         (reduction, name, "torch", "float64")
         for reduction in ("mean", "sum of losses")
@@ -208,6 +210,7 @@ TORCH = [
             ("reverse", "padded, own tokens"), ("jsd", ""), ("jsd", "own tokens"),
         )
     ),
+    ("divergence", "forward", "torch", "float64", "DTensor"),
     ("losses", "probabilities", "torch", "float64"),
     ("sum of losses", "probabilities", "torch", "float64"),
     ("mean", "probabilities", "torch", "float64"),
