@@ -35,8 +35,7 @@ from lib.tables import mebibytes, milliseconds
 from fusedce.tools.bench import FLOOR, missing
 
 EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-_WITHOUT_TIME = ("accuracy", "memory")
-_WITH_MEMORY = ("memory", "budget", "scaling")
+_WITH_MEMORY = ("memory", "budget")
 
 
 def file_of(device: str) -> Path:
@@ -55,7 +54,7 @@ def measure(
     ``resume``: go on from the rows that ``results`` holds; ``dry``: in one process, to see all
     implementations through soon.
     """
-    timed = suite not in _WITHOUT_TIME
+    timed = suite != "memory"
     key = {"suite": suite, **spec._asdict()}
     held = results.rows(problem(key)) if resume else {}
     rows = {
@@ -76,7 +75,7 @@ def measure(
             if why is not None:
                 row["failed"] = why
             results.put_unfinished(row)
-        if "failed" not in row and suite != "accuracy":
+        if "failed" not in row:
             of_call = {"name": name, "spec": list(spec)}
             calls[name] = Call("lib.problems:make_call", of_call, process, gradient_bytes(spec))
     # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.

@@ -13,8 +13,6 @@ from fusedce.contract.checks import (
     autocast,
     check_device,
     check_number,
-    check_softcap,
-    check_temperature,
     check_tensor_types,
     check_tensors,
     check_width,
@@ -144,21 +142,13 @@ def checked_divergence(
         TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
             it is.
     """
-    for name, x in (("weight", problem.weight), ("teacher_weight", divergence.weight)):
-        if hasattr(x, "placements"):
-            raise TypeError(
-                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
-                f"both heads as DTensors with Shard(0)"
-            )
     kind = divergence.kind
     if kind not in KINDS:
         raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {kind!r}")
     beta = check_number("beta", divergence.beta)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must be in [0, 1], got {beta}")
     if kind == JSD and beta in (0, 1):  # the limits, as TRL takes them
         kind = REVERSE if beta else FORWARD
-    temperature = check_temperature(divergence.temperature)
+    temperature = check_number("temperature", divergence.temperature)
     ce_weight = check_number("ce_weight", divergence.ce_weight)
     if ce_weight and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
@@ -174,8 +164,8 @@ def checked_divergence(
             )
         teacher = autocast(teacher)
         check_tensors(with_a_row(teacher) if shard else teacher)
-        check_softcap(divergence.softcap)
-        scale = check_number("logit_scale", divergence.logit_scale)
+        softcap, scale = divergence.softcap, check_number("logit_scale", divergence.logit_scale)
+        softcap = None if softcap is None else check_number("softcap", softcap)
     except (TypeError, ValueError) as e:
         named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
         raise type(e)(named) from None
@@ -191,12 +181,12 @@ def checked_divergence(
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)
-    softcap, bias = divergence.softcap, teacher.bias
+    bias = teacher.bias
     return problem, divergence.but(
         hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]),
         weight=teacher.weight.detach(),
         bias=None if bias is None else bias.detach(),
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         logit_scale=scale,
         kind=kind,
         beta=beta,

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.contract.checks import check_number
-from fusedce.contract.labels import can_be_read
+from fusedce.contract.checks import can_be_read, check_number
 
 
 class LossSum(NamedTuple):
@@ -48,14 +47,12 @@ class LossSum(NamedTuple):
                     f"{tuple(denominator.shape)}"
                 )
             if can_be_read(denominator) and denominator.item() < 0:
-                raise _negative(denominator.item())
+                check_number("denominator", denominator.item())
             given = denominator.reshape(()).to(self.loss_sum)
             return self.loss_sum / torch.where(given == 0, own.to(given), given.clamp(min=1))
         if denominator is None:
             return self.loss_sum / own
         number = check_number("denominator", denominator)
-        if number < 0:
-            raise _negative(number)
         return self.loss_sum / (max(number, 1) if number else own)
 
     @property
@@ -154,10 +151,6 @@ _REMEDY = (
     "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
     "of all of them"
 )
-
-
-def _negative(denominator: float) -> ValueError:
-    return ValueError(f"denominator must be at least 0, got {denominator}")
 
 
 def _no_loss(asked: str) -> TypeError:

@@ -141,12 +141,9 @@ class LazyLogits(Uncompiled):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
             return T.__deepcopy__(self, memo)  # torch refuses that
-        if id(self) not in memo:
-            values = self._copied("deepcopy")
-            memo[id(self)] = values.__deepcopy__(memo)  # views of one memory stay views
-            memo.setdefault(id(memo), []).append(values)
-            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
-        return memo[id(self)]
+        values = self._copied("deepcopy")
+        values.grad = self.grad
+        return copy.deepcopy(values, memo)
 
     def __copy__(self) -> Tensor:
         self.expose("copy")  # it shares their memory

@@ -7,27 +7,20 @@ themselves; :func:`note_items` tells losses by which number a model will divide 
 
 from __future__ import annotations
 
-import contextvars
 import os
 import sys
-import threading
 import time
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedce.contract.monitors import MonitoredLossSum
 from fusedce.contract.results import LossSum
 
-_LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
-_SMOOTHED = (
-    "label_smoothing_factor of Trainer computes the smoothed loss from log-probabilities, which "
-    "need real logits: F.cross_entropy(..., label_smoothing=) in a compute_loss_func is fused"
-)
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
@@ -85,8 +78,6 @@ class HeadCounts:
         place = self.places.get((operation, line), Place(operation, line, shape, size, 0))
         if not place.times:
             _explain(f"logits {shape}, {size / 2**20:.1f} MiB, for {operation} at {line}")
-        if _LABEL_SMOOTHER in line:
-            self.note(_SMOOTHED)
         self.places[operation, line] = place._replace(times=place.times + 1)
 
     def note(self, text: str) -> None:
@@ -108,19 +99,6 @@ def _users_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Result(NamedTuple):
-    """A loss at the moment it was returned; the model may change the tensor in place later."""
-
-    value: Tensor  # () copy, without a graph
-    edge: GradientEdge | None  # where its gradient arrives; None if it needs none
-
-    @classmethod
-    def of(cls, loss: Tensor) -> Result:
-        """The value and the gradient's place of ``loss ()``."""
-        edge = get_gradient_edge(loss) if loss.requires_grad else None
-        return cls(loss.detach().clone(), edge)
-
-
 class LossObserver:
     """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
 
@@ -134,7 +112,6 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned (:class:`Result`).
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.monitors.MonitoredLossSum`).
 
@@ -142,20 +119,17 @@ class LossObserver:
         RuntimeError: another observer is entered already.
     """
 
-    current: LossObserver | None = None
+    _current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
 
     def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
-        self.results: list[Result] = []
-        self._thread = threading.get_ident()
 
     @classmethod
     def of_this_thread(cls) -> LossObserver | None:
-        """The observer that is entered, if this thread has made it."""
-        ours = cls.current is not None and cls.current._thread == threading.get_ident()
-        return cls.current if ours else None
+        """The observer that this thread has entered."""
+        return cls._current.get()
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
@@ -165,13 +139,13 @@ class LossObserver:
             self.monitors.append(out.monitors)
 
     def __enter__(self) -> LossObserver:
-        if LossObserver.current is not None:
+        if self._current.get() is not None:
             raise RuntimeError("a LossObserver is entered already: leave its block first")
-        LossObserver.current = self
+        self._current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        LossObserver.current = None
+        self._current.set(None)
 
 
 # ---- the number by which a model will divide its losses --------------------------------------
@@ -180,9 +154,7 @@ class LossObserver:
 # stays until the next. A loss of other code that meets it stays right, and has one rounding more:
 # backward multiplies by the real factor over the expected one.
 
-_items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
-    "fusedce_num_items_in_batch", default=None
-)
+_items: ContextVar[Tensor | float | None] = ContextVar("fusedce_num_items_in_batch", default=None)
 
 
 def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ def ce_as_given(
         check_monitor(monitor)
         beside = sorted(monitor)
         if argmax_out is not None:
-            check_argmax_out(local_of(argmax_out), local_of(given.labels))
+            check_argmax_out(local_of(argmax_out), given.but(labels=local_of(given.labels)))
             beside.append("argmax_out")
         return given, {"monitor": ", ".join(beside)}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.agreement import ARGMAX, MEAN_LOGIT, STATISTICS
-from fusedce.contract.checks import check_flag, check_number, check_softcap, check_temperature
+from fusedce.contract.checks import check_flag, check_number
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem, Wanted
@@ -195,9 +195,8 @@ def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     """
     if isinstance(temperature, Tensor):
         return problem.but(temperature=temperature)
-    t = check_temperature(temperature)
-    check_softcap(problem.softcap)
+    t, cap = check_number("temperature", temperature), problem.softcap
     return problem.but(
-        softcap=None if problem.softcap is None else problem.softcap / t,
+        softcap=None if cap is None else check_number("softcap", cap) / t,
         logit_scale=check_number("logit_scale", problem.logit_scale) / t,
     )

@@ -15,6 +15,7 @@ from fusedce.backends.shards.collectives import all_gather, all_tokens
 from fusedce.backends.torch.logit_tiles import Logits, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
+from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import folded
@@ -106,8 +107,7 @@ def _found(
     """The classes and their log-probabilities, without gradient."""
 
     def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"k must be an int, got {type(k).__name__}")
+        check_int("k", k)
         return tempered(given, temperature), {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden

@@ -148,14 +148,14 @@ def make_call(
     Args:
         name: of :data:`IMPLEMENTATIONS`, or :data:`FLOOR`.
         hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``.
-        mode: "forward": the loss; "frozen": also the gradient of hidden; "train": of both.
+        mode: "forward": the loss; "train": also the gradients of hidden and weight.
         loss: in place of the one of that name; options: of the loss.
     """
     if name == FLOOR:
         return bare_gemms(hidden, weight, labels, mode)
     loss = loss or IMPLEMENTATIONS[name]
-    hidden.requires_grad_(mode != "forward")
-    weight.requires_grad_(mode == "train")
+    for x in (hidden, weight):
+        x.requires_grad_(mode == "train")
 
     @torch.set_grad_enabled(mode != "forward")
     def call() -> None:
@@ -250,15 +250,14 @@ def bare_gemms(
 
     Args:
         hidden, weight, labels: as for the losses.
-        mode: "forward": the logits; "frozen": also the gradient of hidden; "train": all three.
+        mode: "forward": the logits; "train": both gradients too.
     """
     h, w = hidden.detach()[labels != -100].clone(), weight.detach()
 
     def gemms() -> None:
         logits = torch.mm(h, w.t())
-        if mode != "forward":
-            torch.mm(logits, w)
         if mode == "train":
+            torch.mm(logits, w)
             torch.mm(logits.t(), h)
 
     return gemms

@@ -125,8 +125,7 @@ def test_a_dry_run_of_everything(tmp_path):
     data = json.loads((tmp_path / "loss-cpu.json").read_text())
     suites = {row["suite"] for row in data["rows"]}
     assert suites == {
-        "time", "forward", "masked", "accuracy", "frozen", "budget", "scaling", "options",
-        "divergences", "ways", "blocks",
+        "time", "forward", "masked", "budget", "options", "divergences", "ways", "blocks",
     }  # fmt: skip
     peers = {r["name"]: r for r in data["rows"] if r["suite"] == "time"}
     for name in ("Liger-Kernel", "Liger-Kernel, CuTe", "cut-cross-entropy, exact", "QuACK"):
@@ -147,7 +146,6 @@ def test_a_dry_run_of_everything(tmp_path):
     assert "0 errors" in (tmp_path / "racecheck-cpu.txt").read_text()
     assert "SKIPPED" in (tmp_path / "pytest-cpu.txt").read_text()
     assert (tmp_path / "overview-cpu.png").exists()
-    assert "Predicted, not measured" in done.stdout
 
     # Run again, nothing is measured twice.
     before = (tmp_path / "loss-cpu.json").read_text()

@@ -7,7 +7,7 @@ import report
 from lib import results, tables
 
 ROW = {"suite": "time", "N": 8, "H": 4, "V": 16, "dtype": "bfloat16", "mode": "train",
-       "ignored": 0.0, "data": "lm", "budget": None, "flops": 6.0 * 8 * 4 * 16}  # fmt: skip
+       "ignored": 0.0, "budget": None, "flops": 6.0 * 8 * 4 * 16}  # fmt: skip
 HERE = {"device": "a device", "versions": {"torch": "2", "triton": "3"}}
 
 

@@ -83,7 +83,7 @@ def test_a_denominator_is_a_number_and_never_0():
     assert out.mean(torch.tensor(20)) == out.mean(20) == out.loss_sum / 20
     for n in (-1, -0.5):
         for denominator in (n, torch.tensor(n), torch.tensor([n])):
-            with pytest.raises(ValueError, match=f"denominator must be at least 0, got {n}"):
+            with pytest.raises(ValueError, match=f"denominator must be at least 0 .*got {n}"):
                 out.mean(denominator)
     for n in (math.nan, math.inf):
         with pytest.raises(ValueError, match="denominator must be"):
