@@ -5,7 +5,6 @@
 
 import math
 import statistics
-import types
 from functools import partial
 from pathlib import Path
 
@@ -267,32 +266,22 @@ def in_block(h, w, b, y, *, backend, factor=3 / 1234):
     return loss * (factor.float() if isinstance(factor, torch.Tensor) else factor)
 
 
-def in_window(h, w, b, y, *, backend, accelerated=False):
+def in_window(h, w, b, y, *, backend):
     """One micro-batch, and one that trains nothing here, of a declared window."""
     acc = fusedce.LossAccumulator(backward_divisor=3)
-    if accelerated:  # an engine that divides each loss by 3, which the accumulator takes back
-        accelerator = types.SimpleNamespace(
-            distributed_type="NO", gradient_accumulation_steps=3, num_processes=1,
-            backward=lambda loss: (loss / 3).backward(),
-        )  # fmt: skip
-        acc = fusedce.LossAccumulator.from_accelerator(accelerator)
     few = y.index_fill(0, torch.arange(len(y) // 2), -100)
-    x = [t.detach() for t in (h, w, b)]
-    leaves = [t.requires_grad_() for t in x]
+    leaves = [t.detach().requires_grad_() for t in (h, w, b)]
     with acc.window([fusedce.count_valid(y), fusedce.count_valid(few)]):
         acc.backward(fused_ce(*leaves[:2], y, bias=leaves[2], backend=backend))
-        acc.scale(fused_ce(*(t.detach() for t in x[:2]), few, bias=x[2].detach(), backend=backend))
+        acc.scale(fused_ce(h.detach(), w.detach(), few, bias=b.detach(), backend=backend))
     # A loss whose gradients these are.
     return sum((t * leaf.grad).sum() for t, leaf in zip((h, w, b), leaves, strict=True))
 
 
 KNOWN = {
     "a number": in_block,
-    "a tensor": lambda *x, backend: in_block(
-        *x, backend=backend, factor=torch.tensor(3 / 1234, dtype=torch.float64)
-    ),
+    "a tensor": partial(in_block, factor=torch.tensor(3 / 1234, dtype=torch.float64)),
     "a window": in_window,
-    "an engine's window": lambda *x, backend: in_window(*x, backend=backend, accelerated=True),
 }
 
 
