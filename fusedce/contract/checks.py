@@ -244,7 +244,8 @@ def with_a_row(problem: Problem) -> Problem:
     weight = problem.weight
     if weight.dim() != 2 or len(weight):
         return problem
-    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=None)
+    bias = None if problem.bias is None else problem.bias.new_empty(1)
+    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
 
 
 def check_reduction(reduction: object) -> None:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedce.contract.monitors import MonitoredLossSum
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, MonitoredLossSum
 
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
@@ -113,7 +112,7 @@ class LossObserver:
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
         monitors: the sums that ``monitor`` names, in the same order
-            (:class:`fusedce.contract.monitors.MonitoredLossSum`).
+            (:class:`fusedce.contract.results.MonitoredLossSum`).
 
     Raises:
         RuntimeError: another observer is entered already.

@@ -11,8 +11,7 @@ from support.bounds import EXACT, STATISTIC, logit_rounding
 from support.coverage import counted
 
 from fusedce import fused_ce, fused_cross_entropy, reference_ce
-from fusedce.testing import OPTIONS, Case, cases
-from fusedce.testing.cases import assert_within
+from fusedce.testing import OPTIONS, Case, assert_within, cases
 
 EVERY = (*(x for x in OPTIONS if x != "ignore_index"), "class_weight")
 PLAIN = Case((9,), 12, 131)
