@@ -99,18 +99,6 @@ def test_a_common_mistake_gets_its_remedy(function, name):
         mistake(function, *inputs(2, 5))
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ({"reduction": "mean"}, r"use fused_ce\(\.\.\.\)\.mean\(\), or fused_cross_entropy\("),
-        ({"class_weight": torch.ones(V)}, r"use fused_cross_entropy\(\.\.\., class_weight="),
-    ],
-)
-def test_an_option_of_the_other_function_is_pointed_to(option, words):
-    with pytest.raises(TypeError, match=words):
-        fused_ce(*inputs(2, 5), **option)
-
-
 @pytest.mark.parametrize("function", [fused_ce, fused_logprobs])
 def test_labels_that_are_probabilities_are_another_functions(function):
     hidden, weight, _ = inputs(4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.bounds import EXACT, STATISTIC, logit_rounding
 from support.coverage import counted
 
-from fusedce import fused_ce, fused_cross_entropy, reference_ce
+from fusedce import fused_cross_entropy, reference_ce
 from fusedce.testing import OPTIONS, Case, assert_within, cases
 
 EVERY = (*(x for x in OPTIONS if x != "ignore_index"), "class_weight")
@@ -195,8 +195,3 @@ def test_what_is_wrong_is_said(name):
     options = {"labels": labels} | options
     with pytest.raises(error, match=message):
         fused_cross_entropy(hidden, weight, **options)
-
-
-def test_other_functions_name_the_one_that_takes_them():
-    with pytest.raises(TypeError, match="labels of fused_cross_entropy"):
-        fused_ce(*inputs()[0])

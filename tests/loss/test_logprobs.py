@@ -12,7 +12,7 @@ from support.params import slow
 from fusedce import TokenStats, fused_argmax, fused_kl, fused_logprobs
 from fusedce.backends import chosen as class_logits
 from fusedce.contract.problem import Problem
-from fusedce.testing import Case, cases
+from fusedce.testing import Case, assert_within, cases
 
 BACKENDS = ["torch", "triton"]
 OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
@@ -82,9 +82,7 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None):
         spread = float(spread.double().abs().sum(0).max()) if spread is not None else labels.numel()
         floor = 2 * eps * float(e.abs().max()) if e.numel() else 0
         floor += 2 * rounding * condition * spread * scale * (K or 1)
-        error = float((o - e).abs().max()) if e.numel() else 0
-        torch_error = float((t - e).abs().max()) if e.numel() else 0
-        assert error <= 2 * torch_error + floor, (name, error, torch_error, floor)
+        assert_within(name, o, t, e, floor, case)
     assert ours.argmax[~valid].eq(-1).all()
     given = {k: v for k, v in case.options.items() if k != "ignore_index"}
     wide_bias = None if bias is None else bias.double()
