@@ -116,7 +116,7 @@ DIFFERENT = [
     (f"function {SHARED}, here it is ['losses of tokens', 'a sum of losses']", LOSS, NONE, {}),
     ("['losses of tokens', 'statistics of tokens']", (LOSS, STATS), NONE, {}),
     ("['statistics of tokens', 'a sum of losses']", (STATS, sharded_ce), {}, {}),
-    ("'statistics of tokens with mean_logit'", STATS, {}, {"mean_logit": True}),
+    (f"mean_logit {SHARED}", STATS, {}, {"mean_logit": True}),
     ("['statistics of tokens, 2 classes each', 'statistics of tokens']", STATS, {"labels": TWO},
      {}),
     ("labels must be the same on all ranks", STATS, {"labels": TWO}, {"labels": OTHERS}),
@@ -247,9 +247,7 @@ REPLICAS = {
     "noise": ({"times": 1.001}, None),  # another order of sums
     "ignored": ({"ignored": 3.0}, None),
     "labels": ({"other": ["labels"]}, f"{WORDS} labels differ"),
-    "hidden": ({"other": ["hidden"]}, f"{WORDS} hidden states differ"),
-    "hidden, 3%": ({"times": 1.03}, f"{WORDS} hidden states differ"),
-    "hidden of one": ({"other": ["hidden"], "from": 3}, f"{WORDS} hidden states differ"),
+    "labels of one": ({"other": ["labels"], "from": 3}, f"{WORDS} labels differ"),
     "bad": (
         {"bad": True},
         "labels must be int64 or int32 class indices, got torch.float32 (on rank 3)",
