@@ -15,7 +15,7 @@ from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Problem, acc_dtype
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
 
 
@@ -110,8 +110,6 @@ def fused_cross_entropy(
 
     function = SUM if class_weight is None and reduction != "none" else LOSSES
     problem, shard = ready(problem, placed, function, check)
-    if shard is not None and reduction != "none":
-        return _over_ranks(problem, shard, reduction)
     return _reduced(Task(problem, shard=shard), reduction, local_of(labels).shape, problem)
 
 
@@ -123,23 +121,12 @@ def _reduced(task: Task, reduction: str, shape: torch.Size, counted: Problem) ->
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
     weights, count = weights_and_count(counted)
+    if task.shard is not None:
+        weights, count = dispatch.over_ranks(torch.stack([weights, count]), task.shard).unbind()
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
     denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
-
-
-def _over_ranks(problem: Problem, shard: Shard, reduction: str) -> Tensor:
-    """The sum or the mean of the losses of a sharded vocabulary."""
-    if problem.class_weight is None:
-        out, _ = dispatch.loss_sum(Task(problem, shard=shard))
-        return out.loss_sum if reduction == "sum" else out.mean()
-    losses = dispatch.token_losses(Task(problem, shard=shard))
-    mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
-    loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
-    if reduction == "mean":
-        loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
-    return loss_sum.to(losses.dtype)
 
 
 def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
