@@ -108,21 +108,19 @@ def fused_cross_entropy(
         check_reduction(reduction)
         return given, {"reduction": reduction}
 
-    function = SUM if class_weight is None and reduction != "none" else LOSSES
-    problem, shard = ready(problem, placed, function, check)
-    return _reduced(Task(problem, shard=shard), reduction, local_of(labels).shape, problem)
-
-
-def _reduced(task: Task, reduction: str, shape: torch.Size, counted: Problem) -> Tensor:
-    """Losses in ``shape``, their sum, or their mean by the valid labels and weights of another."""
+    problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
+    task = Task(problem, shard=shard)
     if reduction == "none":
-        return dispatch.token_losses(task).view(shape)
+        return tokens.own(dispatch.token_losses(task))[0].view(local_of(labels).shape)
+    return _reduced(task, reduction, problem)
+
+
+def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
+    """The sum of the losses, or their mean by the valid labels and weights of another problem."""
     problem = task.problem
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
     weights, count = weights_and_count(counted)
-    if task.shard is not None:
-        weights, count = dispatch.over_ranks(torch.stack([weights, count]), task.shard).unbind()
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
     denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
@@ -151,8 +149,10 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
         return checked_targets(here.but(ignore_index=ignore_index), given, shard=shard)
 
     problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
-    task = divergence_task(problem, placed, reduction, checked)
-    return _reduced(task, reduction, given.shape[:-1], task.problem.but(class_weight=None))
+    task, _ = divergence_task(problem, placed, reduction, checked)
+    if reduction == "none":
+        return dispatch.token_losses(task).view(given.shape[:-1])
+    return _reduced(task, reduction, task.problem.but(class_weight=None))
 
 
 def _as_it_is(problem: Problem) -> Problem:
