@@ -127,6 +127,7 @@ class Passenger(LazyLogits):
 
     @classmethod
     def of(cls, load: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+        """The gradient of the logits ``expr``, made of ``load`` where nobody reads it."""
         new = cls(expr, Memory(expr), meta, device)
         new.load = load
         return new
