@@ -93,10 +93,10 @@ step_peers() {
         "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$SITE" \
             "$WHEELS"/*.whl || return 1
     fi
-    (cd bench && PYTHONPATH=$PYTHONPATH "$PYTHON" -c "
-from fusedce.tools.bench import IMPLEMENTATIONS, missing
-for name in IMPLEMENTATIONS:
-    print(f'{name}: {missing(name) or \"here\"}')")
+    "$PYTHON" -c "
+from importlib.util import find_spec
+for name in ('liger_kernel', 'cut_cross_entropy', 'quack', 'cutlass'):
+    print(f'{name}: {\"here\" if find_spec(name) else \"not installed\"}')"
 }
 step_correct() {
     # Not the root on sys.path, see above (-P needs Python 3.11); every result is on disk as soon as

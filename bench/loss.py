@@ -32,7 +32,7 @@ from lib.problems import LOSSES, OURS, SUITES, Spec, check_of, flops, gradient_b
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
-from fusedce.tools.bench import FLOOR, missing
+from fusedce.tools.bench import FLOOR
 
 EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _WITH_MEMORY = ("memory", "budget")
@@ -66,14 +66,9 @@ def measure(
         row.pop("unfinished", None)
         process = "all" if dry or engine.on_cpu else name
         if "errors" not in row and "failed" not in row:
-            why = missing(name)
-            if why is None:
-                check = {"name": name, "spec": list(check_of(spec))}
-                status, answer = engine.ask(process, "lib.problems:errors", check)
-                row |= {"errors": answer} if status == "ok" else {}
-                why = None if status == "ok" else answer
-            if why is not None:
-                row["failed"] = why
+            check = {"name": name, "spec": list(check_of(spec))}
+            status, answer = engine.ask(process, "lib.problems:errors", check)
+            row["errors" if status == "ok" else "failed"] = answer
             results.put_unfinished(row)
         if "failed" not in row:
             of_call = {"name": name, "spec": list(spec)}

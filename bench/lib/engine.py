@@ -105,7 +105,7 @@ class Engine:
             self._peak(rows[name], calls[name], name)
             on_row(name, rows[name])
         for name in prepared:
-            self._ask(calls[name].process, "drop", name, self.device)
+            self._ask(calls[name].process, "drop", name)
         return rows
 
     def _order(self, row: dict[str, Any], process: str, *order: Any) -> Any:
@@ -148,7 +148,7 @@ class Engine:
         if name not in self._workers:
             context = mp.get_context("spawn")
             ours, theirs = context.Pipe()
-            arguments = (theirs, torch.get_num_threads())
+            arguments = (theirs, torch.get_num_threads(), self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -184,7 +184,7 @@ def median(row: Mapping[str, Any]) -> float | None:
 # ---- in a worker ----------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, threads: int) -> None:
+def _serve(connection: Connection, threads: int, device: str) -> None:
     torch.set_num_threads(threads)
     calls: dict[str, Callable[[], object]] = {}
     while True:
@@ -198,6 +198,7 @@ def _serve(connection: Connection, threads: int) -> None:
             kind = "out of memory" if isinstance(e, torch.OutOfMemoryError) else type(e).__name__
             lines = str(e).strip().splitlines() or [""]
             connection.send(("error", f"{kind}: {lines[0][:120]}"))
+        _free(device)
 
 
 def _named(target: str) -> Callable[..., Any]:
@@ -215,18 +216,15 @@ def _prepare(calls: dict[str, Any], name: str, target: str, kwargs: dict[str, An
 
 
 def _time(calls: dict[str, Any], name: str, device: str, number: int) -> dict[str, Any]:
-    found = time_call(calls[name], device, number)
-    _free(device)
-    return found
+    return time_call(calls[name], device, number)
 
 
 def _peak(calls: dict[str, Any], name: str, device: str) -> int:
     return peak_of_call(calls[name], device)
 
 
-def _drop(calls: dict[str, Any], name: str, device: str) -> None:
+def _drop(calls: dict[str, Any], name: str) -> None:
     calls.pop(name, None)
-    _free(device)
 
 
 _ORDERS = {"run": _run, "prepare": _prepare, "time": _time, "peak": _peak, "drop": _drop}

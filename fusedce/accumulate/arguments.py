@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
-from fusedce.contract.monitors import MONITORS
-from fusedce.contract.results import LossSum, MonitoredLossSum, ScaledLossSum
+from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
 Losses = dict[str, MonitoredLossSum]

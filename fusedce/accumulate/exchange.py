@@ -20,7 +20,7 @@ from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.agreement import Table, Told
 from fusedce.contract.groups import Ranks
-from fusedce.contract.monitors import MONITORS
+from fusedce.contract.results import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH, CLOSE, METRICS = (

@@ -156,15 +156,11 @@ def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
 # that packs position and value, from which a host makes the error message when it reads the count.
 
 
-def bad_label_code(position: int, value: int) -> int:
-    """The negative ``n_valid`` that reports ``labels[position] == value`` as out of range."""
-    position = min(position, _INT32_MAX)
-    value = min(max(value, _INT32_MIN), _INT32_MAX)
-    return -1 - ((position << 32) | (value - _INT32_MIN))
+def bad_label_code(position: Tensor, value: Tensor) -> Tensor:
+    """The negative ``n_valid`` that reports ``labels[position] == value`` as out of range.
 
-
-def bad_label_codes(position: Tensor, value: Tensor) -> Tensor:
-    """:func:`bad_label_code` of int64 tensors, on their device."""
+    All are ``()`` int64.
+    """
     value = value.clamp(_INT32_MIN, _INT32_MAX) - _INT32_MIN
     return -1 - ((position.clamp(max=_INT32_MAX) << 32) | value)
 

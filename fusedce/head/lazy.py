@@ -135,9 +135,6 @@ class LazyLogits(Uncompiled):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __format__(self, spec: str) -> str:
-        return self.materialize("format").__format__(spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
             return T.__deepcopy__(self, memo)  # torch refuses that

@@ -201,14 +201,11 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
-def _is_trl_head(model: nn.Module) -> bool:
-    """Whether a model's forward is the one that TRL's trainers install, without the mixin."""
-    code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
-    return code is not None and "fused_lm_head" in code.co_varnames
-
-
-def _runs_trl_head() -> bool:
+def _runs_trl_head(model: nn.Module) -> bool:
     """Whether TRL's forward, not the model's own, has called the decoder whose hook runs now."""
+    forward = model.__dict__.get("forward")
+    if forward is None or hasattr(forward, "fusedce_counts"):  # of FusedPolicyMixin
+        return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -236,7 +233,7 @@ class _Watch:
             return
         attached = head_of(head)
         if attached is not None:
-            if _is_trl_head(model) and _TRL not in attached.report.notes and _runs_trl_head():
+            if _TRL not in attached.report.notes and _runs_trl_head(model):
                 attached.report.note(_TRL)
                 warnings.warn(_TRL, stacklevel=2)
             return

@@ -47,7 +47,7 @@ def test_rounds_that_were_measured_before_are_not_measured_again():
 
 @pytest.mark.slow
 def test_memory_on_a_cpu_comes_from_a_fresh_process():
-    target = Call("fusedce.measure:example_target", {"mib": 24}, "memory")
+    target = Call("support.memory:known", {"kept": 24, "freed": 0}, "memory")
     with Engine("cpu") as made:
         rows = made.measure({"x": target}, time=False, memory=("x",))
         assert made._workers == {}

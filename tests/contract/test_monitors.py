@@ -9,8 +9,7 @@ from support.bounds import SAME_SUMS, STATISTIC
 from torch.utils._pytree import tree_map
 
 from fusedce import LossSum, fused_ce
-from fusedce.contract.monitors import MONITORS
-from fusedce.contract.results import MonitoredLossSum
+from fusedce.contract.results import MONITORS, MonitoredLossSum
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 9, 8, 13

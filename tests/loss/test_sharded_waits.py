@@ -92,5 +92,5 @@ def test_a_bad_label_is_a_code(value):
     labels = torch.tensor([1, -100, value, -2])
     problem = Problem(torch.empty(4, H), torch.empty(V, H), labels)
     rows, code = valid_rows(problem, V, 3)
-    assert int(code) == bad_label_code(2, value)
+    assert code == bad_label_code(torch.tensor(2), torch.tensor(value))
     assert rows.tolist() == [0, 2, 3]

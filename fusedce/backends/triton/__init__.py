@@ -21,12 +21,6 @@ __all__ = [
     "token_stats",
 ]
 
-TRAINING_KERNELS = (
-    "compact", "label_logit", "exp_tile or walk", "softmax_rows", "hidden_grad", "label_grad",
-    "scale",
-)  # fmt: skip
-"""Kernels that the first training step compiles, without further options."""
-
 
 SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
 
