@@ -23,8 +23,7 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.stats import merge_stats_kernel
-from fusedce.kernels.walk import STATISTICS, SUMS
+from fusedce.kernels.walk import STATISTICS, SUMS, merge_stats_kernel
 
 _MERGED = 128  # rows whose splits a program merges
 

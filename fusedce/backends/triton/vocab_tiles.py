@@ -26,7 +26,7 @@ from fusedce.backends.triton.launch import (
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.token_grad import token_grad_kernel
+from fusedce.kernels.softmax_grad import token_grad_kernel
 
 
 def token_grads(
