@@ -166,14 +166,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
-def check_auxiliary(auxiliary: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless this is a floating tensor of one element."""
-    if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
-        raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
-    if auxiliary.numel() != 1:
-        raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
-
-
 def check_module(module: Any) -> None:
     """Raise ``TypeError`` unless this is a module or ``None``."""
     if module is not None and not isinstance(module, torch.nn.Module):

@@ -134,6 +134,7 @@ class Passenger(LazyLogits):
 
     @classmethod
     def of(cls, loads: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+        """The gradient of the logits ``expr``, made of ``loads`` where one reads it."""
         new = cls(expr, Memory(expr), meta, device)
         new.loads = loads
         return new

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fusedce.agreement import (
     GUARDS,
-    SHARE_TOKENS,
     TEXT,
     Told,
     device_for,
@@ -267,7 +266,6 @@ def agree(
                 "states differ beyond rounding: gather what sequence parallelism has divided, and "
                 "give dropout the same seed on these ranks"
             )
-        SHARE_TOKENS.add(tuple(dist.get_process_group_ranks(group)))
     if vocab_size is not None and not 0 < vocab_size <= sum(rows):
         raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
     classes = vocab_size or sum(rows)
