@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
 from fusedce.accumulate.gradients import held_by_fsdp2, norms_of
@@ -42,6 +41,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
+        self._asked = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
@@ -71,7 +71,7 @@ class Guard:
 
     def is_on(self) -> bool:
         """Whether the user has asked for it: then any write into .grad inside a window counts."""
-        return self in agreement.GUARDS
+        return self._asked
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -85,7 +85,7 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
-        agreement.GUARDS.add(self)
+        self._asked = True
         self._know_guarded()
 
     # ---- parameters -------------------------------------------------------------------------

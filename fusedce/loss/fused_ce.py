@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.autograd.sums import SumWithGrads as SumWithGrads
 from fusedce.backends.shards.agreement import SUM
+from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
@@ -105,8 +106,8 @@ def fused_ce(
         Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
         Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
         the head's size in all, so later writes into ``weight`` do not change them. With label
-        smoothing, "entropy" or "z_loss" monitored, a small budget, or a vocabulary sharded on a
-        CPU, backward computes the logits once more, a fourth product.
+        smoothing, "entropy" or "z_loss" monitored, a small budget, or a sharded vocabulary,
+        backward computes the logits once more, a fourth product.
 
         With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
         hidden state of an ignored position is never read. A valid position whose logits hold NaN or
@@ -125,6 +126,7 @@ def checked_ce(
     monitor: Collection[str] = (),
     argmax_out: Tensor | None = None,
     shard: Shard | None = None,
+    tokens: Tokens | None = None,  # of each rank's own
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
     wanted = Wanted(
@@ -134,14 +136,11 @@ def checked_ce(
     )
     out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
-        found = _sums(problem, monitor, values)
-        if shard is not None:
-            total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
-            found = dict(zip(found, total.unbind(), strict=True))
-        out = MonitoredLossSum.of(out, found)
+        out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
     if argmax_out is not None and values.argmax is not None:
+        (argmax,) = (values.argmax,) if tokens is None else tokens.own(values.argmax)
         # now that labels, whose memory it may be, were read
-        argmax_out.copy_(values.argmax.view(argmax_out.shape))
+        argmax_out.copy_(argmax.view(argmax_out.shape))
     return out
 
 
@@ -168,8 +167,8 @@ def ce_as_given(
         return given, {"monitor": ", ".join(beside)}
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, SUM, check)
-    return checked_ce(problem, monitor, local_of(argmax_out), shard)
+    problem, shard, tokens = ready(problem, placed, SUM, check)
+    return checked_ce(problem, monitor, local_of(argmax_out), shard, tokens)
 
 
 def _sums(problem: Problem, monitor: Collection[str], of: dispatch.Monitored) -> dict[str, Tensor]:

@@ -28,16 +28,10 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import Call, compared_classes
+from fusedce.backends.held import compared_classes
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
-from fusedce.backends.shards.collectives import (
-    RunningSums,
-    all_tokens,
-    gather_tokens,
-    of_classes,
-    sharded_call,
-)
+from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import (
     NEAR,
@@ -49,7 +43,7 @@ from fusedce.backends.torch.logit_tiles import (
     tiles,
 )
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, counted_rows, valid_rows
+from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.divergence import (
     FORWARD,
     INFINITE,
@@ -60,7 +54,7 @@ from fusedce.contract.divergence import (
     Divergence,
 )
 from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
+from fusedce.contract.problem import Problem, Projection
 from fusedce.contract.task import Shard, Task
 
 FAR = 64  # nats: rounding a log-sum-exp of that size to float32 changes a probability by 4e-6
@@ -69,23 +63,19 @@ FAR = 64  # nats: rounding a log-sum-exp of that size to float32 changes a proba
 def divergence_and_grads(task: Task) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds each head's logits.
 
-    With a sharded vocabulary they are this rank's tokens, and each rank walks over its classes.
+    With a sharded vocabulary each rank walks over its classes.
     """
-    asked, wanted, divergence, shard = task
+    problem, wanted, divergence, shard = task
     assert divergence is not None
-    problem, here = asked, None
-    if shard is None:
-        rows, n_valid = valid_rows(problem)
-        call = call_of(problem, wanted, len(rows), waiting(problem))
-    else:
-        here = _Here.of(problem, shard)
-        problem, divergence = here.problem, _of_here(here, divergence)
-        rows, n_valid, call = here.rows, here.n_valid, here.call
-        if problem.class_weight is not None:
-            classes = slice(shard.first, shard.first + len(problem.weight))
-            problem = problem.but(class_weight=problem.class_weight[classes])
     hidden, device = problem.hidden, problem.hidden.device
     V, H = problem.weight.shape
+    rows, n_valid = valid_rows(problem, None if shard is None else shard.V)
+    call = call_of(problem, wanted, len(rows), waiting(problem))
+    if shard is not None:
+        call = sharded_call(problem, shard, len(rows))
+        if problem.class_weight is not None:
+            classes = problem.class_weight[shard.first : shard.first + V]
+            problem = problem.but(class_weight=classes)
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
     way = way_of_divergence(
@@ -96,31 +86,24 @@ def divergence_and_grads(task: Task) -> Summed:
     )
     step, train = way.classes, any(wanted.gradients())
     parts = chunks_of(rows, way.tokens)
-    d_rows = None if here is None else here.d_rows(wanted)
-    running = None if here is None else RunningSums(d_rows, here.shard)
-    own = wanted if here is None else wanted.but(hidden=False)
-    grads = Gradients(asked, own, dtypes=waiting(asked), chunks=len(parts))
-    of_head = of_classes(grads, V)
-    factor = expected_upstream(asked, n_valid)
+    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
+    factor = expected_upstream(problem, n_valid)
     losses = torch.zeros(len(hidden), dtype=acc, device=device)
     compare = _ToTargets if divergence.kind == TARGETS else _ToTeacher
     most = min(way.tokens, len(rows))
     compared = compare(problem, divergence, most, compared_classes(call, way), shard)
-    done = 0
 
     for at, chunk in enumerate(parts):
         h, C = hidden[chunk].to(acc), len(chunk)
         compared.start(h, chunk, step)
-        if running is not None:
-            running.start(done)  # after small messages, which must not wait for it
         outer = problem.logit_scale / divergence.temperature * factor.double()
         of_rows = torch.ones(C, dtype=torch.float64, device=device) * outer
         w = None if problem.token_weight is None else problem.token_weight[chunk].double()
         of_rows = (of_rows if w is None else of_rows * w).to(acc)[:, None]  # (C, 1)
         scaled = (h * of_rows).to(gemm)
-        dh = None if d_rows is None else d_rows[done : done + C]
-        if grads.hidden is not None:
-            dh = torch.empty(C, H, dtype=acc, device=device)
+        dh = None
+        if grads.hidden is not None:  # zeros, as a rank may have no classes
+            dh = torch.zeros(C, H, dtype=acc, device=device)
         for begin, end in tiles(V, step):
             for first in range(begin, end, compared.step):
                 compared.gradient(first, min(first + compared.step, end))
@@ -129,71 +112,17 @@ def divergence_and_grads(task: Task) -> Summed:
             g = compared.s[begin:end].to(gemm)  # (v, C)
             if dh is not None:
                 products(g.t(), compared.logits.rows(begin, end, gemm), dh, add=begin > 0)
-            if of_head.weight is not None:
-                products(g, scaled, of_head.weight[begin:end], add=at > 0)
-            if of_head.bias is not None:
-                of_head.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
+            if grads.weight is not None:
+                products(g, scaled, grads.weight[begin:end], add=at > 0)
+            if grads.bias is not None:
+                grads.bias[begin:end] += torch.mv(compared.s[begin:end], of_rows[:, 0])
         loss = compared.losses()
         losses[chunk] = (loss if w is None else loss * w).to(acc)
-        done += C
-        if dh is not None:
-            dh.mul_(of_rows)
         if dh is not None and grads.hidden is not None:
-            grads.hidden[chunk] = dh.to(grads.hidden.dtype)
-    d_hidden, d_weight, d_bias = grads.written()
-    if here is not None and running is not None:
-        losses = here.shard.own(losses, here.n)
-        d_hidden = here.d_hidden(d_rows, running)
-    return Summed(losses, n_valid, factor, d_hidden, d_weight, d_bias)
-
-
-class _Here(NamedTuple):
-    """The tokens of all ranks, and the classes that lie here."""
-
-    problem: Problem  # its weight has rows of classes alone; labels are among all classes
-    rows: Tensor  # (n,) the tokens that count
-    n_valid: Tensor  # () int64
-    call: Call
-    n: int  # tokens of this rank's own
-    shard: Shard
-
-    @classmethod
-    def of(cls, problem: Problem, shard: Shard) -> _Here:
-        """Collectives: those of :func:`all_tokens` where each rank has tokens of its own."""
-        n, real = len(problem.hidden), shard.real(problem)
-        if shard.tokens is not None:
-            problem = all_tokens(problem, max(shard.tokens), shard.group)
-        rows, n_valid = counted_rows(problem, shard)
-        call = sharded_call(problem, shard, len(problem.hidden))
-        bias = None if problem.bias is None else problem.bias[:real]
-        problem = problem.but(weight=problem.weight[:real], bias=bias)
-        return cls(problem, rows, n_valid, call, n, shard)
-
-    def d_rows(self, wanted: Wanted) -> Tensor | None:
-        """``(n, H)`` zeros for the gradients of the tokens that count."""
-        if not wanted.hidden:
-            return None
-        hidden = self.problem.hidden
-        return hidden.new_zeros(len(self.rows), hidden.shape[1], dtype=acc_dtype(hidden.dtype))
-
-    def d_hidden(self, d_rows: Tensor | None, sums: RunningSums) -> Tensor:
-        """``(n, H)`` of this rank's tokens; ``(0,)`` where not wanted."""
-        if d_rows is None:
-            return self.problem.hidden.new_empty(0, dtype=acc_dtype(self.problem.hidden.dtype))
-        return sums.d_hidden(self.rows, len(self.problem.hidden), self.n)
-
-
-def _of_here(here: _Here, divergence: Divergence) -> Divergence:
-    """The other distribution of all ranks' tokens and the classes here."""
-    hidden, weight, bias = divergence.hidden, divergence.weight, divergence.bias
-    if hidden is None or weight is None:
-        return divergence
-    if here.shard.tokens is not None:
-        hidden = gather_tokens(hidden, max(here.shard.tokens), 0, here.shard.group)
-    real = len(here.problem.weight)
-    return divergence.but(
-        hidden=hidden, weight=weight[:real], bias=None if bias is None else bias[:real]
-    )
+            grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
+    if shard is not None and grads.hidden is not None:
+        all_reduce(grads.hidden, shard.group)
+    return Summed(losses, n_valid, factor, *grads.written())
 
 
 class _Exponentials(Sums):
