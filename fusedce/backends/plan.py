@@ -193,21 +193,28 @@ def way_of_divergence(
     """
     # As many tokens as of a loss with one head: fewer make the products slower.
     of_one_head = call._replace(logit=call.acc)
-
-    def way(C: int, T: int | None = None) -> Way:
-        C = min(C, max(call.n, 1))
-        return compared(call, C, tile_classes(call, None, C) if T is None else T, teacher_H)
-
     if memory_budget is None:
-        return way(chunk_size(of_one_head, chunk_tokens))
-    fewest = call.limits.multiple
-    classes = _halved(tile_classes(call, memory_budget), _LEAST_CLASSES)
-    ways = (way(C, T) for T in classes for C in (call.n, fewest))
+        C = min(chunk_size(of_one_head, chunk_tokens), max(call.n, 1))
+        return compared(call, C, tile_classes(call, None, C), teacher_H)
+    ways = _comparisons(call, tile_classes(call, memory_budget), teacher_H)
     found = _fitting(call, ways, memory_budget)
     if found.name == ONE_CHUNK:
         return found
-    of_tokens = functools.partial(way, T=found.classes)
-    return _largest_chunks(call, of_tokens, fewest, _most_tokens(of_one_head), memory_budget)
+    wider = functools.partial(compared, call, T=found.classes, teacher_H=teacher_H)
+    fewest, most = call.limits.multiple, _most_tokens(of_one_head)
+    return _largest_chunks(call, wider, fewest, most, memory_budget)
+
+
+def least_bytes_of_divergence(call: Call, teacher_H: int | None) -> int:
+    """The least budget of :func:`way_of_divergence`."""
+    return min(way.bytes for way in _comparisons(call, _LEAST_CLASSES, teacher_H))
+
+
+def _comparisons(call: Call, classes: int, teacher_H: int | None) -> Iterator[Way]:
+    """Ways of a divergence by tiles of at most so many classes, the fastest first."""
+    for T in _halved(classes, _LEAST_CLASSES):
+        for C in (call.n, call.limits.multiple):
+            yield compared(call, C, T, teacher_H)
 
 
 def _tilings(call: Call, classes: int) -> Iterator[Way]:

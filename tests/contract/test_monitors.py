@@ -98,17 +98,6 @@ def test_what_rebuilds_a_tuple_keeps_its_kind():
     assert shares._replace(loss_sum=shares.loss_sum * 3).loss_sum == 3 * shares.loss_sum
 
 
-@pytest.mark.slow
-def test_monitors_under_compile():
-    def step(hidden, weight, labels):
-        out = fused_ce(hidden, weight, labels, ignore_index=-1, monitor=MONITORS, z_loss=0.1)
-        return out.mean(), dict(out.monitors)
-
-    x = inputs()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*x), step(*x))
-
-
 def test_names_that_do_not_exist():
     with pytest.raises(ValueError, match=r"monitor must hold names out of .*'accuracy'"):
         fused_ce(*inputs(), monitor=("accuracy",))

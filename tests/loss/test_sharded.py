@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.coverage import covered
 from support.oracle import finished_logits
 from support.params import slow
 from support.vocabulary import Layout, compare, inputs, sure
@@ -123,8 +122,9 @@ LAYOUTS = {
 GAPS = {"sure and right": 16.0, "sure and wrong": -60.0}  # bfloat16 keeps the largest logits
 
 
-def of_row(function, options, backend, dtype, layout="", special="", *, rank):
+def of_row(row, rank):
     """Compare the row; return the results that all ranks have alike."""
+    function, options, backend, dtype, layout, special = (*row, "", "")[:6]
     layout = LAYOUTS[layout]
     V = sum(layout.sizes[dist.get_world_size()])
     x = inputs(V, getattr(torch, dtype), **OPTIONS[options]) | {"backend": backend}
@@ -167,6 +167,8 @@ TORCH = [
     ("argmax", "plain", "torch", "float32", "DTensor"),
     ("topk", "bias", "torch", "float32"),
     ("topk", "plain", "torch", "float32", "padded, own tokens"),
+    ("topk", "temperatures", "torch", "float32", "own tokens"),
+    ("topk", "softcap", "torch", "bfloat16"),
     *(
         (reduction, name, "torch", "float64")
         for reduction in ("mean", "sum of losses")
@@ -198,6 +200,7 @@ TORCH = [
             ("reverse", "padded, own tokens"), ("jsd", ""), ("jsd", "own tokens"),
         )
     ),
+    ("divergence", "forward", "torch", "float64", "DTensor"),
     ("losses", "probabilities", "torch", "float64"),
     ("sum of losses", "probabilities", "torch", "float64"),
     ("mean", "probabilities", "torch", "float64"),
@@ -249,11 +252,7 @@ RUNS = {"torch": TORCH, "quick": QUICK, "four": FOUR, "triton": TRITON}
 
 @functools.cache
 def results(run, world):
-    return ranks.run({row: functools.partial(_run, row) for row in RUNS[run]}, world)
-
-
-def _run(row, rank):
-    return of_row(*row, rank=rank)
+    return ranks.run({row: functools.partial(of_row, row) for row in RUNS[run]}, world)
 
 
 def rows():
@@ -316,7 +315,7 @@ def example(seed, world):
 
 
 def one_example(seed, rank):
-    """Compare the example of a seed; return its function, dtype and options."""
+    """Compare the example of a seed."""
     world = dist.get_world_size()
     sharded, sizes, x = example(seed, world)
     at = 3 if sharded is sharded_logprobs else None
@@ -326,9 +325,6 @@ def one_example(seed, rank):
     )  # fmt: skip
     if at:
         likeliest(out[at], x, seed)
-    dtype = str(x["hidden"].dtype).removeprefix("torch.")
-    options = {*x} - {"hidden", "weight", "labels", "backend"}
-    return sharded.__name__, (dtype, f"backend={x['backend']}", *sorted(options))
 
 
 def likeliest(argmax, x, seed):
@@ -343,8 +339,9 @@ def likeliest(argmax, x, seed):
     assert (below[valid] <= 1e-5 * z.abs().amax(1)[valid]).all(), seed
 
 
-def examples(first, count, rank):
-    return [one_example(seed, rank) for seed in range(first, first + count)]
+def examples(count, rank):
+    for seed in range(FIRST, FIRST + count):
+        one_example(seed, rank)
 
 
 @pytest.mark.slow
@@ -353,6 +350,4 @@ def examples(first, count, rank):
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_call_on_ranks(world):
     count = COUNT if world == 2 else COUNT // 3
-    found = ranks.run({"examples": functools.partial(examples, FIRST, count)}, world)
-    for name, facts in ranks.of(found, "examples")[0]:
-        covered(name, f"{world} ranks", *facts)
+    ranks.shared({"examples": functools.partial(examples, count)}, world)("examples")

@@ -45,6 +45,13 @@ def divergence(hidden, weight, labels, function=fused_kl, **options):
     return function(hidden, weight, labels=labels, **teacher | options)
 
 
+def teacher_placed(hidden, weight, labels, **options):
+    """The teacher's head alone as a DTensor."""
+    placed = distribute_tensor(torch.randn(V, H), init_device_mesh("cpu", (2,)), [Shard(0)])
+    del options["process_group"]
+    return fused_kl(hidden, torch.randn(V, H), hidden, placed, labels, **options)
+
+
 def topk(hidden, weight, labels, k=2, **options):
     return top_classes(hidden, weight, k, **options)
 
@@ -184,6 +191,7 @@ WRONG = [
     ("pass weight.to_local()", of_placements, {"at": None}),
     ("pass hidden.redistribute(placements=[Replicate()])", of_placements,
      {"placed": "hidden", "at": 1}),
+    ("TypeError: teacher_weight must be a plain tensor", teacher_placed, {}),
     ("TypeError: hidden must be a plain tensor here, got a DTensor", of_placements,
      {"placed": "hidden", "function": fused_cross_entropy}),
     ("TypeError: hidden must be a plain tensor here, got a DTensor", of_placements,
