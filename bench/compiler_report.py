@@ -3,8 +3,7 @@
     python bench/compiler_report.py                       # all architectures, with options too
     python bench/compiler_report.py --arch sm_90 --json   # one of them, for a program to read
     python bench/compiler_report.py --faults              # exit status 1 if there is one
-    python bench/compiler_report.py --match "^forward" --out before.json
-    python bench/compiler_report.py --match "^forward" --against before.json    # status 1 if worse
+    python bench/compiler_report.py --match "^forward" --json > before.json     # one line a kernel
 
 Registers and spills (bytes per thread) of NVIDIA targets come from ptxas, of AMD targets from the
 assembly's metadata. "matrix" counts tensor-core instructions in the assembly, "async" the copies
@@ -21,7 +20,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -29,10 +27,6 @@ if __name__ == "__main__":
 
 import triton
 from lib import compiled, launches, tables
-
-# Numbers that count against a kernel, and those that count for it.
-LESS_IS_BETTER = ("spill_bytes", "registers", "instructions", "barriers", "shared")
-MORE_IS_BETTER = ("async",)
 
 
 def compile_all(archs: Sequence[str], match: str) -> list[dict[str, Any]]:
@@ -92,63 +86,21 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def compare(
-    before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
-) -> tuple[str, list[str]]:
-    """Return a table of the numbers that changed, and the list of those that got worse.
-
-    Kernels that only one side has are named in the table but not judged; numbers that only one
-    side has are left out.
-    """
-    old = {(r["kernel"], r["arch"]): r for r in before}
-    new = {(r["kernel"], r["arch"]): r for r in after}
-    archs = {arch for _, arch in new}
-    changed, worse = [], []
-    for key in dict.fromkeys([*old, *new]):
-        if key[1] not in archs:
-            continue
-        cells: dict[str, object] = {"kernel": key[0], "arch": key[1]}
-        a, b = old.get(key), new.get(key)
-        for name in (*LESS_IS_BETTER, *MORE_IS_BETTER):
-            cells[name] = ""
-            if a is None or b is None or name not in a or name not in b or a[name] == b[name]:
-                continue
-            cells[name] = f"{a[name]} -> {b[name]}"
-            if (b[name] > a[name]) == (name in LESS_IS_BETTER):
-                cells[name] += " (worse)"
-                worse.append(f"{key[0]} {key[1]}: {name} {a[name]} -> {b[name]}")
-        cells["side"] = "" if a and b else "only before" if a else "only now"
-        if any(cells[c] for c in cells if c not in ("kernel", "arch")):
-            changed.append(cells)
-    return tables.markdown(changed) if changed else "nothing changed", worse
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = list(compiled.TARGETS)
     parser.add_argument("--arch", nargs="+", choices=names, default=names)
     parser.add_argument("--match", default="", help="regular expression that names must match")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--against", type=Path, help="earlier rows; status 1 if a number got worse")
     parser.add_argument(
         "--faults", action="store_true", help="status 1 for spills, serialised wgmma"
     )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = compile_all(args.arch, args.match)
-    if args.out is not None:
-        args.out.write_text(as_json(rows))
     wrong = faults(rows) if args.faults else []
     print(*wrong, sep="\n", file=sys.stderr)
-    if args.json:
-        print(as_json(rows))
-    elif args.against is None:
-        print(f"triton {triton.__version__}\n\n{table(rows)}")
-    else:
-        changed, worse = compare(json.loads(args.against.read_text()), rows)
-        print(changed, *(f"- worse: {x}" for x in worse), sep="\n")
-        wrong += worse
+    print(as_json(rows) if args.json else f"triton {triton.__version__}\n\n{table(rows)}")
     return bool(wrong)
 
 

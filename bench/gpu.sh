@@ -52,14 +52,13 @@ STEPS=(
     "variants      300 one GEMM against products and kernels, the forward kernel's blocks"
     "time          470 forward + backward and peak memory: every implementation, every shape"
     "forward       400 forward alone"
-    "details       470 ignored labels, errors against fp64, no weight gradient"
-    "growth        470 time against the memory of a chunk, and as N and V grow"
+    "details       470 ignored labels, memory budgets"
     "options       470 what options and divergences cost"
     "head          300 a whole step of a model with the head replaced"
     "accumulation  470 SmolLM-135M's configuration in splits, a regime or two each time it is run"
     "memcheck      470 compute-sanitizer, bad accesses"
     "racecheck     470 compute-sanitizer, races"
-    "report        60  tables, pictures, prediction beside measurement"
+    "report        60  tables and pictures"
 )
 LEAST=(peers correct robust variants time forward report)
 
@@ -94,10 +93,10 @@ step_peers() {
         "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$SITE" \
             "$WHEELS"/*.whl || return 1
     fi
-    (cd bench && PYTHONPATH=$PYTHONPATH "$PYTHON" -c "
-from fusedce.tools.bench import IMPLEMENTATIONS, missing
-for name in IMPLEMENTATIONS:
-    print(f'{name}: {missing(name) or \"here\"}')")
+    "$PYTHON" -c "
+from importlib.util import find_spec
+for name in ('liger_kernel', 'cut_cross_entropy', 'quack', 'cutlass'):
+    print(f'{name}: {\"here\" if find_spec(name) else \"not installed\"}')"
 }
 step_correct() {
     # Not the root on sys.path, see above (-P needs Python 3.11); every result is on disk as soon as
@@ -117,8 +116,7 @@ step_robust() {
 step_variants() { loss ways blocks; }
 step_time() { loss time; }
 step_forward() { loss forward; }
-step_details() { loss masked accuracy frozen; }
-step_growth() { loss budget scaling; }
+step_details() { loss masked budget; }
 step_options() { loss options divergences; }
 step_head() {
     # Its only sizes are those of the README, which a dry run has no time for.
@@ -140,8 +138,7 @@ step_report() {  # needs no GPU: the results alone
     [[ $dry ]] && some=(--plots "$OUT")
     [[ -f $gaps ]] || gaps=bench/results/accumulation-cpu.json
     "$PYTHON" bench/report.py "$json" --overview "$gaps" "${some[@]}" &&
-        "$PYTHON" bench/report.py "$json" &&
-        "$PYTHON" bench/model.py --measured "$json"
+        "$PYTHON" bench/report.py "$json"
 }
 
 if [[ ${1:-} == list ]]; then

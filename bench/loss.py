@@ -32,11 +32,10 @@ from lib.problems import LOSSES, OURS, SUITES, Spec, check_of, flops, gradient_b
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
-from fusedce.tools.bench import FLOOR, missing
+from fusedce.tools.bench import FLOOR
 
 EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-_WITHOUT_TIME = ("accuracy", "memory")
-_WITH_MEMORY = ("memory", "budget", "scaling")
+_WITH_MEMORY = ("memory", "budget")
 
 
 def file_of(device: str) -> Path:
@@ -55,7 +54,7 @@ def measure(
     ``resume``: go on from the rows that ``results`` holds; ``dry``: in one process, to see all
     implementations through soon.
     """
-    timed = suite not in _WITHOUT_TIME
+    timed = suite != "memory"
     key = {"suite": suite, **spec._asdict()}
     held = results.rows(problem(key)) if resume else {}
     rows = {
@@ -67,16 +66,11 @@ def measure(
         row.pop("unfinished", None)
         process = "all" if dry or engine.on_cpu else name
         if "errors" not in row and "failed" not in row:
-            why = missing(name)
-            if why is None:
-                check = {"name": name, "spec": list(check_of(spec))}
-                status, answer = engine.ask(process, "lib.problems:errors", check)
-                row |= {"errors": answer} if status == "ok" else {}
-                why = None if status == "ok" else answer
-            if why is not None:
-                row["failed"] = why
+            check = {"name": name, "spec": list(check_of(spec))}
+            status, answer = engine.ask(process, "lib.problems:errors", check)
+            row["errors" if status == "ok" else "failed"] = answer
             results.put_unfinished(row)
-        if "failed" not in row and suite != "accuracy":
+        if "failed" not in row:
             of_call = {"name": name, "spec": list(spec)}
             calls[name] = Call("lib.problems:make_call", of_call, process, gradient_bytes(spec))
     # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.

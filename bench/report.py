@@ -5,15 +5,14 @@
     python bench/report.py bench/results/loss-*.json --readme docs/benchmarks.md
 
 ``--readme`` rewrites what stands between ``<!-- time cpu -->`` and ``<!-- end -->`` (and so on for
-other suites and files), so that no number in it is typed by hand. ``--overview`` draws the README's
-picture, which needs the data of `bench/accumulation.py` as well.
+other suites and files), so that no number in it is typed by hand. ``--overview`` adds data of
+`bench/accumulation.py`: it draws the README's picture and every split of a batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from lib.engine import median
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
 
-from fusedce.tools.bench import FLOOR, NOT_INSTALLED
+from fusedce.tools.bench import FLOOR
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -40,9 +39,9 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 def table(suite: str, rows: list[Row], without: tuple[str, ...] = ()) -> str:
     """One suite as Markdown; a line below names the peers that are not installed."""
     mine = [r for r in with_ratios(rows) if r["suite"] == suite]
-    absent = [r for r in mine if r.get("failed", "").endswith(NOT_INSTALLED)]
+    absent = [r for r in mine if r.get("failed", "").startswith("ModuleNotFoundError")]
     cells = [_cells(suite, r) for r in mine if r not in absent]
-    body = markdown(cells, without, once=("N, H, V", "dtype", "ignored", "logits", "pass"))
+    body = markdown(cells, without, once=("N, H, V", "dtype", "ignored", "pass"))
     if not absent:
         return body
     return f"{body}\n\nNot installed: {', '.join(dict.fromkeys(r['name'] for r in absent))}."
@@ -83,7 +82,6 @@ def _cells(suite: str, row: Row) -> dict[str, object]:
         "N, H, V": f"{row['N']}, {row['H']}, {row['V']}",
         "dtype": row["dtype"],
         "ignored": f"{row['ignored']:.0%}" if suite == "masked" else "",
-        "logits": row["data"] if suite == "accuracy" else "",
         "pass": row["mode"] if suite == "options" else "",
         "budget, MiB": row.get("budget"),
         "": row["name"],
@@ -102,33 +100,11 @@ def _error(row: Row, name: str) -> str:
     return f"{errors[name]:.1e}" if name in errors else ""
 
 
-def exponent(points: list[tuple[float, float]]) -> float:
-    """Least-squares slope of log y over log x; 1 is linear growth."""
-    xs, ys = ([math.log(p[i]) for p in points] for i in (0, 1))
-    return statistics.linear_regression(xs, ys).slope
-
-
-def exponents(rows: list[Row]) -> str:
-    """Growth of time in the ``scaling`` suite, for each implementation."""
-    lines = []
-    scaling = [r for r in with_ratios(rows) if r["suite"] == "scaling" and r["median"]]
-    for name in dict.fromkeys(r["name"] for r in scaling):
-        mine = [r for r in scaling if r["name"] == name]
-        for axis, fixed in (("N", "V"), ("V", "N")):
-            common = statistics.mode(r[fixed] for r in mine)
-            points = {(r[axis], r["median"]) for r in mine if r[fixed] == common}
-            if len({x for x, _ in points}) > 2:
-                lines.append(f"- {name}: time grows as {axis}^{exponent(sorted(points)):.2f}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, nargs="+")
     parser.add_argument("--plots", type=Path, help="folder for PNGs")
-    parser.add_argument(
-        "--overview", type=Path, metavar="ACCUMULATION.JSON", help="README's picture"
-    )
+    parser.add_argument("--overview", type=Path, metavar="ACCUMULATION.JSON")
     parser.add_argument("--readme", type=Path, help="file whose marked tables to rewrite")
     args = parser.parse_args()
     for file in args.json:
@@ -137,8 +113,6 @@ def main() -> int:
         rows: list[Row] = data["rows"]
         where = caption(data)
         tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
-        if "scaling" in tables:
-            tables["scaling"] += "\n\n" + exponents(rows)
         if args.readme:
             write_tables(args.readme, tag, rows, where)
         else:
@@ -146,10 +120,11 @@ def main() -> int:
         if args.plots:
             from lib import pictures
 
-            drawn: list[Path] = pictures.of_losses(with_ratios(rows), where, args.plots, tag)
+            drawn: list[Path] = pictures.budget(with_ratios(rows), where, args.plots, tag)
             if args.overview:
                 gaps: dict[str, Any] = json.loads(args.overview.read_text())
                 drawn += pictures.overview(with_ratios(rows), gaps, where, args.plots, tag)
+                drawn += [pictures.accumulation(gaps, args.plots / f"{args.overview.stem}.png")]
             for path in drawn:
                 print(f"written: {path}")
     return 0

@@ -25,7 +25,8 @@ from lib.tables import markdown
 from torch import Tensor
 
 import fusedce
-from fusedce.tools import plan
+from fusedce.backends.plan import way_of
+from fusedce.tools.plan import DEVICES, call
 
 LARGE, SMALL = (8192, 4096, 128256), (200, 128, 2500)
 Found = tuple[bool | None, str]  # None: left out
@@ -110,7 +111,7 @@ def memory(spec: Spec, runs: int) -> Found:
         return None, "a CPU has no allocator to ask"
     inputs = make_inputs(spec)
     peak = peak_of_call(lambda: step(*inputs), spec.device) - gradient_bytes(spec)
-    planned = plan.ours(spec.N, spec.H, spec.V, 2, plan.DEVICES["H200"]).bytes
+    planned = way_of(call(spec.N, spec.H, spec.V, 2, DEVICES["H200"])).bytes
     said = f"{peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB"
     return peak <= 1.05 * planned + 16 * 2**20, said
 

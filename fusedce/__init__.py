@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fusedce.contract.results import LossSum as LossSum
     from fusedce.contract.results import TokenStats as TokenStats
     from fusedce.contract.results import TopK as TopK
+    from fusedce.head.observe import model_loss as model_loss
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
     from fusedce.head.replace import restore_loss_head as restore_loss_head
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from fusedce.loss.reference import reference_kl as reference_kl
     from fusedce.loss.topk import fused_topk as fused_topk
     from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
-    from fusedce.trainer.model_loss import model_loss as model_loss
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ _NAMES = {
     "auditing": ("audit",),
     "contract.labels": ("count_valid", "shift_labels"),
     "contract.results": ("LossSum", "TokenStats", "TopK"),
+    "head.observe": ("model_loss",),
     "head.replace": ("head_report", "replace_loss_head", "restore_loss_head"),
     "loss.cross_entropy": ("fused_cross_entropy",),
     "loss.fused_ce": ("fused_ce",),
@@ -65,7 +66,6 @@ _NAMES = {
     "loss.reference": ("reference_ce", "reference_kl"),
     "loss.topk": ("fused_topk",),
     "trainer": ("FusedTrainerMixin",),
-    "trainer.model_loss": ("model_loss",),
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 """The module of each public name."""

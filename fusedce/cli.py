@@ -22,7 +22,6 @@ try:
 except ModuleNotFoundError:
     sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
 
-from fusedce.tools import render
 from fusedce.tools.model_sizes import UserError
 
 _NOT_FUSED, _INTERRUPTED = 3, 130
@@ -121,16 +120,12 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
     Exit status: 0 loss and gradients are the same, without logits; 1 they differ; 3 they are the
     same, but logits were computed.
     """
-    from fusedce.tools.check import check as run
-    from fusedce.tools.plan import device_here, plan
+    from fusedce.tools import check as tool
 
     _say(f"building {model} and running it before and after ...")
-    found = run(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
-    device = device_here() or "cpu"
-    saved = {m.name: m.bytes for m in plan(model, tokens=4096, dtype=dtype, device=device).methods}
-    value = asdict(found) | {"predicted_for": device, "bytes_at_4096_tokens": saved}
+    found = tool.check(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
     status = 1 if not found.equal else 0 if found.fused else _NOT_FUSED
-    return value, render.check_text(found, saved, device), status
+    return asdict(found), tool.text(found), status
 
 
 @_command
@@ -138,18 +133,17 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 @click.option("--tokens", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True,
               help="Tokens of a micro-batch on one device.")  # fmt: skip
 @click.option("--dtype", type=_Dtype(), default="bf16", show_default=True)
-@click.option("--device", help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'; default: this "
-              "machine's GPU if it is one of these, else H200.")  # fmt: skip
-def plan(model: str, tokens: int, dtype: str, device: str | None) -> Answer:
+@click.option("--device", default="H200", show_default=True,
+              help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'.")  # fmt: skip
+def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
     """Count the memory of the loss of MODEL without running it, and what a budget buys.
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
     """
-    from fusedce.tools.plan import device_here
-    from fusedce.tools.plan import plan as make
+    from fusedce.tools import plan as tool
 
-    found = make(model, tokens=tokens, dtype=dtype, device=device or device_here() or "H200")
-    return asdict(found), render.plan_text(found), 0
+    found = tool.plan(model, tokens=tokens, dtype=dtype, device=device)
+    return asdict(found), tool.text(found), 0
 
 
 @_command
@@ -166,16 +160,15 @@ def bench(
     shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool
 ) -> Answer:
     """Measure time and memory of the loss on this machine, beside the peers installed here."""
-    sizes = _shape(shape)
-    device = _device(device)
-    from fusedce.tools.bench import bench as run
+    sizes, device = _shape(shape), _device(device)
+    from fusedce.tools import bench as tool
 
-    found = run(
+    found = tool.bench(
         sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
     hint = "" if compiled else "\nCompiled eager: add --compile (most of a minute more)."
-    return asdict(found), render.bench_text(found) + hint, 0
+    return asdict(found), tool.text(found) + hint, 0
 
 
 @_command

@@ -39,11 +39,6 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
 
     Raises:
         ValueError: ``repeats`` is not positive.
-
-    Examples:
-        >>> times = median_seconds({"a": lambda: sum(range(10)), "b": lambda: None}, repeats=3)
-        >>> len(times["a"])
-        3
     """
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
@@ -68,31 +63,18 @@ def peak_extra_bytes(
 ) -> int:
     """Peak memory of one call above the level right before it, in bytes, in a fresh process.
 
-    ``target`` names a function that builds its inputs, warms up on something small that takes the
-    same code paths, and returns the zero-argument callable to measure. What the callable returns
-    stays alive until the peak is read. On the CPU anonymous memory is counted, which tensors use;
-    pages of libraries and files that the call touches for the first time are not.
-    :func:`memory_method` describes the method for a caption.
-
     Args:
-        target: ``"module:function"``, importable with this process's ``sys.path``.
+        target: ``"module:function"``, importable with this process's ``sys.path``. The function
+            builds its inputs, warms up on something small that takes the same code paths, and
+            returns the callable to measure, whose result lives until the peak is read.
         kwargs: its keyword arguments; they travel as JSON.
-        device: ``"cpu"`` for anonymous memory, otherwise the accelerator whose allocator to read.
+        device: ``"cpu"`` for anonymous memory, which tensors use (pages of libraries and files do
+            not count), otherwise the accelerator whose allocator to read.
 
     Raises:
-        ValueError: ``target`` is not of that form, or names ``__main__``.
         RuntimeError: the process failed; the message holds the end of its output.
-
-    Examples:
-        >>> peak_extra_bytes("fusedce.measure:example_target", {"mib": 8}) >> 20
-        8
     """
-    module, _, function = target.partition(":")
-    if not module or not function:
-        raise ValueError(f"target must be 'module:function', got {target!r}")
-    if module == "__main__":
-        raise ValueError(f"target must be importable in another process, got {target!r}")
-    arguments = [json.dumps(sys.path), module, function, json.dumps(dict(kwargs or {})), device]
+    arguments = [json.dumps(sys.path), target, json.dumps(dict(kwargs or {})), device]
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, *arguments],
         capture_output=True,
@@ -107,7 +89,7 @@ def peak_extra_bytes(
             f"measuring {target} failed with status {done.returncode}:\n"
             f"{(done.stdout + done.stderr)[-2000:]}"
         )
-    return int(json.loads(results[-1].removeprefix(_RESULT)))
+    return int(results[-1].removeprefix(_RESULT))
 
 
 def memory_method(device: str = "cpu") -> str:
@@ -116,24 +98,14 @@ def memory_method(device: str = "cpu") -> str:
         return "peak of torch's device allocator above the level before the call"
     if _reset_peak():
         return "peak anonymous memory (VmHWM less RssFile) above the level before the call"
-    return (
-        "growth of the process's lifetime peak (ru_maxrss): the peak cannot be reset here, so a "
-        "higher one while loading hides a part, and the number is a lower bound"
-    )
+    return "growth of the process's lifetime peak (ru_maxrss), a lower bound"
 
 
-def example_target(mib: int) -> Callable[[], object]:
-    """A callable of known memory, to try :func:`peak_extra_bytes` with."""
-    torch.ones(1024)
-    return lambda: torch.ones(mib << 20, dtype=torch.uint8)
-
-
-def _child(module: str, function: str, kwargs: str, device: str) -> None:
+def _child(target: str, kwargs: str, device: str) -> None:
+    module, _, function = target.partition(":")
     call = getattr(importlib.import_module(module), function)(**json.loads(kwargs))
-    if torch.device(device).type == "cpu":
-        extra = _host_peak(call)
-    else:
-        extra = device_peak(call, torch.device(device))
+    on_cpu = torch.device(device).type == "cpu"
+    extra = _host_peak(call) if on_cpu else device_peak(call, torch.device(device))
     print(f"{_RESULT}{extra}", flush=True)
 
 

@@ -84,6 +84,8 @@ def grpo_loss(
         raise ValueError("reference must be given with kl: log-probabilities of that policy")
     if entropy_bonus and entropy is None:
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
+    if (max_length is None) == (normalisation == "dr_grpo"):
+        raise ValueError(f"max_length must be given with 'dr_grpo' alone, got {max_length}")
     _check_shapes(logprob, sampled=sampled, used=used, reference=reference, entropy=entropy)
     if logprob.dim() != 2 or advantage.shape not in (logprob.shape, logprob.shape[:1]):
         raise ValueError(
@@ -92,8 +94,9 @@ def grpo_loss(
         )
     _check_name("kind", kind, ("clipped", "cispo"))
     _check_name("ratio", ratio, ("token", "sequence"))
+    _check_name("normalisation", normalisation, ("token", "sequence", "dr_grpo"))
     used = used != 0
-    a = advantage if advantage.dim() == logprob.dim() else advantage[:, None]
+    a = advantage if advantage.dim() == 2 else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
     log_ratio = logprob - sampled.masked_fill(~used, 0)
     if ratio == "sequence":
@@ -113,24 +116,15 @@ def grpo_loss(
         loss = loss + kl * (torch.expm1(d) - d)
     if entropy is not None and entropy_bonus:
         loss = loss - entropy_bonus * entropy
-    return _normalised(loss, used, normalisation, max_length)
-
-
-def _normalised(loss: Tensor, used: Tensor, by: str, max_length: int | None) -> LossSum:
-    """The sum of the used tokens' losses ``(B, T)`` and what it is divided by."""
-    _check_name("normalisation", by, ("token", "sequence", "dr_grpo"))
-    if (max_length is None) == (by == "dr_grpo"):
-        raise ValueError(f"max_length must be given with 'dr_grpo' alone, got {max_length}: {by!r}")
     loss, n = loss.masked_fill(~used, 0), used.sum()
-    if by == "sequence":
+    if normalisation == "sequence":
         loss = loss.sum(-1) / used.sum(-1).clamp(min=1)
-    if by != "token":
+    if normalisation != "token":
         n = torch.full_like(n, len(used) * (max_length or 1))
     return LossSum(loss.sum(), n)
 
 
-# The loss of a pair, of its margin (log-ratio chosen less rejected) and of both log-ratios, each
-# times beta.
+# The loss of a pair, from the log-ratios of its chosen and rejected answer, each times beta.
 _OF_PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid": lambda chosen, rejected: -F.logsigmoid(chosen - rejected),
     "hinge": lambda chosen, rejected: torch.relu(1 - (chosen - rejected)),
@@ -335,10 +329,9 @@ def reverse_kl_loss(
     _check_shapes(student, "student", teacher=teacher)
     if used.shape != student.shape[:-1]:
         raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
-    eps, used = torch.finfo(student.dtype).eps, used != 0
-    nowhere = ~used[..., None]
-    log_p, log_q = (x.double().masked_fill(nowhere, -1.0) for x in (student, teacher.detach()))
-    log_p, log_q = (torch.cat([x, _log_of_the_rest(x, eps)], -1) for x in (log_p, log_q))
+    used = used != 0
+    both = (x.double().masked_fill(~used[..., None], -1.0) for x in (student, teacher.detach()))
+    log_p, log_q = (_with_the_rest(x, torch.finfo(student.dtype).eps) for x in both)
     loss = forward_terms(log_q, log_p).sum(-1).masked_fill(~used, 0)
     return LossSum(loss.sum().to(student.dtype), used.sum())
 
@@ -423,19 +416,17 @@ def distillation_loss(
     counted = known.any(-1)
     log_q = teacher.detach().double().masked_fill(~known, -torch.inf)
     log_p = student.double().masked_fill(~known, -torch.inf)
-    p_tail = _log_of_the_rest(log_p, torch.finfo(student.dtype).eps)
+    log_p = _with_the_rest(log_p, torch.finfo(student.dtype).eps)
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    loss = forward_terms(torch.cat([log_p, p_tail], -1), torch.cat([log_q, q_tail], -1)).sum(-1)
-    total = loss.masked_fill(~counted, 0).sum()
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return LossSum(total.to(wide), counted.sum())
+    loss = forward_terms(log_p, torch.cat([log_q, q_tail], -1)).sum(-1)
+    return LossSum(loss.masked_fill(~counted, 0).sum().to(student.dtype), counted.sum())
 
 
-def _log_of_the_rest(
+def _with_the_rest(
     log_p: Tensor,  # (..., K) float64, -inf where there is no class
     eps: float,  # relative rounding of the log-probabilities
 ) -> Tensor:
-    """``log(1 - sum over k of exp(log_p[k]))``, ``(..., 1)``, finite and differentiable.
+    """``log_p`` and, as one more class, ``log(1 - sum of exp(log_p))``, finite, differentiable.
 
     One minus the largest is exact, so that a sure student's tail survives. A tail below the
     rounding of the others is noise, whose inverse would scale the gradient: it is raised to that.
@@ -446,4 +437,5 @@ def _log_of_the_rest(
         rounding = -(log_p.exp() * log_p).masked_fill(log_p == -torch.inf, 0)
         noise = 4 * eps * rounding.sum(-1, keepdim=True)
         value = torch.maximum(tail, noise).clamp(min=torch.finfo(torch.float32).tiny)
-    return value.log() + (tail - tail.detach()) / value  # a raised tail has a gradient, too
+    rest = value.log() + (tail - tail.detach()) / value  # a raised tail has a gradient, too
+    return torch.cat([log_p, rest], -1)

@@ -43,13 +43,12 @@ from .tile import (
 )
 
 
-@triton.jit(do_not_specialize=["hidden", "labels", "rows", "z_label", "C", "stride_hn"])
+@triton.jit(do_not_specialize=["hidden", "labels", "z_label", "C", "stride_hn"])
 def label_logit_kernel(
-    hidden,  # (C, H); with rows (N, H)
+    hidden,  # (C, H)
     weight,  # (V, H)
     bias,  # (V,) or None
     labels,  # (C,) int
-    rows,  # (C,) int32: where each row's hidden state is, or None
     z_label,  # (C,) fp32 out, NaN for bad labels
     C,
     H,
@@ -67,8 +66,6 @@ def label_logit_kernel(
     row = tl.where(mask_c, offs_c, 0).to(tl.int64)
     label = tl.load(labels + row)
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
-    if rows is not None:
-        row = tl.load(rows + row).to(tl.int64)
     z = label_logits(
         hidden + row * stride_hn, weight, bias, label, H, stride_wv, scale, softcap,
         BLOCK_C, BLOCK_H,
@@ -145,9 +142,8 @@ def exp_tile_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "hidden", "labels", "maxima", "sums", "z_label", "merged", "losses", "entries", "terms",
-        "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
-        "stride_row", "stride_terms",
+        "hidden", "labels", "maxima", "sums", "z_label", "losses", "entries", "terms", "lse",
+        "row_factors", "best", "argmax", "rows", "first", "stride_hn", "stride_row", "stride_terms",
     ]
 )  # fmt: skip
 def softmax_rows_kernel(
@@ -158,8 +154,7 @@ def softmax_rows_kernel(
     maxima,  # (blocks, rows) fp32
     sums,  # (blocks, rows) fp32
     z_label,  # (C,) fp32
-    merged,  # (2, C) fp32 or None: reference and sum of a row over all ranks
-    losses,  # (C,) fp32 out, without merged, as lse and argmax below
+    losses,  # (C,) fp32 out
     entries,  # (C,) fp32 out: the label's, 0 in the chunk; without AMPLIFY and the row's factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
@@ -173,7 +168,7 @@ def softmax_rows_kernel(
     V,
     width,  # V rounded up to a multiple of 16: stride of exps
     stride_hn,
-    stride_row,  # of maxima, sums, best and merged
+    stride_row,  # of maxima, sums and best
     stride_terms,
     scale,  # None for 1
     softcap,  # or None
@@ -207,8 +202,8 @@ def softmax_rows_kernel(
             tl.store(lse + c, 0.0)
         return
 
-    # Phase 1: the sum of the row's exponentials, from its blocks or from all ranks, and the factor
-    # that turns what is stored into probabilities.
+    # Phase 1: the sum of the row's exponentials, from its blocks, and the factor that turns what is
+    # stored into probabilities.
     label = tl.load(labels + c)
     known = (label >= 0) & (label < V)  # a bad label makes its whole row NaN
     label = tl.where(known, label, -1).to(tl.int32)
@@ -223,12 +218,8 @@ def softmax_rows_kernel(
     empty = m == float("-inf")  # no block, or one that holds nothing but the label
     references = tl.where(empty, float("-inf"), block_reference(m, own))
     m_others = tl.max(m, axis=0)  # -inf where the label is alone
-    if merged is None:
-        top = finite_max(tl.maximum(m_others, z) * LOG2E)
-        others = tl.sum(s * tl.exp2(references - top), axis=0)
-    else:
-        top = tl.load(merged + c)
-        others = tl.load(merged + stride_row + c)
+    top = finite_max(tl.maximum(m_others, z) * LOG2E)
+    others = tl.sum(s * tl.exp2(references - top), axis=0)
     reference = tl.max(references, axis=0)  # of the row
     reference = tl.where(reference == float("-inf"), top, reference)
     inverse = 1.0 / (exp(z, top) + others)
@@ -256,14 +247,12 @@ def softmax_rows_kernel(
             factor = size
         else:
             factor *= of_p
-        if merged is None:
-            tl.store(lse + c, log_sum.to(tl.float32))
+        tl.store(lse + c, log_sum.to(tl.float32))
 
     # Phase 3: the row's results, and the label's entry.
     if row_factors is not None:
         tl.store(row_factors + c, factor)
-    if merged is None:
-        tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
+    tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
     if best is not None:
         index = tl.load(best + tl.argmax(m, axis=0) * stride_row + c)
         index = tl.where(z > m_others, label, index)

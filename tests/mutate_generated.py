@@ -6,7 +6,7 @@
     python tests/mutate_generated.py 100 --seed 20261123 --number 7 # one of them
 
 `tests/mutate.py` runs breakages that a person has chosen; these are cosmic-ray's, at places that
-the seed draws. A mutant meets the tests of its folder, those that are not slow first. One that
+the seed draws. A mutant meets the tests of its folder first, and those that are slow last. One that
 survives is equivalent to the code, or shows a test that is missing.
 """
 
@@ -28,43 +28,12 @@ from typing import NamedTuple
 import mutants
 from mutate import failed_test, passes, run_tests
 
-# The first tests of a mutant, by the beginning of its path (the first that fits).
-FIRST = {
-    "contract/monitors": "contract/test_monitors.py",
-    "contract/divergence": "loss/test_kl.py",
-    "contract/explain": "contract/test_explain.py",
-    "contract/groups": "accumulate/test_meshes.py",
-    "contract/labels": "contract/test_labels.py contract/test_bad_values.py",
-    "contract": "contract/test_checks.py contract/test_results.py contract/test_problem.py "
-    "contract/test_bad_values.py loss/test_options.py",
-    "autograd": "autograd loss/test_logprobs.py loss/test_several_classes.py loss/test_kl.py",
-    "backends/shards": "loss/test_sharded.py loss/test_sharded_agreement.py "
-    "loss/test_sharded_edges.py loss/test_sharded_collectives.py",
-    "backends/torch/sharded": "loss/test_sharded.py loss/test_sharded_edges.py",
-    "backends/triton/sharded": "loss/test_sharded.py loss/test_sharded_edges.py",
-    "backends/triton/rank": "loss/test_sharded.py loss/test_sharded_edges.py",
-    "backends/triton/archs": "backends/test_choose.py kernels/test_kernels.py",
-    "backends/triton/divergence": "loss/test_kl.py",
-    "backends/triton": "backends/triton loss/test_logprobs.py loss/test_memory_budget.py",
-    "backends/torch/divergence": "loss/test_kl.py",
-    "backends/torch": "backends/torch loss/test_fused_ce.py loss/test_memory_budget.py",
-    "backends/plan": "backends/test_plan.py loss/test_memory_budget.py",
-    "backends": "backends/test_plan.py loss/test_logprobs.py loss/test_one_rounding.py "
-    "loss/test_fused_ce.py",
-    "accumulate/guard": "accumulate/test_guard.py accumulate/test_guard_ranks.py",
-    "accumulate/gradients": "accumulate/test_streaming.py accumulate/test_guard_ranks.py",
-    "accumulate": "accumulate/test_window.py accumulate/test_state.py test_faults_between_ranks.py",
-    "head/loss": "head/test_losses.py head/test_programs.py head/test_functions.py",
-    "head/lazy": "head/test_losses.py head/test_tensors.py head/test_programs.py",
-    "head/observe": "head/test_report.py head/test_losses.py",
-    "head": "head/test_heads.py head/test_models.py head/test_tensors.py head/test_peft.py",
-}
-# And then all of these, without those that are slow and with them.
+# The folders of tests that a mutant of a folder meets; the first is its own.
 FOLDERS = {
     "contract": "contract loss autograd backends",
     "autograd": "autograd loss backends",
     "backends": "backends loss autograd kernels",
-    "accumulate": "accumulate",
+    "accumulate": "accumulate test_faults_between_ranks.py",
     "head": "head trainer",
 }
 # Equal by construction: None and other single objects compare as they are identical.
@@ -133,11 +102,10 @@ def _sites(text: str) -> Iterator[tuple[tuple[int, int], str, int]]:
 
 
 def verdict(mutant: Generated, quick: bool) -> str:
-    first = next(tests for start, tests in FIRST.items() if mutant.file.startswith(start))
-    rest = FOLDERS[Path(mutant.file).parts[0]]
-    stages = [(first, "not slow"), (rest, "not slow"), (rest, "slow")]
+    names = FOLDERS[Path(mutant.file).parts[0]].split()
+    stages = [(names[:1], "not slow"), (names[1:], "not slow"), (names, "slow")]
     for tests, chosen in stages[: 1 if quick else None]:
-        paths = [str(mutants.ROOT / "tests" / name) for name in tests.split()]
+        paths = [str(mutants.ROOT / "tests" / name) for name in tests]
         begin = time.monotonic()
         code, output = run_tests(Path(mutant.file), mutant.text, ["-m", chosen, *paths], SECONDS)
         lines = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))]
@@ -159,7 +127,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--list", action="store_true", help="show them, run nothing")
     parser.add_argument("--number", type=int, action="append", help="only this; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="only the first tests of a folder")
+    parser.add_argument("--quick", action="store_true", help="quick tests of its own folder alone")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     verdicts: Counter[str] = Counter()

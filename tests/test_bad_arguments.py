@@ -1,4 +1,4 @@
-"""Arguments of accumulators, heads, labels and commands, given every kind of wrong value.
+"""Arguments of accumulators, heads and labels, given every kind of wrong value.
 
 Each row is a call with one argument. A value of :data:`VALUES` is one that the argument takes, or
 is refused by an error that names the argument. Afterwards a training step gives the same bits as
@@ -10,7 +10,6 @@ import tempfile
 import pytest
 import torch
 from support.bad_inputs import VALUES
-from support.command_line import call
 from support.heads import plain_model
 from support.loops import a_loss, batches, new_weight, run_streaming
 from support.tiny_trainer import FusedTrainer, llama
@@ -169,40 +168,3 @@ def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(row):
     again, metrics_again = step()
     assert torch.equal(grad, again)
     assert metrics == metrics_again
-
-
-SHAPES = ["", "x", "1", "1,2", "1,2,3,4", "0,8,9", "-1,8,9", "1.5,8,9", "nan,8,9", "1,8,"]
-NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
-OPTIONS = {
-    ("plan", "64,1000"): {
-        "--tokens": NUMBERS,
-        "--dtype": ["", "x", "fp64", "FP8"],
-        "--device": ["H300", "0", "x"],
-        "--picture": [".", "/proc/none/x.png"],
-    },
-    ("bench",): {
-        "--shape": SHAPES,
-        "--repeats": NUMBERS,
-        "--dtype": ["", "x", "fp64"],
-        "--device": ["toaster", "cuda:x", "0x"],
-        "--picture": [".", "/proc/none/x.png"],
-    },
-    ("audit",): {"--steps": NUMBERS},
-    ("check", "llama"): {"--dtype": ["", "x", "fp64"]},
-    ("check",): {"": ["no/such/folder", "-x"]},  # org/name would be looked up on the hub
-    ("plan",): {"": ["-x", "1,2,3", "0,8", "nan,8"]},
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS, ids="-".join)
-def test_a_wrong_option_is_one_line_and_status_2(command):
-    """No measurement, training or download begins."""
-    for option, values in OPTIONS[command].items():
-        for value in values:
-            given = [*command, *([f"{option}={value}"] if option else [value])]
-            done = call(*given)
-            assert done.exit_code == 2, (given, done.output)
-            assert isinstance(done.exception, SystemExit), given
-            assert option.lstrip("-") in done.stderr, (given, done.stderr)
-            assert "Traceback" not in done.output
-            assert done.stdout == ""

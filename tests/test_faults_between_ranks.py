@@ -322,7 +322,7 @@ def several(acc, names, weights=None):
         acc.scale({name: a_loss(1) for name in names})
 
 
-BAD_LABEL = bad_label_code(5, 99)
+BAD_LABEL = int(bad_label_code(torch.tensor(5), torch.tensor(99)))
 USES = {
     "window": lambda acc: train(acc, [2]),
     "streaming": lambda acc: stream(acc, [2, 2]),

@@ -45,14 +45,6 @@ def test_eager_logits_are_seen():
     assert 64 <= mib("support.memory:eager_forward") < 72  # BLAS packs operands beside them
 
 
-@pytest.mark.parametrize(
-    ("target", "message"), [("torch", "'module:function'"), ("__main__:f", "importable")]
-)
-def test_a_target_that_cannot_be_imported_is_refused(target, message):
-    with pytest.raises(ValueError, match=message):
-        peak_extra_bytes(target)
-
-
 @pytest.mark.slow
 def test_a_call_that_fails_says_how():
     with pytest.raises(RuntimeError, match="no_such_function"):

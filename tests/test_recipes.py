@@ -1,6 +1,5 @@
 """Losses made of log-probabilities: values and gradients equal those of eager code on logits."""
 
-import functools
 import math
 
 import pytest
@@ -300,18 +299,18 @@ def distilled(k=K):
     return hidden, weight, classes, teacher
 
 
-def eager_distillation(hidden, weight, classes, teacher, temperature):
+def eager_distillation(hidden, weight, classes, teacher, temperature=1.0):
+    """The tail is summed class by class."""
     log_p = (F.linear(hidden, weight) / temperature).log_softmax(-1)
     total = 0.0
-    for z, chosen, t in zip(
-        log_p.flatten(0, 1), classes.flatten(0, 1), teacher.flatten(0, 1), strict=True
-    ):
+    rows = (x.flatten(0, -2) for x in (log_p, classes, teacher))
+    for z, chosen, t in zip(*rows, strict=True):
         keep = chosen != -100
         if not keep.any():
             continue
         q, log_q = t[keep].to(z).exp(), t[keep].to(z)
         total = total + (q * (log_q - z[chosen[keep]])).sum()
-        rest = torch.ones(V, dtype=torch.bool)
+        rest = torch.ones(len(z), dtype=torch.bool)
         rest[chosen[keep]] = False
         q_tail = 1 - q.sum()
         if rest.any() and q_tail > 1e-6:  # (0 but for rounding where all classes are given)
@@ -338,32 +337,24 @@ def test_distillation_from_the_likeliest_classes(backend, temperature, k):
     )  # fmt: skip
 
 
-def sharded_distillation(backend, rank):
+@ranks.together()
+def test_distillation_over_ranks(rank):
+    """The tail holds classes of both ranks."""
     hidden, weight, classes, teacher = distilled()
+    whole = recipes.distillation_loss(hidden, weight, classes, teacher, temperature=2.0)
+    d_hidden, d_weight = torch.autograd.grad(whole.loss_sum, (hidden, weight))
     rows = (slice(0, 9), slice(9, V + 2))[rank]  # the last two are padding
     part = torch.cat([weight, torch.full((2, H), 99.0)])[rows].detach().requires_grad_()
-    loss = recipes.distillation_loss(
-        hidden, part, classes, teacher, temperature=2.0, backend=backend,
-        process_group=dist.group.WORLD, vocab_size=V,
-    )  # fmt: skip
-    d_hidden, d_weight = torch.autograd.grad(loss.loss_sum, (hidden, part))
-    return loss.loss_sum.detach(), loss.n_valid, d_hidden, d_weight
-
-
-def test_distillation_over_ranks():
-    """The tail holds classes of both ranks."""
-    found = ranks.run({b: functools.partial(sharded_distillation, b) for b in BACKENDS})
     for backend in BACKENDS:
-        first, second = ranks.of(found, backend)
-        hidden, weight, classes, teacher = distilled()
-        whole = recipes.distillation_loss(hidden, weight, classes, teacher, temperature=2.0)
-        d_hidden, d_weight = torch.autograd.grad(whole.loss_sum, (hidden, weight))
-        assert torch.equal(first[0], second[0])
-        assert first[1] == whole.n_valid
-        torch.testing.assert_close(first[0], whole.loss_sum.detach())
-        torch.testing.assert_close(first[2], d_hidden)
-        padded = torch.cat([d_weight, torch.zeros(2, H)])
-        torch.testing.assert_close(torch.cat([first[3], second[3]]), padded)
+        loss = recipes.distillation_loss(
+            hidden, part, classes, teacher, temperature=2.0, backend=backend,
+            process_group=dist.group.WORLD, vocab_size=V,
+        )  # fmt: skip
+        found = torch.autograd.grad(loss.loss_sum, (hidden, part))
+        assert loss.n_valid == whole.n_valid
+        torch.testing.assert_close(loss.loss_sum, whole.loss_sum)
+        expected = d_hidden, torch.cat([d_weight, torch.zeros(2, H)])[rows]
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("spread", [1, 8])
@@ -388,14 +379,9 @@ def test_a_student_near_its_teacher_is_never_below_0(spread, apart):
 
 
 def exact_tail(hidden, weight, classes, teacher):
-    """Loss and gradient by ``hidden (N, H)``, in float64; the tail is summed class by class."""
+    """Loss and gradient by ``hidden (N, H)``, in float64."""
     hidden = hidden.detach().double().requires_grad_()
-    log_p = F.linear(hidden, weight.double()).log_softmax(-1)
-    rest = torch.ones_like(log_p, dtype=torch.bool).scatter(1, classes, False)
-    p_tail = log_p.masked_fill(~rest, -torch.inf).logsumexp(1)
-    q_tail = 1 - teacher.double().exp().sum(1)
-    known = (teacher.double().exp() * (teacher.double() - log_p.gather(1, classes))).sum()
-    loss = known + (q_tail * (q_tail.log() - p_tail)).sum()
+    loss = eager_distillation(hidden, weight.double(), classes, teacher)
     return loss.detach(), torch.autograd.grad(loss, hidden)[0]
 
 

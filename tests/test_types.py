@@ -32,7 +32,6 @@ fusedce.accumulate, fusedce.head, fusedce.loss, fusedce.recipes, fusedce.sharded
 
 @pytest.mark.slow
 def test_a_checker_knows_every_name_and_type(tmp_path):
-    pytest.importorskip("mypy", reason="mypy is not installed")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(

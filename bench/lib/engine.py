@@ -9,17 +9,14 @@ which leaves out the neighbours on a shared machine, and wall time otherwise. Me
 :func:`fusedce.measure.peak_extra_bytes`. On an accelerator a round is a burst of calls between
 events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
 each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
-bottleneck), ``states`` the clock, power and throttling during each burst; memory is read from the
-device's allocator. ``rounds`` holds the median of each round, for a spread.
+bottleneck); memory is read from the device's allocator. ``rounds`` holds the median of each round.
 """
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing as mp
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -30,15 +27,8 @@ import torch
 from fusedce.measure import device_peak, peak_extra_bytes
 
 # The fields that measuring a call adds to its row.
-MEASURED = ("seconds", "wall_seconds", "states", "rounds", "extra_peak_bytes", "failed")
+MEASURED = ("seconds", "wall_seconds", "rounds", "extra_peak_bytes", "failed")
 _BURST_SECONDS = 0.5  # slow calls are made fewer times
-# Fields of `nvidia-smi` that say why a burst was slow, and the names they have in a row.
-_STATE = {
-    "clocks.sm": "sm_mhz",
-    "power.draw": "watts",
-    "temperature.gpu": "celsius",
-    "clocks_throttle_reasons.active": "throttled_by",
-}
 
 
 class Call(NamedTuple):
@@ -115,7 +105,7 @@ class Engine:
             self._peak(rows[name], calls[name], name)
             on_row(name, rows[name])
         for name in prepared:
-            self._ask(calls[name].process, "drop", name, self.device)
+            self._ask(calls[name].process, "drop", name)
         return rows
 
     def _order(self, row: dict[str, Any], process: str, *order: Any) -> Any:
@@ -133,9 +123,7 @@ class Engine:
         answer = self._order(row, call.process, "time", name, self.device, self.calls)
         if answer is not None:
             for kind, values in answer.items():
-                row.setdefault(kind, []).extend(values)
-                if kind != "states":
-                    row[kind].sort()
+                row[kind] = sorted([*row.get(kind, ()), *values])
             row.setdefault("rounds", []).append(statistics.median(answer["seconds"]))
 
     def _peak(self, row: dict[str, Any], call: Call, name: str) -> None:
@@ -160,7 +148,7 @@ class Engine:
         if name not in self._workers:
             context = mp.get_context("spawn")
             ours, theirs = context.Pipe()
-            arguments = (theirs, torch.get_num_threads())
+            arguments = (theirs, torch.get_num_threads(), self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -196,7 +184,7 @@ def median(row: Mapping[str, Any]) -> float | None:
 # ---- in a worker ----------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, threads: int) -> None:
+def _serve(connection: Connection, threads: int, device: str) -> None:
     torch.set_num_threads(threads)
     calls: dict[str, Callable[[], object]] = {}
     while True:
@@ -210,6 +198,7 @@ def _serve(connection: Connection, threads: int) -> None:
             kind = "out of memory" if isinstance(e, torch.OutOfMemoryError) else type(e).__name__
             lines = str(e).strip().splitlines() or [""]
             connection.send(("error", f"{kind}: {lines[0][:120]}"))
+        _free(device)
 
 
 def _named(target: str) -> Callable[..., Any]:
@@ -227,18 +216,15 @@ def _prepare(calls: dict[str, Any], name: str, target: str, kwargs: dict[str, An
 
 
 def _time(calls: dict[str, Any], name: str, device: str, number: int) -> dict[str, Any]:
-    found = time_call(calls[name], device, number)
-    _free(device)
-    return found
+    return time_call(calls[name], device, number)
 
 
 def _peak(calls: dict[str, Any], name: str, device: str) -> int:
     return peak_of_call(calls[name], device)
 
 
-def _drop(calls: dict[str, Any], name: str, device: str) -> None:
+def _drop(calls: dict[str, Any], name: str) -> None:
     calls.pop(name, None)
-    _free(device)
 
 
 _ORDERS = {"run": _run, "prepare": _prepare, "time": _time, "peak": _peak, "drop": _drop}
@@ -248,8 +234,7 @@ def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, 
     """Time a burst of at most ``calls`` calls of a warm function.
 
     Returns ``seconds`` of each call. On an accelerator also ``wall_seconds``, the burst's by the
-    number of its calls, and ``states``: clock, power and throttling while it ran. A call that does
-    not count decides how many calls a burst has there.
+    number of its calls. A call that does not count decides how many calls a burst has there.
     """
     if torch.device(device).type == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -267,7 +252,6 @@ def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, 
     once = time.perf_counter() - begin
     calls = max(min(calls, int(_BURST_SECONDS / max(once, 1e-9))), 3)
     events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    asked = _ask_state(device)
     begin = time.perf_counter()
     for first, last in events:
         first.record()
@@ -275,42 +259,10 @@ def time_call(call: Callable[[], object], device: str, calls: int) -> dict[str, 
         last.record()
     module.synchronize()
     wall = (time.perf_counter() - begin) / calls
-    state = _state_of(asked)
     return {
         "seconds": [first.elapsed_time(last) / 1e3 for first, last in events],
         "wall_seconds": [wall],
-        **({"states": [state]} if state else {}),
     }
-
-
-def _ask_state(device: str) -> subprocess.Popen[str] | None:
-    """Start `nvidia-smi`, which answers while the burst runs; None where there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None or torch.version.hip is not None:
-        return None
-    number = torch.device(device).index or 0
-    query = [program, f"--id={number}", f"--query-gpu={','.join(_STATE)}"]
-    return subprocess.Popen(
-        [*query, "--format=csv,noheader,nounits"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-
-
-def _state_of(asked: subprocess.Popen[str] | None) -> dict[str, str]:
-    """Clock of the multiprocessors (MHz), power (W), temperature and what throttles the device.
-
-    Empty where `nvidia-smi` was not asked or does not answer within five seconds.
-    """
-    if asked is None:
-        return {}
-    try:
-        said, _ = asked.communicate(timeout=5)
-    except subprocess.TimeoutExpired:
-        asked.kill()
-        asked.wait()
-        return {}
-    fields = said.strip().split(", ")
-    return dict(zip(_STATE.values(), fields, strict=True)) if len(fields) == len(_STATE) else {}
 
 
 def peak_of_call(call: Callable[[], object], device: str) -> int:

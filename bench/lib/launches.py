@@ -38,7 +38,7 @@ _TYPES = {
     torch.int64: "i64",
 }
 _WALKS = {SUMS.value: "forward", STATISTICS.value: "stats", EXPONENTIALS.value: "exp_gemm"}
-_MODULES = ("forward", "training", "divergence", "sharded_sum")
+_MODULES = ("forward", "training", "divergence")
 
 
 class Launch(NamedTuple):

@@ -90,36 +90,11 @@ def log_ticks(axes: Axes, axis: str, values: Sequence[float]) -> None:
     (axes.set_xlim if axis == "x" else axes.set_ylim)(low, high)
 
 
-def of_losses(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path]:
-    """Pictures of `bench/loss.py`: memory, time, time against memory.
-
-    ``rows`` carry ``median`` seconds and ``ratio`` to the bare products. A picture whose suite was
-    not measured is left out.
-    """
-    drawn = {
-        "memory": _memory(with_peaks(rows), where),
-        "time": _time([r for r in rows if r["suite"] == "time"], where),
-        "budget": _budget([r for r in rows if r["suite"] == "budget"], where),
-    }
-    return [save(f, folder / f"{n}-{tag}.png") for n, f in drawn.items() if f is not None]
-
-
 def with_peaks(rows: Sequence[Row]) -> list[Row]:
     """Rows of training steps whose peak was measured: a suite of its own on a CPU."""
     measured = [r for r in rows if r.get("extra_peak_bytes") is not None]
     suites = {r["suite"] for r in measured}
     return [r for r in measured if r["suite"] == ("memory" if "memory" in suites else "time")]
-
-
-def _memory(rows: list[Row], where: str) -> Figure | None:
-    title = "Peak memory of a training step of the loss, beyond inputs and gradients"
-    return _panels(rows, lambda r: r["extra_peak_bytes"] / MiB, "MiB", _mib, title, where)
-
-
-def _time(rows: list[Row], where: str) -> Figure | None:
-    rows = [r for r in rows if r["ratio"] is not None and r["name"] != FLOOR]
-    title = "Time of forward + backward over that of the three bare products (1 is the floor)"
-    return _panels(rows, lambda r: r["ratio"], "time / bare GEMMs", _times, title, where, floor=1)
 
 
 def _mib(x: float) -> str:
@@ -130,49 +105,24 @@ def _times(x: float) -> str:
     return f"{x:.2f} x"
 
 
-def _panels(
-    rows: list[Row],
-    value: Callable[[Row], float],
-    unit: str,
-    text: Callable[[float], str],
-    title: str,
-    where: str,
-    floor: float | None = None,
-) -> Figure | None:
-    """A panel of bars for each problem."""
-    problems = list(dict.fromkeys(problem(r) for r in rows))
-    if not problems:
-        return None
-    columns = min(len(problems), 2)
-    lines = -(-len(problems) // columns)
-    names = max(sum(problem(r) == p for r in rows) for p in problems)
-    figure = styled(11, 0.9 + lines * (0.8 + 0.3 * names))
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for panel, p in zip(panels, problems, strict=False):
-        here = [r for r in rows if problem(r) == p]
-        bars(panel, [(r["name"], value(r)) for r in here], text)
-        panel.set_title(f"N={p[1]}, H={p[2]}, V={p[3]}, {p[4]}")
-        panel.set_xlabel(unit)
-        if floor is not None:
-            panel.axvline(floor, color=INK, linewidth=1)
-    for panel in panels[len(problems) :]:
-        panel.set_visible(False)
-    return titled(figure, title, f"{_conditions(rows)}. {where}")
+def budget(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path]:
+    """Time against memory of fused_ce under memory budgets; no picture if they were not measured.
 
-
-def _budget(rows: list[Row], where: str) -> Figure | None:
+    ``rows`` carry ``median`` seconds and ``ratio`` to the bare products.
+    """
+    rows = [r for r in rows if r["suite"] == "budget"]
     points = sorted(
         ((r["extra_peak_bytes"] / MiB, r["ratio"], r["budget"]) for r in rows
          if r["name"] == "fused_ce" and r.get("extra_peak_bytes") and r["ratio"]),
         key=lambda point: point[:2],
     )  # fmt: skip
     if len(points) < 2:
-        return None
+        return []
     figure = styled(6, 3.6)
     axes = figure.subplots()
     axes.plot([x for x, *_ in points], [y for _, y, _ in points], "-o", color=OURS)
-    for x, y, budget in points:
-        text = f"budget {budget} MiB" if budget else "no budget"
+    for x, y, mib in points:
+        text = f"budget {mib} MiB" if mib else "no budget"
         axes.annotate(text, (x, y), xytext=(4, 6), textcoords="offset points", fontsize=8.5)
     log_ticks(axes, "x", [x for x, *_ in points])
     log_ticks(axes, "y", [1.0, *(y for _, y, _ in points)])
@@ -180,7 +130,8 @@ def _budget(rows: list[Row], where: str) -> Figure | None:
     axes.set_xlabel("peak memory beyond inputs and gradients, MiB (log)")
     axes.set_ylabel("time / bare GEMMs (log)")
     title = "Time against memory of one forward + backward"
-    return titled(figure, title, f"{_of(rows[0])}, {_conditions(rows)}. {where}")
+    caption = f"{_of(rows[0])}, {_conditions(rows)}. {where}"
+    return [save(titled(figure, title, caption), folder / f"budget-{tag}.png")]
 
 
 def accumulation(data: dict[str, Any], path: Path) -> Path:

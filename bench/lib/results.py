@@ -24,7 +24,7 @@ Row = dict[str, Any]
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")
 _PACKAGES = ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "nvidia-cutlass-dsl", *_CUBLAS)  # fmt: skip
-_PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "data", "budget")
+_PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "budget")
 
 
 def problem(row: Row) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
-from fusedce.contract.monitors import MONITORS, MonitoredLossSum
-from fusedce.contract.results import LossSum, ScaledLossSum
+from fusedce.contract.monitors import MONITORS
+from fusedce.contract.results import LossSum, MonitoredLossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
 Losses = dict[str, MonitoredLossSum]

@@ -17,8 +17,8 @@ from fusedce.accumulate.arguments import unpack
 from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import KINDS, METRICS, UNNAMED, Exchange
 from fusedce.contract.checks import check_flag
-from fusedce.contract.monitors import MONITORS, MonitoredLossSum
-from fusedce.contract.results import LossSum
+from fusedce.contract.monitors import MONITORS
+from fusedce.contract.results import LossSum, MonitoredLossSum
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
@@ -26,7 +25,6 @@ from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2
 from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
 from fusedce.contract.groups import local_of
 from fusedce.contract.results import LossSum
-from fusedce.head.observe import LossObserver, Result
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +64,12 @@ class Audit:
         # Parameters, and copies of their gradients after that backward.
         self._grads: list[tuple[Tensor, Tensor]] = []
         self._finite = True  # whether all gradients were finite after that backward
-        self._scale = 0.0  # what the loss of that backward was multiplied by
-        self._observer: LossObserver | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
         self._handles = [
-            self._model.register_forward_pre_hook(self._before_forward),
-            self._model.register_forward_hook(
-                self._after_forward, with_kwargs=True, always_call=True
-            ),
+            self._model.register_forward_hook(self._after_forward),
             register_optimizer_step_post_hook(self._after_step),
         ]
         LISTENERS.append(self._after_correction)
@@ -118,76 +111,33 @@ class Audit:
 
     # ---- hooks ------------------------------------------------------------------------------
 
-    def _before_forward(self, module: Any, args: Any) -> None:
-        """Observe the fused losses of the forward that begins."""
-        if torch.is_grad_enabled() and LossObserver.current is None:
-            self._observer = LossObserver()
-            self._observer.__enter__()
-        observer = LossObserver.current
-        self._before = (0, 0) if observer is None else (len(observer.losses), len(observer.results))
-
-    def _after_forward(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Watch the gradient of a forward's logits, or of its loss if it has no real logits."""
-        observer = LossObserver.current
-        fused = [] if observer is None else observer.losses[self._before[0] :]
-        results = [] if observer is None else observer.results[self._before[1] :]
-        if self._observer is not None:
-            self._observer.__exit__()
-            self._observer = None
-        if not torch.is_grad_enabled() or out is None:  # None: the forward has raised an error
+    def _after_forward(self, module: Any, args: Any, out: Any) -> None:
+        """Watch the gradient of a forward's logits, or of the sum of losses that it returned."""
+        if not torch.is_grad_enabled():
             return
         if isinstance(out, LossSum):
-            summed, n = Result.of(out.loss_sum), int(out.n_valid)
-            loss_sum = float(summed.value)
-            _watch(summed.edge, lambda g: self._add(MicroBatch(loss_sum, n, float(g))))
+            total, n = float(out.loss_sum.detach()), int(out.n_valid)
+            if out.loss_sum.requires_grad:
+                edge = get_gradient_edge(out.loss_sum)
+                _watch(edge, lambda g: self._add(MicroBatch(total, n, float(g))))
             return
         logits = out if isinstance(out, Tensor) else _get(out, "logits")
-        unfused = type(logits) is Tensor or (isinstance(logits, Tensor) and not results)
-        if unfused and logits.requires_grad:
-            held = logits.detach()
-            edge = _edge_of_trained(logits, _get(out, "loss"))
-            _watch(edge, lambda g: self._add(micro_batch_of(held, g)))
-            return
-        loss = _get(out, "loss")
-        if loss is not None and len(fused) == 1:
-            ((loss_sum_of_all, n_valid, _),) = fused
-            watched = Result.of(loss)
-            if len(results) == 1 and results[0].edge is not None:
-                watched = results[0]  # without auxiliary losses
-            self._watch_loss(watched, float(loss_sum_of_all), int(n_valid))
-            return
-        shifted = kwargs.get("shift_labels")
-        labels = kwargs.get("labels") if shifted is None else shifted
-        if loss is None or labels is None or logits is None:
+        if not isinstance(logits, Tensor) or not logits.requires_grad:
             raise ValueError(
-                f"audit needs a model that returns logits, a LossSum, or a loss and logits of the "
-                f"labels it is given; {type(module).__name__} returned {type(out).__name__}"
+                f"audit needs a model that returns logits with a gradient, or a LossSum; "
+                f"{type(module).__name__} returned {type(out).__name__}"
             )
-        encodes = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
-        aligned = labels[..., 0 if encodes or shifted is not None else 1 :]
-        observer, LossObserver.current = LossObserver.current, None  # this loss is not the model's
-        try:
-            with torch.no_grad():
-                rows = logits[..., : aligned.shape[-1], :].detach().flatten(0, -2)
-                total = float(F.cross_entropy(rows, aligned.flatten(), reduction="sum"))
-        finally:
-            LossObserver.current = observer
-        self._watch_loss(Result.of(loss), total, int((aligned != -100).sum()))
-
-    def _watch_loss(self, loss: Result, total: float, n: int) -> None:
-        """Watch the gradient of a loss whose logits are never computed."""
-        value = float(loss.value)
-        divided_by = total / value if value else math.inf
-        _watch(loss.edge, lambda g: self._add(MicroBatch(total, n, float(g) / divided_by)))
+        held = logits.detach()
+        edge = _edge_of_trained(logits, _get(out, "loss"))
+        _watch(edge, lambda g: self._add(micro_batch_of(held, g)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
-        micro.multiply(1 / self._loss_scale())
+        micro.weight /= self._loss_scale()
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             self._count_lost()
-            self._scale = self._loss_scale()
             queue = Variable._execution_engine.queue_callback
             # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
             # complete the gradients, later in this backward; a callback that is queued at the end
@@ -209,13 +159,12 @@ class Audit:
         have = held_by_fsdp2(self._model) or any(bool(local_of(grad).any()) for grad in grads)
         if had and not have:
             self._now.lost = len(self._now.micro)
-            # A GradScaler that has skipped a step lowers its scale.
-            self._now.overflowed |= not self._finite or self._loss_scale() < self._scale
+            self._now.overflowed |= not self._finite
 
     def _after_correction(self, factor: float) -> None:
         """Follow a correction of the gradients by ``LossAccumulator.finish``."""
         for micro in self._now.micro:
-            micro.multiply(factor)
+            micro.weight *= factor
         self._grads = [(p, grad * factor) for p, grad in self._grads]
 
     def _factor_on_gradients(self) -> float:
@@ -296,7 +245,7 @@ def audit(
 
     Args:
         model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
-            as ``.logits``), a :class:`LossSum`, or, with a replaced head, a loss for its labels.
+            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
         gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
         loss_scale: what losses are multiplied by before backward and gradients divided by after
             it: ``scaler.get_scale`` of a ``GradScaler``.
@@ -343,10 +292,8 @@ def _edge_of_trained(logits: Tensor, loss: Tensor | None) -> GradientEdge:
     return GradientEdge(node, nr) if node in behind else edge
 
 
-def _watch(edge: GradientEdge | None, callback: Callable[[Tensor], None]) -> None:
+def _watch(edge: GradientEdge, callback: Callable[[Tensor], None]) -> None:
     """Call ``callback`` with the gradient that arrives at ``edge``."""
-    if edge is None:
-        return
     nr = edge.output_nr  # the hook holds no reference to its own node
 
     def hook(grads: tuple[Tensor | None, ...]) -> None:

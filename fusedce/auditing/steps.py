@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _ROWS = 128  # positions whose logits are read together
 _SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
-_ROUNDS = 50  # iterations of least squares
 _TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+_CERTAIN, _UNEVEN = 0.01, 0.1  # the same for one token, whose label has a probability below 0.99
 
 
 @dataclass
@@ -34,8 +33,8 @@ class Step:
         averaged: whether each micro-batch weighs the same, however many tokens it has.
         lost: micro-batches whose gradients were set to zero before the step.
         afterwards: the factor on ``.grad`` between the last backward and the step.
-
-    With class weights, the sums and means weigh each token by the weight of its class.
+        even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
+            are those of means.
     """
 
     n_tokens: int
@@ -47,14 +46,7 @@ class Step:
     averaged: bool
     lost: int = 0
     afterwards: float = 1.0
-
-
-class Token(NamedTuple):
-    """A trained token: its label, its weight in this rank's gradient, its loss in nats."""
-
-    label: int
-    weight: float
-    loss: float
+    even: bool = True
 
 
 @dataclass
@@ -62,31 +54,25 @@ class MicroBatch:
     """A micro-batch of this rank.
 
     Attributes:
-        loss_sum: nats.
-        n_tokens: trained tokens, or the sum of their class weights.
+        loss_sum: nats, of ``n_tokens`` trained tokens.
         weight: the mean weight of a token in the gradient of this rank.
-        tokens: its trained tokens; empty if the model has returned no logits.
+        even: whether all tokens have this weight, as far as it is known.
     """
 
     loss_sum: float
-    n_tokens: float
+    n_tokens: int
     weight: float
-    tokens: list[Token] = field(default_factory=list)
-
-    def multiply(self, factor: float) -> None:
-        """Multiply all weights by ``factor``."""
-        self.weight *= factor
-        self.tokens = [t._replace(weight=t.weight * factor) for t in self.tokens]
+    even: bool = True
 
 
 def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
-    """The label, weight and loss of each trained token, from logits and gradient ``(..., V)``.
+    """The losses and weights of the trained tokens, from logits and gradient ``(..., V)``.
 
     A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
     or what label smoothing puts there. So ``w`` is the slope of the gradient over the
     probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
     """
-    tokens: list[Token] = []
+    found = []
     rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
     for z, g in rows:
         trained = g.min(-1).values < 0
@@ -100,12 +86,12 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
         weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
         target = logprobs.exp() - g / weight[:, None]
         loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
-        known = gap > 0
-        columns = (x[known].tolist() for x in (labels[:, 0], weight, loss))
-        tokens += [Token(*one) for one in zip(*columns, strict=True)]
-    n = len(tokens)
-    mean_weight = sum(t.weight for t in tokens) / n if n else 0.0
-    return MicroBatch(sum(t.loss for t in tokens), n, mean_weight, tokens)
+        found.append(torch.stack([gap, weight, loss])[:, gap > 0])
+    gap, weight, loss = torch.cat(found, -1).unbind()
+    mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0
+    # The weight of a token whose label is nearly certain is a quotient of rounding errors.
+    off = (weight - mean).abs()[gap > _CERTAIN] > _UNEVEN * abs(mean)
+    return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))
 
 
 def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,57 +105,20 @@ def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
 
 def step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -> Step:
     """The step of these micro-batches, whose gradients ``averaged_over`` ranks have averaged."""
-    n_tokens = int(sum(m.n_tokens for m in micro))
-    micro = _without_class_weights(micro)
     n = sum(m.n_tokens for m in micro)
     weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
     shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
     least = min(weights)
     return Step(
-        n_tokens=n_tokens,
+        n_tokens=n,
         loss=sum(m.loss_sum for m in micro) / n,
         descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
         logged=logged,
         scale=sum(shares) / n,
         spread=max(weights) / least if least > 0 else math.inf,
         averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+        even=all(m.even for m in micro),
     )
-
-
-def _without_class_weights(micro: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches with class weights taken out, if such weights explain those of the tokens.
-
-    A token's weight is then the product of its micro-batch's and its class's. Both factors are
-    found by alternating least squares of logarithms. Micro-batches without a common class cannot
-    be compared, and count as equal.
-    """
-    tokens = [t for m in micro for t in m.tokens]
-    even = all(abs(t.weight - m.weight) <= _TOLERANCE * m.weight for m in micro for t in m.tokens)
-    if even or len(tokens) != sum(m.n_tokens for m in micro) or min(t.weight for t in tokens) <= 0:
-        return micro
-    of_micro, of_class = [0.0] * len(micro), dict.fromkeys((t.label for t in tokens), 0.0)
-    for _ in range(_ROUNDS):
-        found: dict[int, list[float]] = {label: [] for label in of_class}
-        for a, m in zip(of_micro, micro, strict=True):
-            for t in m.tokens:
-                found[t.label].append(math.log(t.weight) - a)
-        of_class = {label: sum(x) / len(x) for label, x in found.items()}
-        of_micro = [
-            sum(math.log(t.weight) - of_class[t.label] for t in m.tokens) / len(m.tokens)
-            for m in micro
-        ]
-    for a, m in zip(of_micro, micro, strict=True):
-        if any(abs(math.log(t.weight) - a - of_class[t.label]) > _TOLERANCE for t in m.tokens):
-            return micro
-    weights = {label: math.exp(x) for label, x in of_class.items()}
-    return [
-        MicroBatch(
-            sum(weights[t.label] * t.loss for t in m.tokens),
-            sum(weights[t.label] for t in m.tokens),
-            math.exp(a),
-        )
-        for a, m in zip(of_micro, micro, strict=True)
-    ]
 
 
 def _off(a: float, b: float) -> bool:
@@ -196,6 +145,11 @@ def verdict(steps: Sequence[Step], unseen: int = 0) -> str:
         return (
             f"zero_grad was called before the optimizer step: the gradients of {lost} "
             f"micro-batches were lost"
+        )
+    if not all(step.even for step in steps):
+        return (
+            "tokens of one micro-batch weigh differently (weights of classes or of tokens?): the "
+            "audit compares micro-batches whose tokens weigh the same"
         )
     spread = max(step.spread for step in steps)
     scale = sum(step.scale for step in steps) / len(steps)

@@ -7,8 +7,7 @@ options or argmax without gradient    sum of the tokens' losses, from their stat
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same: rounded probabilities are no base for it
 inside torch.func                     the same: it alone allows a factor per sample
-a sharded vocabulary                  the same; with Triton and gradients chunks of this rank's
-                                      logits, unless a budget is too small for them
+a sharded vocabulary                  the same
 ====================================  ===========================================================
 
 Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
@@ -26,9 +25,7 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.held import TILES
-from fusedce.backends.plan import way_of
-from fusedce.backends.shards.collectives import all_reduce, sharded_call
+from fusedce.backends.shards.collectives import all_reduce
 from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
@@ -77,17 +74,9 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if divergence is not None:
         return False
-    if problem.label_smoothing:
+    if problem.label_smoothing or shard is not None:
         return True
-    if shard is None:
-        return not (train or (problem.plain() and not any(monitored)))
-    if not train or problem.backend != "triton":
-        return True
-    if problem.memory_budget is None:
-        return False
-    N = len(problem.labels) if shard.tokens is None else len(shard.tokens) * max(shard.tokens)
-    way = way_of(sharded_call(problem, shard, N), memory_budget=problem.memory_budget)
-    return way.name == TILES
+    return not (train or (problem.plain() and not any(monitored)))
 
 
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:

@@ -33,9 +33,9 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
 from fusedce.backends.shards.collectives import all_reduce
-from fusedce.contract.problem import Problem, Wanted, acc_dtype, arguments_of
+from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task, schema_of
+from fusedce.contract.task import Task, arguments_of, of_task, schema_of
 
 
 def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +80,8 @@ class SumWithGrads(NamedTuple):
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.sum(*detached(problem), *wanted)
+        task = Task(detached(problem), wanted)
+        total, n_valid, _, *saved = torch.ops.fusedce.sum(*task.flat())
     dtype = problem.hidden.dtype
     ours = not keeps_saved_tensors()
     return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
@@ -89,7 +90,7 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
 @torch.library.custom_op(
     "fusedce::sum",
     mutates_args=(),
-    schema=schema_of(returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
     """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
@@ -145,7 +146,7 @@ class Attached(NamedTuple):
 
 
 @torch.library.custom_op(
-    "fusedce::attach", mutates_args=(), schema=f"({', '.join(arguments_of(Attached))}) -> Tensor"
+    "fusedce::attach", mutates_args=(), schema=schema_of(arguments_of(Attached), "Tensor")
 )
 def _with_gradients(*flat: Any) -> Tensor:
     return Attached(*flat).loss_sum.clone()

@@ -27,7 +27,7 @@ from fusedce.backends.gradients import check_divergence_budget, of_inputs, witho
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Task, fields, schema_of
+from fusedce.contract.task import Task, of_task, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -66,7 +66,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
 @torch.library.custom_op(
     "fusedce::stats",
     mutates_args=(),
-    schema=schema_of(returns="(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
     task = Task.of(flat)[0]
@@ -151,7 +151,7 @@ _stats.register_autograd(_backward, setup_context=setup_context)
 @torch.library.custom_op(
     "fusedce::grads",
     mutates_args=(),
-    schema=schema_of(Values, Upstreams, returns="(Tensor, Tensor, Tensor)"),
+    schema=schema_of(of_task(Values, Upstreams), "(Tensor, Tensor, Tensor)"),
 )
 def _grads(*flat: Any) -> tuple[Tensor, ...]:
     task, values, upstreams = Task.of(flat, Values, Upstreams)
@@ -227,7 +227,7 @@ class TokenStats(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
         """All samples in one call where they share the head, else one after the other."""
         B = info.batch_size
-        names = fields()
+        names = list(of_task())
         if not _share_the_head(names, in_dims):
             return _one_by_one(TokenStats.apply, B, in_dims, flat)
         flat = _flattened(names, B, in_dims, flat)
@@ -264,7 +264,7 @@ class TokenGrads(torch.autograd.Function):
         """All samples in one call where they share the head and no gradient of it is wanted."""
         B = info.batch_size
         wanted = Task.of(flat, Values, Upstreams)[0].wanted
-        names = fields(Values, Upstreams)
+        names = list(of_task(Values, Upstreams))
         if not _share_the_head(names, in_dims) or wanted.weight or wanted.bias:
             return _one_by_one(TokenGrads.apply, B, in_dims, flat)
         d_hidden, d_weight, d_bias = TokenGrads.apply(*_flattened(names, B, in_dims, flat))
@@ -274,7 +274,7 @@ class TokenGrads(torch.autograd.Function):
 
 
 def _share_the_head(names: list[str], in_dims: tuple[Any, ...]) -> bool:
-    batched = {name for name, d in zip(names, in_dims, strict=False) if d is not None}
+    batched = {name for name, d in zip(names, in_dims, strict=True) if d is not None}
     return not batched & _OF_HEADS
 
 

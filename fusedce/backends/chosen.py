@@ -106,7 +106,7 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
     if classes.device.type == "cpu":
         bad = (valid & ((classes < 0) | (classes >= V))).reshape(-1)
         if bad.any():
-            at, own = int(bad.nonzero()[0, 0]), classes.reshape(-1)
-            code = bad_label_code(at, int(own[at]))
+            at, own = bad.nonzero()[0, 0], classes.reshape(-1)
+            code = int(bad_label_code(at, own[at].long()))
             raise ValueError(bad_label_message(code, V, problem.ignore_index, own))
     return valid, classes.long().clamp(0, V - 1)

@@ -30,7 +30,7 @@ class Backend(Protocol):
         """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
 
     def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
-        """The sum and its wanted gradients, without label smoothing; of shards by Triton alone."""
+        """The sum and its wanted gradients, without label smoothing and without shards."""
 
     def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""

@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
-from fusedce.contract.labels import can_be_read, check_ignore_index, check_labels
-from fusedce.contract.problem import NUMBERS, RANGES, Problem, acc_dtype
+from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
-_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _LARGEST = torch.iinfo(torch.int64).max
-_LEAST_TEMPERATURE = 1e-30
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,13 +34,12 @@ def checked(problem: Problem) -> Problem:
 
 def check_options(problem: Problem) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
-    check_softcap(problem.softcap)
     check_ignore_index(problem.ignore_index, problem.labels)
-    check_chunk_tokens(problem.chunk_tokens)
     check_memory_budget(problem.memory_budget, problem.chunk_tokens)
     for name in NUMBERS:
-        if name != "softcap":
-            check_number(name, getattr(problem, name))
+        value = getattr(problem, name)
+        if value is not None or Problem._field_defaults[name] is not None:
+            check_number(name, value)
     hidden, weight = problem.hidden, problem.weight
     _check_weights("token_weight", problem.token_weight, hidden, hidden.shape[:-1], "(...)")
     _check_weights("class_weight", problem.class_weight, hidden, weight.shape[:1], "(V,)")
@@ -139,8 +136,8 @@ def check_tensors(problem: Problem) -> None:
     for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if hasattr(x, "placements"):
             raise TypeError(
-                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
-                f"for a weight sharded over its rows use fused_ce or fusedce.sharded.sharded_ce"
+                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(); a "
+                f"head sharded over its rows is a DTensor with Shard(0), and a teacher's head too"
             )
     if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
@@ -167,8 +164,8 @@ def check_tensors(problem: Problem) -> None:
             f"got {tuple(labels.shape)}" + misplaced(problem)
         )
     check_labels(labels)
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"bias must be (V,) with V={V} (from weight), got {tuple(bias.shape)}")
+    if bias is not None:
+        _check_shape("bias", bias, weight.shape[:1], "(V,)")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise TypeError(
@@ -189,31 +186,38 @@ def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
         )
 
 
-def check_temperature(value: float) -> float:
-    """``value`` as a float; an error where it is not positive, or logits over it are infinite."""
-    t = check_number("temperature", value)
-    if t <= 0:
-        raise ValueError(f"temperature must be positive, got {value}")
-    if t < _LEAST_TEMPERATURE:
-        raise ValueError(
-            f"temperature must be at least {_LEAST_TEMPERATURE}, for logits are divided by it in "
-            f"float32, got {value}"
+def check_labels(labels: object) -> None:
+    """Raise ``TypeError`` unless ``labels`` is a tensor of int64 or int32."""
+    if not isinstance(labels, Tensor):
+        raise not_a_tensor("labels", labels)
+    if labels.dtype not in (torch.int64, torch.int32):
+        whole = not (labels.is_floating_point() or labels.is_complex())
+        raise TypeError(
+            f"labels must be int64 or int32 class indices, got {labels.dtype}"
+            + (": pass labels.long()" if whole else "")
         )
-    return t
 
 
-def check_softcap(softcap: float | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``softcap`` is positive or ``None``."""
-    if softcap is None:
+def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
+    """Raise unless ``ignore_index`` is ``None`` or an int that the dtype of ``labels`` holds."""
+    if ignore_index is None:
         return
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
-    if not _TINY <= softcap <= _HUGE:
+    check_int("ignore_index", ignore_index, "an int or None")
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
         raise ValueError(
-            f"softcap must be None (no cap), or positive and in the range of float32, "
-            f"{_TINY:.1e} to {_HUGE:.1e}, "
-            f"got {softcap}"
+            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
         )
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and not is_fake(x)
+    )
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -225,8 +229,8 @@ def check_flag(name: str, value: bool) -> None:
 def check_placed(tokens_sharded: bool, vocab_size: int | None, *, sharded: bool) -> None:
     """Check the arguments of a sharded vocabulary, which elsewhere must have their defaults."""
     check_flag("tokens_sharded", tokens_sharded)
-    if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
-        raise TypeError(f"vocab_size must be an int or None, got {type(vocab_size).__name__}")
+    if vocab_size is not None:
+        check_int("vocab_size", vocab_size, "an int or None")
     for name, given in (("tokens_sharded", tokens_sharded), ("vocab_size", vocab_size is not None)):
         if given and not sharded:
             raise ValueError(
@@ -240,7 +244,8 @@ def with_a_row(problem: Problem) -> Problem:
     weight = problem.weight
     if weight.dim() != 2 or len(weight):
         return problem
-    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=None)
+    bias = None if problem.bias is None else problem.bias.new_empty(1)
+    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
 
 
 def check_reduction(reduction: object) -> None:
@@ -250,18 +255,21 @@ def check_reduction(reduction: object) -> None:
 
 
 def check_number(name: str, value: float) -> float:
-    """``value`` as a float; ``TypeError`` or ``ValueError`` where :data:`RANGES` does not allow it.
-
-    Every number must be finite in float32.
-    """
+    """``value`` as a float; ``TypeError`` or ``ValueError`` where :data:`RANGES` forbids it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -_HUGE <= value <= _HUGE:
-        raise ValueError(f"{name} must be finite and in the range of float32, got {value}")
-    least, most = RANGES.get(name, (value, value))
+    least, most, words = RANGES.get(name, FINITE)
     if not least <= value <= most:
-        raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
+        raise ValueError(f"{name} must be {words}, got {value}")
     return float(value)
+
+
+def check_int(name: str, value: object, what: str = "an int", least: int | None = None) -> None:
+    """Raise ``TypeError`` unless ``value`` is an int; ``ValueError`` below ``least``, if given."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be {what}, got {type(value).__name__}")
+    if least is not None and not least <= value <= _LARGEST:
+        raise ValueError(f"{name} must be >= {least} and fit in 64 bits, got {value}")
 
 
 def check_width(name: str, x: Tensor, hidden: Tensor) -> None:
@@ -270,6 +278,11 @@ def check_width(name: str, x: Tensor, hidden: Tensor) -> None:
         raise TypeError(
             f"{name} must be float64 exactly where hidden is, got {x.dtype} for {hidden.dtype}"
         )
+
+
+def _check_shape(name: str, x: Tensor, shape: torch.Size, letters: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
 def _check_weights(
@@ -281,8 +294,7 @@ def _check_weights(
         raise not_a_tensor(name, x)
     if x.is_complex():
         raise TypeError(f"{name} must be real numbers or a mask, got {x.dtype}")
-    if x.shape != shape:
-        raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
+    _check_shape(name, x, shape, letters)
     check_device(name, x, hidden)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -305,7 +317,7 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
     t = temperature.reshape(-1)
     t = (t if t.dtype == torch.float64 else t.float()).masked_fill(~used, 1)
     if can_be_read(t):
-        bad = ~((t > 0) & (t <= _HUGE))
+        bad = ~((t > 0) & (t <= torch.finfo(torch.float32).max))
         if bad.any():
             at = int(bad.nonzero()[0, 0])
             raise ValueError(
@@ -315,44 +327,24 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
     return t
 
 
-def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
-    """Raise unless ``argmax_out`` is int64, with the shape and on the device of ``labels``."""
+def check_argmax_out(argmax_out: Tensor, problem: Problem) -> None:
+    """Raise unless ``argmax_out`` is int64, with the shape of labels on the device of hidden."""
     if not isinstance(argmax_out, Tensor):
         raise not_a_tensor("argmax_out", argmax_out)
     if argmax_out.dtype != torch.int64:
         raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
-    if argmax_out.shape != labels.shape or argmax_out.device != labels.device:
-        raise ValueError(
-            f"argmax_out must have the shape and device of labels, {tuple(labels.shape)} on "
-            f"{labels.device}, got {tuple(argmax_out.shape)} on {argmax_out.device}"
-        )
-
-
-def check_chunk_tokens(chunk_tokens: int | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless it is a positive int or ``None``."""
-    if chunk_tokens is None:
-        return
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, (int, torch.SymInt)):
-        raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
-    if not 1 <= chunk_tokens <= _LARGEST:
-        raise ValueError(f"chunk_tokens must be >= 1 and fit in 64 bits, got {chunk_tokens}")
+    _check_shape("argmax_out", argmax_out, problem.labels.shape, "of the shape of labels,")
+    check_device("argmax_out", argmax_out, problem.hidden)
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless it is ``None`` or a positive int, in bytes.
-
-    Not both of the two may be given.
-    """
-    if memory_budget is None:
-        return
-    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
-        raise TypeError(
-            f"memory_budget must be an int, in bytes (4 * 2**30 for 4 GiB), or None, "
-            f"got {memory_budget!r}"
-        )
-    if not 1 <= memory_budget <= _LARGEST:
-        raise ValueError(f"memory_budget must be >= 1 byte and fit in 64 bits, got {memory_budget}")
+    """Raise ``TypeError`` or ``ValueError`` unless one is ``None`` and the other a positive int."""
     if chunk_tokens is not None:
+        check_int("chunk_tokens", chunk_tokens, "an int or None", 1)
+    if memory_budget is not None:
+        bytes_ = "an int, in bytes (4 * 2**30 for 4 GiB), or None"
+        check_int("memory_budget", memory_budget, bytes_, 1)
+    if memory_budget is not None and chunk_tokens is not None:
         raise ValueError(
             f"give memory_budget or chunk_tokens, not both: the budget decides how many tokens a "
             f"chunk takes; got memory_budget={memory_budget} and chunk_tokens={chunk_tokens}"

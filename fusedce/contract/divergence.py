@@ -10,13 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.contract.checks import (
-    autocast,
     check_device,
     check_number,
-    check_softcap,
-    check_temperature,
     check_tensor_types,
-    check_tensors,
     check_width,
     checked,
     with_a_row,
@@ -93,43 +89,36 @@ class Divergence(NamedTuple):
 
     def student(self, problem: Problem) -> Projection:
         """The student's projection; its logits are divided by the temperature."""
-        return _head(problem.weight, problem.bias, problem.logit_scale, problem.softcap, self)
+        return self._head(problem)
 
     def teacher(self) -> Teacher:
         """The teacher, whose logits are divided by the temperature too."""
         assert self.hidden is not None
         assert self.weight is not None
-        head = _head(self.weight, self.bias, self.logit_scale, self.softcap, self)
-        return Teacher(self.hidden, self.weight, head)
+        return Teacher(self.hidden, self.weight, self._head(self))
+
+    def _head(self, of: Any) -> Projection:
+        """The projection of a problem or of this record, over the temperature: see `tempered`."""
+        bias, t = of.bias, self.temperature
+        if bias is not None:
+            bias = bias.detach().to(acc_dtype(bias.dtype))
+            # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
+            bias = bias.clamp(min=-NEVER) if of.logit_scale > 0 else bias
+        softcap = None if of.softcap is None else of.softcap / t
+        return Projection(of.weight, bias, of.logit_scale / t, softcap)
 
     def teacher_size(self) -> int | None:
         """The teacher's H; ``None`` without a teacher."""
         return None if self.weight is None else self.weight.shape[1]
 
     def is_uneven(self) -> bool:
-        """Whether "jsd" mixes in so little of one distribution that 1 - beta or beta is small."""
+        """Whether "jsd" mixes in very little of one of the distributions."""
         return self.kind == JSD and not 0.1 <= self.beta <= 0.9
 
     def given(self) -> Tensor:
         """``(N, V)`` probabilities."""
         assert self.probabilities is not None
         return self.probabilities
-
-
-def _head(
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    divergence: Divergence,
-) -> Projection:
-    """``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``."""
-    t = divergence.temperature
-    if bias is not None:
-        bias = bias.detach().to(acc_dtype(bias.dtype))
-        # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
-        bias = bias.clamp(min=-NEVER) if scale > 0 else bias
-    return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
 
 
 def checked_divergence(
@@ -141,30 +130,24 @@ def checked_divergence(
     none. ``shard``: the heads may have no rows here, and the problem returned is of no use then.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
-            it is.
+        TypeError, ValueError: an argument is wrong.
     """
-    for name, x in (("weight", problem.weight), ("teacher_weight", divergence.weight)):
-        if hasattr(x, "placements"):
-            raise TypeError(
-                f"{name} must be a plain tensor here, got a DTensor: pass {name}.full_tensor(), or "
-                f"both heads as DTensors with Shard(0)"
-            )
     kind = divergence.kind
     if kind not in KINDS:
         raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {kind!r}")
     beta = check_number("beta", divergence.beta)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must be in [0, 1], got {beta}")
     if kind == JSD and beta in (0, 1):  # the limits, as TRL takes them
         kind = REVERSE if beta else FORWARD
-    temperature = check_temperature(divergence.temperature)
+    temperature = check_number("temperature", divergence.temperature)
     ce_weight = check_number("ce_weight", divergence.ce_weight)
     if ce_weight and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
     check_tensor_types(problem)
     hidden, weight = cast(Tensor, divergence.hidden), cast(Tensor, divergence.weight)
-    teacher = Problem(hidden, weight, problem.labels, bias=divergence.bias)
+    teacher = Problem(
+        hidden, weight, problem.labels, bias=divergence.bias, softcap=divergence.softcap,
+        logit_scale=divergence.logit_scale,
+    )  # fmt: skip
     try:
         check_tensor_types(teacher)
         if teacher.hidden.shape[:-1] != problem.hidden.shape[:-1]:
@@ -172,32 +155,26 @@ def checked_divergence(
                 f"hidden must have the leading shape of the student's, "
                 f"{tuple(problem.hidden.shape[:-1])}, got {tuple(teacher.hidden.shape[:-1])}"
             )
-        teacher = autocast(teacher)
-        check_tensors(with_a_row(teacher) if shard else teacher)
-        check_softcap(divergence.softcap)
-        scale = check_number("logit_scale", divergence.logit_scale)
+        V, of_teacher = (x.shape[:1].numel() for x in (problem.weight, weight))
+        teacher = checked(with_a_row(teacher) if shard else teacher)
     except (TypeError, ValueError) as e:
         named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
         raise type(e)(named) from None
-    V, of_teacher = problem.weight.shape[:1].numel(), len(teacher.weight)
     problem = checked(with_a_row(problem) if shard else problem)
     if of_teacher != V:
-        longer = of_teacher > V
+        shorter = f"teacher_weight[:{V}]" if of_teacher > V else f"weight[:{of_teacher}]"
         raise ValueError(
             f"teacher_weight must have a row for each of the V={V} classes of weight, got "
-            f"{of_teacher}: "
-            + (f"pass teacher_weight[:{V}]" if longer else f"pass weight[:{of_teacher}]")
-            + ", if those are the same classes and the others are padding"
+            f"{of_teacher}: pass {shorter}, if those are the same classes, the others padding"
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)
-    softcap, bias = divergence.softcap, teacher.bias
     return problem, divergence.but(
-        hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]),
-        weight=teacher.weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        softcap=None if softcap is None else float(softcap),
-        logit_scale=scale,
+        hidden=teacher.hidden.detach(),
+        weight=teacher.weight[:of_teacher].detach(),
+        bias=None if teacher.bias is None else teacher.bias[:of_teacher].detach(),
+        softcap=teacher.softcap,
+        logit_scale=teacher.logit_scale,
         kind=kind,
         beta=beta,
         temperature=temperature,
@@ -219,9 +196,7 @@ def checked_targets(
     The torch backend computes them, whatever the device.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what it must be, and what
-            it is.
-        RuntimeError: the Triton backend is asked for.
+        TypeError, ValueError, RuntimeError: an argument is wrong, or backend is "triton".
     """
     labels = probabilities.new_zeros(problem.hidden.shape[:-1], dtype=torch.int64)
     if problem.ignore_index is not None and problem.ignore_index >= 0:

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from fusedce.contract.checks import can_be_read, check_ignore_index, check_int, check_labels
 from fusedce.contract.explain import not_a_tensor
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
@@ -60,10 +60,7 @@ def shift_labels(
     check_labels(labels)
     if labels.dim() == 0:
         raise ValueError("labels must be (..., T) with at least one dimension, got a 0-d tensor")
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"offset must be an int, got {type(offset).__name__}")
-    if not 0 <= offset < 2**63:
-        raise ValueError(f"offset must be >= 0 and fit in 64 bits, got {offset}")
+    check_int("offset", offset, least=0)
     if ignore_index is None:
         raise TypeError("ignore_index must be an int, the label of the last positions, got None")
     check_ignore_index(ignore_index, labels)
@@ -132,41 +129,6 @@ def count_valid(
     return (shifted != ignore_index).sum()
 
 
-def check_labels(labels: object) -> None:
-    """Raise ``TypeError`` unless ``labels`` is a tensor of int64 or int32."""
-    if not isinstance(labels, Tensor):
-        raise not_a_tensor("labels", labels)
-    if labels.dtype not in (torch.int64, torch.int32):
-        whole = not (labels.is_floating_point() or labels.is_complex())
-        raise TypeError(
-            f"labels must be int64 or int32 class indices, got {labels.dtype}"
-            + (": pass labels.long()" if whole else "")
-        )
-
-
-def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
-    """Raise unless ``ignore_index`` is ``None`` or an int that the dtype of ``labels`` holds."""
-    if ignore_index is None:
-        return
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
-    limits = torch.iinfo(labels.dtype)
-    if not limits.min <= ignore_index <= limits.max:
-        raise ValueError(
-            f"ignore_index must fit the dtype of labels, {labels.dtype}, got {ignore_index}"
-        )
-
-
-def can_be_read(x: Tensor) -> bool:
-    """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
-        and not is_fake(x)
-    )
-
-
 def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The number ``(T,)`` of each position's document."""
     T = labels.shape[-1]
@@ -194,15 +156,11 @@ def _document_index(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
 # that packs position and value, from which a host makes the error message when it reads the count.
 
 
-def bad_label_code(position: int, value: int) -> int:
-    """The negative ``n_valid`` that reports ``labels[position] == value`` as out of range."""
-    position = min(position, _INT32_MAX)
-    value = min(max(value, _INT32_MIN), _INT32_MAX)
-    return -1 - ((position << 32) | (value - _INT32_MIN))
+def bad_label_code(position: Tensor, value: Tensor) -> Tensor:
+    """The negative ``n_valid`` that reports ``labels[position] == value`` as out of range.
 
-
-def bad_label_codes(position: Tensor, value: Tensor) -> Tensor:
-    """:func:`bad_label_code` of int64 tensors, on their device."""
+    All are ``()`` int64.
+    """
     value = value.clamp(_INT32_MIN, _INT32_MAX) - _INT32_MIN
     return -1 - ((position.clamp(max=_INT32_MAX) << 32) | value)
 

@@ -2,81 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.results import LossSum
 
 MONITORS = ("correct", "entropy", "z_loss")
-
-
-class MonitoredLossSum(LossSum):
-    """A :class:`LossSum` of two fields, with an attribute that holds more sums over its tokens.
-
-    Attributes:
-        monitors: by name, ``()`` float64 without gradient: ``correct``, tokens whose likeliest
-            class is their label; ``entropy`` of the distributions, nats; ``z_loss``, the part of
-            ``loss_sum`` that is z-loss, nats. Tokens of weight 0 add nothing. Over ``n_valid``
-            they are token accuracy, mean entropy and z-loss per token.
-    """
-
-    monitors: Mapping[str, Tensor] = MappingProxyType({})
-
-    @staticmethod
-    def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
-        """``out`` with these sums beside it."""
-        made = (MonitoredLossSum if out.is_whole else ScaledMonitoredLossSum)(*out)
-        made.monitors = monitors
-        return made
-
-    def _replace(self, **fields: Any) -> MonitoredLossSum:
-        """The same sums with other values in some fields."""
-        return MonitoredLossSum.of(super()._replace(**fields), self.monitors)
-
-    def __add__(self, other: object) -> LossSum:
-        """Losses, counts and monitors of both; those that one of them lacks are left out."""
-        total = super().__add__(other)
-        if not isinstance(other, LossSum):
-            return total
-        theirs = getattr(other, "monitors", {})
-        both = {name: x + theirs[name] for name, x in self.monitors.items() if name in theirs}
-        return MonitoredLossSum.of(total, both)
-
-    def __mul__(self, factor: Any) -> LossSum:
-        """The loss times a number. The z-loss is scaled with it, the other sums are not."""
-        return self._scaled(super().__mul__(factor), lambda x: x * factor)
-
-    def __truediv__(self, divisor: Any) -> LossSum:
-        return self._scaled(super().__truediv__(divisor), lambda x: x / divisor)
-
-    def __neg__(self) -> LossSum:
-        return self._scaled(super().__neg__(), lambda x: -x)
-
-    def _scaled(self, out: LossSum, scale: Callable[[Tensor], Tensor]) -> LossSum:
-        if not isinstance(out, LossSum):
-            return out  # NotImplemented
-        monitors = dict(self.monitors)
-        if "z_loss" in monitors:
-            monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
-        return MonitoredLossSum.of(out, monitors)
-
-
-class ScaledMonitoredLossSum(MonitoredLossSum):
-    """A :class:`MonitoredLossSum` that was multiplied or divided by a number.
-
-    Its class says so, not an attribute: a pytree or a wrapper rebuilds a named tuple of its class
-    and its two fields.
-    """
-
-    @property
-    def is_whole(self) -> bool:
-        """Always False."""
-        return False
 
 
 def check_monitor(monitor: Collection[str]) -> None:

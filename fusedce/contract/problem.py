@@ -73,8 +73,16 @@ NUMBERS = tuple(
     name for name, hint in get_type_hints(Problem).items() if hint in (float, float | None)
 )
 """Names of numeric options, which are checked, cast and compared between ranks by this list."""
-RANGES = {"label_smoothing": (0, 1)}
-"""Allowed ranges of numeric options; others may be any finite number."""
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+FINITE = (-_HUGE, _HUGE, "finite and in the range of float32")
+RANGES = {
+    "softcap": (_TINY, _HUGE, "None (no cap), or positive and in the range of float32"),
+    "label_smoothing": (0, 1, "in [0, 1]"),
+    "beta": (0, 1, "in [0, 1]"),
+    "temperature": (1e-30, _HUGE, "positive, at least 1e-30 and finite in float32"),
+    "denominator": (0, _HUGE, "at least 0 and finite"),
+}
+"""Least and largest value of numeric arguments, in words too; of others it is `FINITE`."""
 
 
 class Wanted(NamedTuple):
@@ -95,29 +103,6 @@ class Wanted(NamedTuple):
     def gradients(self) -> tuple[bool, bool, bool]:
         """Whether the gradients of hidden, weight and bias are wanted."""
         return self.hidden, self.weight, self.bias
-
-
-SCHEMA = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "int",
-    int | None: "SymInt?",
-    float: "float",
-    float | None: "float?",
-    bool: "bool",
-    str: "str",
-    str | None: "str?",
-    tuple[int, ...] | None: "int[]?",
-}
-
-
-def arguments_of(*records: type[Any]) -> list[str]:
-    """Arguments of an operator that are the records' fields, flattened, as a schema names them."""
-    return [
-        f"{SCHEMA[hint]} {name if record is Problem else record.__name__.lower() + '_' + name}"
-        for record in records
-        for name, hint in get_type_hints(record).items()
-    ]
 
 
 class Projection(NamedTuple):

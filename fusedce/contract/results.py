@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.contract.checks import check_number
-from fusedce.contract.labels import can_be_read
+from fusedce.contract.checks import can_be_read, check_number
 
 
 class LossSum(NamedTuple):
@@ -48,29 +49,29 @@ class LossSum(NamedTuple):
                     f"{tuple(denominator.shape)}"
                 )
             if can_be_read(denominator) and denominator.item() < 0:
-                raise _negative(denominator.item())
+                check_number("denominator", denominator.item())
             given = denominator.reshape(()).to(self.loss_sum)
             return self.loss_sum / torch.where(given == 0, own.to(given), given.clamp(min=1))
         if denominator is None:
             return self.loss_sum / own
         number = check_number("denominator", denominator)
-        if number < 0:
-            raise _negative(number)
         return self.loss_sum / (max(number, 1) if number else own)
 
     @property
     def is_whole(self) -> bool:
         """Whether this is the sum itself, never multiplied or divided by a number."""
-        return True
+        return not isinstance(self, ScaledLossSum)
 
     # ---- a sum behaves as a sum -------------------------------------------------------------
 
     def __add__(self, other: object) -> LossSum:
-        """Losses and counts of both: the sum over all their tokens."""
+        """Losses, counts and monitors of both; monitors that one of them lacks are left out."""
         if isinstance(other, LossSum):
-            whole = self.is_whole and other.is_whole
-            kind = LossSum if whole else ScaledLossSum
-            return kind(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
+            kind = LossSum if self.is_whole and other.is_whole else ScaledLossSum
+            total = kind(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
+            mine, theirs = (getattr(x, "monitors", {}) for x in (self, other))
+            both = {name: x + theirs[name] for name, x in mine.items() if name in theirs}
+            return MonitoredLossSum.of(total, both) if both else total
         if isinstance(other, int) and not isinstance(other, bool) and other == 0:
             return self  # sum([...]) starts from 0
         if isinstance(other, (int, float, Tensor)):
@@ -80,22 +81,24 @@ class LossSum(NamedTuple):
     def __radd__(self, other: object) -> LossSum:
         return self + other
 
-    def __mul__(self, factor: object) -> LossSum:
-        """The loss times a number, over the same tokens."""
-        if not _is_factor(factor):
-            return NotImplemented
-        return ScaledLossSum(self.loss_sum * factor, self.n_valid)  # type: ignore[operator]
+    def __mul__(self, factor: Any) -> LossSum:
+        """The loss times a number, over the same tokens; its z-loss is scaled, too."""
+        return self._scaled(lambda x: x * factor) if _is_factor(factor) else NotImplemented
 
-    def __rmul__(self, factor: object) -> LossSum:
+    def __rmul__(self, factor: Any) -> LossSum:
         return self * factor
 
-    def __truediv__(self, divisor: object) -> LossSum:
-        if not _is_factor(divisor):
-            return NotImplemented
-        return ScaledLossSum(self.loss_sum / divisor, self.n_valid)  # type: ignore[operator]
+    def __truediv__(self, divisor: Any) -> LossSum:
+        return self._scaled(lambda x: x / divisor) if _is_factor(divisor) else NotImplemented
 
     def __neg__(self) -> LossSum:
-        return ScaledLossSum(-self.loss_sum, self.n_valid)
+        return self._scaled(lambda x: -x)
+
+    def _scaled(self, scale: Callable[[Tensor], Tensor]) -> LossSum:
+        monitors = dict(getattr(self, "monitors", {}))
+        if "z_loss" in monitors:
+            monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
+        return MonitoredLossSum.of(ScaledLossSum(scale(self.loss_sum), self.n_valid), monitors)
 
     # ---- operations of a loss, which raise errors ---------------------------------------------
 
@@ -130,22 +133,45 @@ class LossSum(NamedTuple):
         raise _no_loss("a comparison")
 
     def __le__(self, other: object) -> bool:
-        raise _no_loss("a comparison")
+        return self < other
 
     def __gt__(self, other: object) -> bool:
-        raise _no_loss("a comparison")
+        return self < other
 
     def __ge__(self, other: object) -> bool:
-        raise _no_loss("a comparison")
+        return self < other
 
 
-class ScaledLossSum(LossSum):
-    """A sum that was multiplied or divided by a number: a share of a loss."""
+class MonitoredLossSum(LossSum):
+    """A :class:`LossSum` of two fields, with an attribute that holds more sums over its tokens.
 
-    @property
-    def is_whole(self) -> bool:
-        """Always False."""
-        return False
+    Attributes:
+        monitors: by name, ``()`` float64 without gradient: ``correct``, tokens whose likeliest
+            class is their label; ``entropy`` of the distributions, nats; ``z_loss``, the part of
+            ``loss_sum`` that is z-loss, nats. Tokens of weight 0 add nothing. Over ``n_valid``
+            they are token accuracy, mean entropy and z-loss per token.
+    """
+
+    monitors: Mapping[str, Tensor] = MappingProxyType({})
+
+    @staticmethod
+    def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
+        """``out`` with these sums beside it."""
+        made = (MonitoredLossSum if out.is_whole else ScaledLossSum)(*out)
+        made.monitors = monitors
+        return made
+
+    def _replace(self, **fields: Any) -> MonitoredLossSum:
+        """The same sums with other values in some fields."""
+        return MonitoredLossSum.of(super()._replace(**fields), self.monitors)
+
+
+class ScaledLossSum(MonitoredLossSum):
+    """A sum that was multiplied or divided by a number: a share of a loss.
+
+    Its class says so, not an attribute: a pytree or a wrapper rebuilds a named tuple of its class
+    and its two fields.
+    """
 
 
 _OF_A_LOSS = frozenset(("loss", "detach", "cpu", "requires_grad", "grad_fn", "isnan", "to"))
@@ -154,10 +180,6 @@ _REMEDY = (
     "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
     "of all of them"
 )
-
-
-def _negative(denominator: float) -> ValueError:
-    return ValueError(f"denominator must be at least 0, got {denominator}")
 
 
 def _no_loss(asked: str) -> TypeError:

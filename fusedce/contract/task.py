@@ -1,8 +1,8 @@
 """The records that an operator takes: a problem, what is wanted of it, and two optional ones.
 
 The arguments of every operator are those of a `Task`, flattened: a problem and what is wanted
-first, an operator's own arguments next, and at the end the fields of the optional records, each
-with a default of None, so that a call that has no use for them passes none.
+first, an operator's own records next, and at the end the fields of the two optional ones, which
+are None where there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import group_named
-from fusedce.contract.problem import SCHEMA, Problem, Wanted, arguments_of
+from fusedce.contract.problem import Problem, Wanted
 
 _DEVICE_BUDGET = 2**30
 
@@ -49,6 +49,9 @@ class Shard(NamedTuple):
         return x[first : first + n]
 
 
+_OPTIONAL = (Divergence, Shard)
+
+
 class Task(NamedTuple):
     """The records of one call of an operator."""
 
@@ -63,52 +66,54 @@ class Task(NamedTuple):
 
     def flat(self, *own: Any) -> tuple[Any, ...]:
         """Arguments of an operator, ``own`` among them."""
-        flat = (*self.problem, *self.wanted, *own)
-        if self.shard is not None:
-            return (*flat, *(self.divergence or [None] * _OF_DIVERGENCE), *self.shard)
-        return flat if self.divergence is None else (*flat, *self.divergence)
+        divergence = self.divergence or [None] * len(Divergence._fields)
+        shard = self.shard or [None] * len(Shard._fields)
+        return (*self.problem, *self.wanted, *own, *divergence, *shard)
 
     @classmethod
-    def of(cls, flat: Sequence[Any], *records: Any) -> tuple[Any, ...]:
-        """The task of an operator's arguments, and its own as ``records`` of their fields."""
-        made = []
-        for record in (Problem, Wanted, *records):
-            made.append(record(*flat[: len(record._fields)]))
+    def of(cls, flat: Sequence[Any], *own: Any) -> tuple[Any, ...]:
+        """The task of an operator's arguments, and the operator's own records."""
+        records = []
+        for record in (Problem, Wanted, *own, *_OPTIONAL):
+            records.append(record(*flat[: len(record._fields)]))
             flat = flat[len(record._fields) :]
-        problem, wanted, *own = made
-        of_divergence, of_shard = flat[:_OF_DIVERGENCE], flat[_OF_DIVERGENCE:]
-        named = dict(zip(Divergence._fields, of_divergence, strict=False))
-        divergence = None if named.get("kind") is None else Divergence(*of_divergence)
-        shard = None
-        if of_shard and of_shard[0] is not None:
-            shard = Shard(*of_shard)
-            shard = shard._replace(tokens=None if shard.tokens is None else tuple(shard.tokens))
-        return cls(problem, wanted, divergence, shard), *own
+        problem, wanted, *made, divergence, shard = records
+        if shard.tokens is not None:  # a list, from the dispatcher
+            shard = shard._replace(tokens=tuple(shard.tokens))
+        divergence = None if divergence.kind is None else divergence
+        return cls(problem, wanted, divergence, None if shard.name is None else shard), *made
 
 
-_OF_DIVERGENCE = len(Divergence._fields)
+_KINDS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    str | None: "str?",
+    tuple[int, ...] | None: "int[]?",
+}
 
 
-def fields(*own: Any) -> list[str]:
-    """Names of an operator's arguments."""
-    return [
-        name if record is Problem else f"{record.__name__.lower()}_{name}"
-        for record in (Problem, Wanted, *own, Divergence, Shard)
-        for name in record._fields
-    ]
+def arguments_of(*records: type[Any]) -> dict[str, str]:
+    """Kind of each argument of an operator, by name, as a schema says it: the records' fields."""
+    found = {}
+    for record in records:
+        prefix = "" if record is Problem else record.__name__.lower() + "_"
+        for name, hint in get_type_hints(record).items():
+            kind = _KINDS[hint]
+            found[prefix + name] = kind.rstrip("?") + "?" if record in _OPTIONAL else kind
+    return found
 
 
-def _of_default(kind: str) -> str:
-    """The kind of an argument that has a default, for which symbolic sizes cannot be given."""
-    return kind.replace("SymInt", "int").rstrip("?")
+def of_task(*own: type[Any]) -> dict[str, str]:
+    """:func:`arguments_of` an operator that takes a task and the records ``own``."""
+    return arguments_of(Problem, Wanted, *own, *_OPTIONAL)
 
 
-def schema_of(*own: type[Any], returns: str) -> str:
-    """Schema of an operator: a task's arguments, with the fields of ``own`` in their place."""
-    plain = arguments_of(Problem, Wanted, *own)
-    optional = [
-        f"{_of_default(SCHEMA[hint])}? {record.__name__.lower()}_{name}=None"
-        for record in (Divergence, Shard)
-        for name, hint in get_type_hints(record).items()
-    ]
-    return f"({', '.join([*plain, *optional])}) -> {returns}"
+def schema_of(arguments: dict[str, str], returns: str) -> str:
+    """Schema of an operator."""
+    return f"({', '.join(f'{kind} {name}' for name, kind in arguments.items())}) -> {returns}"

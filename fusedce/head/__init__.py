@@ -13,6 +13,6 @@ How a loss travels::
            or along the logits: as a Passenger past hooks, or as it is, where code asks for it
 """
 
-from fusedce.head.replace import attach, head_report, replace_loss_head, restore_loss_head
+from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
 
-__all__ = ["attach", "head_report", "replace_loss_head", "restore_loss_head"]
+__all__ = ["head_report", "replace_loss_head", "restore_loss_head"]

@@ -135,18 +135,12 @@ class LazyLogits(Uncompiled):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __format__(self, spec: str) -> str:
-        return self.materialize("format").__format__(spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
             return T.__deepcopy__(self, memo)  # torch refuses that
-        if id(self) not in memo:
-            values = self._copied("deepcopy")
-            memo[id(self)] = values.__deepcopy__(memo)  # views of one memory stay views
-            memo.setdefault(id(memo), []).append(values)
-            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
-        return memo[id(self)]
+        values = self._copied("deepcopy")
+        values.grad = self.grad
+        return copy.deepcopy(values, memo)
 
     def __copy__(self) -> Tensor:
         self.expose("copy")  # it shares their memory

@@ -28,7 +28,7 @@ from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of, n
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.lazy import LazyLogits, facts_of, kept, real, without_data
-from fusedce.head.observe import LossObserver, Result, expected_factor
+from fusedce.head.observe import LossObserver, expected_factor
 from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
@@ -394,12 +394,8 @@ def _cross_entropy(
         options = (weight, None, ignore_index, None, reduction, label_smoothing)
         again = functools.partial(_native_gradient, func, target, options, fused.divisor)
         saved = () if fused.sums is None else fused.sums.saved
-        loss = Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
-    else:
-        loss = fused.loss.to(dtype)
-    if (observer := LossObserver.of_this_thread()) is not None:
-        observer.results.append(Result.of(loss))
-    return loss
+        return Route.apply(x, _ALWAYS, fused, again, dtype, given, saved, *live)
+    return fused.loss.to(dtype)
 
 
 def _native_gradient(

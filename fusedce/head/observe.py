@@ -7,27 +7,19 @@ themselves; :func:`note_items` tells losses by which number a model will divide 
 
 from __future__ import annotations
 
-import contextvars
 import os
 import sys
-import threading
 import time
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedce.contract.monitors import MonitoredLossSum
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, MonitoredLossSum
 
-_LABEL_SMOOTHER = "trainer_pt_utils.py"  # of transformers
-_SMOOTHED = (
-    "label_smoothing_factor of Trainer computes the smoothed loss from log-probabilities, which "
-    "need real logits: F.cross_entropy(..., label_smoothing=) in a compute_loss_func is fused"
-)
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
@@ -85,8 +77,6 @@ class HeadCounts:
         place = self.places.get((operation, line), Place(operation, line, shape, size, 0))
         if not place.times:
             _explain(f"logits {shape}, {size / 2**20:.1f} MiB, for {operation} at {line}")
-        if _LABEL_SMOOTHER in line:
-            self.note(_SMOOTHED)
         self.places[operation, line] = place._replace(times=place.times + 1)
 
     def note(self, text: str) -> None:
@@ -108,19 +98,6 @@ def _users_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Result(NamedTuple):
-    """A loss at the moment it was returned; the model may change the tensor in place later."""
-
-    value: Tensor  # () copy, without a graph
-    edge: GradientEdge | None  # where its gradient arrives; None if it needs none
-
-    @classmethod
-    def of(cls, loss: Tensor) -> Result:
-        """The value and the gradient's place of ``loss ()``."""
-        edge = get_gradient_edge(loss) if loss.requires_grad else None
-        return cls(loss.detach().clone(), edge)
-
-
 class LossObserver:
     """Collects, inside its ``with`` block, the sums of every fused ``F.cross_entropy``.
 
@@ -134,28 +111,24 @@ class LossObserver:
 
     Attributes:
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
-        results: what each ``F.cross_entropy`` has returned (:class:`Result`).
         monitors: the sums that ``monitor`` names, in the same order
-            (:class:`fusedce.contract.monitors.MonitoredLossSum`).
+            (:class:`fusedce.contract.results.MonitoredLossSum`).
 
     Raises:
         RuntimeError: another observer is entered already.
     """
 
-    current: LossObserver | None = None
+    _current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
 
     def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
-        self.results: list[Result] = []
-        self._thread = threading.get_ident()
 
     @classmethod
     def of_this_thread(cls) -> LossObserver | None:
-        """The observer that is entered, if this thread has made it."""
-        ours = cls.current is not None and cls.current._thread == threading.get_ident()
-        return cls.current if ours else None
+        """The observer that this thread has entered."""
+        return cls._current.get()
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
@@ -165,13 +138,61 @@ class LossObserver:
             self.monitors.append(out.monitors)
 
     def __enter__(self) -> LossObserver:
-        if LossObserver.current is not None:
+        if self._current.get() is not None:
             raise RuntimeError("a LossObserver is entered already: leave its block first")
-        LossObserver.current = self
+        self._current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        LossObserver.current = None
+        self._current.set(None)
+
+
+def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
+    """``model(**batch).loss`` as the sum and count that :class:`fusedce.LossAccumulator` takes.
+
+    A model's own ``loss`` is the mean over one batch, and a mean of such means weighs a token of a
+    short batch more. Here the model's loss code runs unchanged, shift and ``ignore_index``
+    included, and its cross-entropy divides by 1.
+
+    Args:
+        model: called as it is, with DDP, FSDP or accelerate around it; before they wrap it, its
+            head was replaced by :func:`fusedce.replace_loss_head`.
+        batch: keyword arguments of the model, with ``labels``.
+
+    Returns:
+        ``loss_sum ()`` in nats, differentiable, and ``n_valid ()`` int64.
+
+    Raises:
+        ValueError: the model's loss is not one fused cross-entropy with the mean over its tokens,
+            or holds an auxiliary loss (MoE router).
+        TypeError: ``batch`` is not a mapping.
+
+    Examples:
+        >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")
+    labels = batch.get("labels", batch.get("shift_labels"))
+    if not isinstance(labels, Tensor):
+        raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
+    one = torch.ones((), dtype=torch.int64, device=labels.device)
+    with LossObserver(one) as observer:
+        out = model(**{k: x for k, x in batch.items() if k != "num_items_in_batch"})
+    get = out.get if isinstance(out, Mapping) else lambda name: getattr(out, name, None)
+    loss = get("loss")
+    if [reduction for *_, reduction in observer.losses] != ["mean"] or loss is None:
+        raise ValueError(
+            f"the loss of {type(model).__name__} must be one fused cross-entropy, but "
+            f"{len(observer.losses)} were seen: call fusedce.replace_loss_head(model) first, "
+            f"before DDP or accelerate wraps the model, and give it labels. (Liger's patches "
+            f"bypass the head: leave them out)"
+        )
+    if get("aux_loss") is not None:
+        raise ValueError(
+            "the model's loss holds an auxiliary loss, which is no sum over tokens: call the model "
+            "with output_router_logits=False, or give acc.add_auxiliary(aux) its own term"
+        )
+    return LossSum(loss.float().reshape(()), observer.losses[0][1])
 
 
 # ---- the number by which a model will divide its losses --------------------------------------
@@ -180,9 +201,7 @@ class LossObserver:
 # stays until the next. A loss of other code that meets it stays right, and has one rounding more:
 # backward multiplies by the real factor over the expected one.
 
-_items: contextvars.ContextVar[Tensor | float | None] = contextvars.ContextVar(
-    "fusedce_num_items_in_batch", default=None
-)
+_items: ContextVar[Tensor | float | None] = ContextVar("fusedce_num_items_in_batch", default=None)
 
 
 def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def replace_loss_head(
             head.
         head: the output head, where ``model.get_output_embeddings()`` does not name it; by default
             the only ``nn.Linear``, the only one whose weight is that of an ``nn.Embedding``, or the
-            only one that has a row for each row of one; with the LoRA module around it.
+            only one that has a row for each row of one.
         memory_budget: bytes that the loss may hold, as in :func:`fusedce.fused_ce`.
 
     Returns:
@@ -65,16 +65,6 @@ def replace_loss_head(
         >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    attach(model, head, memory_budget)
-    if any(_is_trl_head(m) for m in model.modules()):
-        warnings.warn(_TRL, stacklevel=2)
-    return model
-
-
-def attach(
-    model: nn.Module, head: nn.Module | None = None, memory_budget: int | None = None
-) -> None:
-    """:func:`replace_loss_head` without its warnings and its result."""
     check_memory_budget(memory_budget)
     _check_model(model)
     named = head is None
@@ -92,6 +82,7 @@ def attach(
         model.__dict__[_ITEMS] = model.register_forward_pre_hook(note_items, with_kwargs=True)
     if named:
         _watch(model, memory_budget)
+    return model
 
 
 def restore_loss_head(model: ModelT) -> ModelT:
@@ -202,11 +193,7 @@ def _find_head(model: nn.Module) -> nn.Module:
     likely = [n for n, m in linears.items() if m.out_features in rows]
     for names in (list(linears), tied, likely):
         if len(names) == 1:
-            outer = model.get_submodule(names[0].rpartition(".")[0])
-            adds = {len(p) for p in outer.parameters(recurse=False) if p.dim()}  # as LoRA does
-            linear = linears[names[0]]
-            whole = outer is not model and linear.out_features in adds and classes_of(outer)
-            return outer if whole else linear
+            return linears[names[0]]
     raise ValueError(
         f"head must be given: {type(model).__name__} has no get_output_embeddings(), and each of "
         f"{', '.join(likely or linears)} could be its output head. "
@@ -214,14 +201,11 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
-def _is_trl_head(model: nn.Module) -> bool:
-    """Whether a model's forward is the one that TRL's trainers install, without the mixin."""
-    code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
-    return code is not None and "fused_lm_head" in code.co_varnames
-
-
-def _runs_trl_head() -> bool:
+def _runs_trl_head(model: nn.Module) -> bool:
     """Whether TRL's forward, not the model's own, has called the decoder whose hook runs now."""
+    forward = model.__dict__.get("forward")
+    if forward is None or hasattr(forward, "fusedce_counts"):  # of FusedPolicyMixin
+        return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -249,12 +233,12 @@ class _Watch:
             return
         attached = head_of(head)
         if attached is not None:
-            if _is_trl_head(model) and _TRL not in attached.report.notes and _runs_trl_head():
+            if _TRL not in attached.report.notes and _runs_trl_head(model):
                 attached.report.note(_TRL)
                 warnings.warn(_TRL, stacklevel=2)
             return
         try:
-            attach(model, memory_budget=self.memory_budget)
+            replace_loss_head(model, memory_budget=self.memory_budget)
         except (TypeError, ValueError) as e:
             module.__dict__.pop(_WATCH).remove()
             warnings.warn(

@@ -7,7 +7,6 @@ add an operator, add a rule: its values and its derivative are torch's own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,17 +62,10 @@ def _cast(p: Rows, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
 
 
 def _reshape(p: Rows, after: Shape, *_: Any) -> Rows | None:
-    c, n = p.class_dim, p.n_classes()
-    if c == p.hidden.dim() - 1:
-        at = len(after) - 1
-    else:
-        outer = math.prod(p.hidden.shape[:c])
-        ok = [k for k, m in enumerate(after) if m == n and math.prod(after[:k]) == outer]
-        at = ok[-1] if ok else -1
-    if at < 0 or after[at] != n:
-        return None  # the classes are mixed with something else
-    shape = (*after[:at], p.hidden.shape[c], *after[at + 1 :])
-    return p._replace(hidden=p.hidden.reshape(shape), class_dim=at)
+    if p.class_dim != p.hidden.dim() - 1 or after[-1] != p.n_classes():
+        return None  # the classes may be mixed with something else
+    hidden = p.hidden.reshape(*after[:-1], p.hidden.shape[-1])
+    return p._replace(hidden=hidden, class_dim=len(after) - 1)
 
 
 def _permute(p: Rows, after: Shape, dims: Any) -> Rows | None:

@@ -50,22 +50,15 @@ def fused_cross_entropy(
         CE[i]   = (1 - label_smoothing) * class_weight[y] * nll[i, y]
                   + label_smoothing * mean over v of class_weight[v] * nll[i, v]
 
-    ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum over valid positions;
-    ``"mean"`` that sum over ``sum of class_weight[labels[i]]`` (without class weights: over the
-    number of valid positions; ``token_weight`` does not enter the denominator). The z-loss is part
-    of the loss it divides, under class weights too; Liger-Kernel divides it by the number of valid
-    positions there, and the same ``z_loss`` weighs ``n_valid / sum of class_weight[labels[i]]``
-    times as much here: 2 times with weights that are 0.5 on average.
+    ``"none"`` returns ``loss``, 0 at ignored positions; ``"sum"`` its sum; ``"mean"`` that sum over
+    the sum of ``class_weight[labels[i]]``, without class weights over the number of valid
+    positions. ``token_weight`` does not enter that denominator.
 
-    ``labels (..., V)`` in a floating dtype are class probabilities, as ``F.cross_entropy`` takes
-    them: with ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
+    Floating ``labels (..., V)`` are class probabilities: constant, of any sum, for every position.
+    "mean" divides by the number of positions then, and with
+    ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
 
         CE[i] = sum over v of class_weight[v] * t[v] * nll[i, v]
-
-    Every position counts then: "mean" divides by their number, whatever the class weights are. The
-    labels are constant, and need not sum to 1; a chunk of positions is computed at a time, so that
-    beside the labels nothing of their size exists. Positions with a ``token_weight`` of 0 are left
-    out of everything but the denominator of "mean". The torch backend computes these, on GPUs too.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
@@ -76,13 +69,10 @@ def fused_cross_entropy(
         torch.Size([])
 
     Args:
-        hidden, weight, labels, bias, ignore_index, softcap, logit_scale, label_smoothing, z_loss,
-            token_weight, chunk_tokens, memory_budget, backend: as in :func:`fused_ce`.
-        class_weight: ``(V,)``, numbers of any dtype, without gradient: weight of each class.
+        class_weight: ``(V,)``, numbers of any dtype, without gradient; over a sharded vocabulary
+            the weights of all ranks' classes, while class probabilities are of the rows here.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
-            :mod:`fusedce.sharded`. Class weights are those of all ranks' classes; class
-            probabilities are ``(..., V_local)``, those of the rows here.
+        hidden, weight, labels, ...: the others are those of :func:`fused_ce`.
 
     Returns:
         float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
@@ -91,17 +81,18 @@ def fused_cross_entropy(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
             ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more, and
-        ``RuntimeError`` where ``backend="triton"`` is asked for.
+            ``RuntimeError`` where ``backend="triton"`` is asked for.
 
     Note:
-        Where torch differs: for bfloat16 and float16 it returns the logits' dtype, and this
-        float32; with every label ignored its mean is NaN, and this one 0 with gradients of 0; and a
-        weight of 0 times an infinite loss is 0 here. For one denominator over several batches or
-        ranks take :func:`fused_ce` with :class:`LossAccumulator` instead of ``"mean"``.
+        Where torch differs: it returns the logits' dtype for bfloat16 and float16; with every label
+        ignored its mean is NaN, and this one 0 with gradients of 0; and a weight of 0 times an
+        infinite loss is 0 here. Under class weights Liger-Kernel divides the z-loss by the number
+        of valid positions, here the loss that it is part of is divided as a whole.
 
-        "mean" and "sum" have the cost of :func:`fused_ce`. "none" is exact under any upstream
-        gradient: its backward computes the logits once more (four products of the head's size
-        instead of three) and leaves out the tokens whose upstream gradient is 0.
+        "none" is exact under any upstream gradient: its backward computes the logits once more and
+        leaves out tokens whose upstream gradient is 0. Class probabilities are computed by the
+        torch backend, on a GPU too. For one denominator over several batches or ranks take
+        :func:`fused_ce` with :class:`LossAccumulator` instead of "mean".
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,

@@ -14,9 +14,9 @@ from fusedce.backends.shards.agreement import SUM
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.monitors import MonitoredLossSum, check_monitor, sums, wanted_for
+from fusedce.contract.monitors import check_monitor, sums, wanted_for
 from fusedce.contract.problem import Problem
-from fusedce.contract.results import LossSum
+from fusedce.contract.results import LossSum, MonitoredLossSum
 from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import ready
 
@@ -48,16 +48,16 @@ def fused_ce(
     """Linear layer and cross-entropy in one operation, without the ``(N, V)`` logits.
 
     With ``z = logit_scale * (hidden @ weight.T + bias)``, soft-capped to
-    ``softcap * tanh(z / softcap)`` where a cap is given (Gemma 2, arXiv:2408.00118)::
+    ``softcap * tanh(z / softcap)`` where a cap is given, in nats::
 
         loss_sum = sum over positions i with labels[i] != ignore_index of
                    token_weight[i] * (CE[i] + z_loss * logsumexp(z[i])**2)
         CE[i]    = (1 - label_smoothing) * nll[i, labels[i]] + label_smoothing * mean(nll[i])
         nll[i]   = logsumexp(z[i]) - z[i]
 
-    Labels are already aligned: position ``i`` predicts ``labels[i]`` (:func:`shift_labels`).
-    The sum is not normalised: divide by the number of valid tokens of the whole optimizer step
-    (:class:`LossAccumulator`), or call ``.mean()`` where one batch is the whole step.
+    Position ``i`` predicts ``labels[i]``: see :func:`shift_labels`. The sum is not normalised:
+    divide by the number of valid tokens of the whole optimizer step (:class:`LossAccumulator`), or
+    call ``.mean()`` where one batch is the whole step.
 
     Examples:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
@@ -67,72 +67,51 @@ def fused_ce(
         >>> fused_ce(hidden, weight, labels).mean().backward()
 
     Args:
-        hidden: ``(..., H)``, float32, bfloat16, float16, or float64 (torch backend).
-        weight: ``(V, H)``, device of ``hidden``; of its dtype, or see the note.
-        labels: ``(...)``, int64 or int32: class indices in ``[0, V)``, or ``ignore_index``.
-        bias: ``(V,)``, the same.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)``, ``(V,)``: float32, bfloat16, float16, or
+            float64 (torch backend). Of several dtypes the widest is computed in, under autocast
+            that of ``F.linear``; each gradient has the dtype of its own argument.
+        labels: ``(...)`` class indices in ``[0, V)``, or ``ignore_index``.
         ignore_index: the label of positions that do not count; ``None``: all of them count.
-        softcap: positive cap on the size of a logit, or ``None``.
-        logit_scale: finite factor on the logits (their bias included).
-        label_smoothing: share of the target spread evenly over the V classes, in [0, 1]; it
-            costs a fourth product of the head's size.
+        softcap: positive cap on the size of a logit, or ``None`` (Gemma 2, arXiv:2408.00118).
+        logit_scale: finite factor on the logits, their bias included.
+        label_smoothing: share of the target spread evenly over the V classes, in [0, 1].
         z_loss: finite weight of the squared log-sum-exp (PaLM, arXiv:2204.02311).
-        token_weight: ``(...)``, a mask (bool), integers or floats of any dtype, without gradient: a
-            factor on each token's loss, any sign, taken in float32 or better. Tokens of weight 0
-            are left out, whatever their hidden state holds, and cost no time. They still count in
-            ``n_valid``.
-        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses the
-            fastest (about 56 MiB of logits on a CPU, 1 GiB elsewhere).
-        memory_budget: bytes that the call may hold beside its inputs and their gradients, at least
-            about ``4 * N * H`` in bfloat16. The fastest way that fits is taken: one chunk, chunks
-            with a float32 sum of the weight gradient, or tiles of the vocabulary, which take four
-            products of the head's size instead of three. ``None``: the environment variable
-            ``FUSEDCE_MEMORY_BUDGET``, else no limit. Not together with ``chunk_tokens``.
-        backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors, the
-            chunked torch implementation for all others.
-        process_group: the ranks over which the rows of ``weight`` are spread, where it is a local
-            shard ``(V_local, H)``; a ``DTensor`` weight with ``Shard(0)`` says so by itself. Same
-            results, and what each rank holds and sends: :mod:`fusedce.sharded`.
-        tokens_sharded: beside a local shard, whether each rank passes its own tokens (sequence
-            parallelism). The sums cover all of them; ``argmax_out`` is this rank's.
-        vocab_size: classes of a sharded vocabulary, where the last rows are padding that must have
-            no probability; ``None`` counts every row.
+        token_weight: ``(...)``, a mask or numbers of any dtype and sign, without gradient: a factor
+            on each token's loss. Tokens of weight 0 count in ``n_valid``, and cost no time.
+        chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses.
+        memory_budget: bytes that the call may hold beside its inputs and their gradients, not
+            together with ``chunk_tokens``. ``None``: the environment variable
+            ``FUSEDCE_MEMORY_BUDGET``, else no limit.
+        backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors.
+        process_group: the ranks among which the rows of ``weight`` are split, where it is a local
+            shard; a ``DTensor`` with ``Shard(0)`` says so by itself. See :mod:`fusedce.sharded`.
+        tokens_sharded: whether each of these ranks passes its own tokens.
+        vocab_size: classes of a sharded vocabulary whose last rows are padding.
         argmax_out: ``(...)`` int64, filled with the likeliest class of each valid token of weight
             other than 0 and with -1 elsewhere, in the same pass.
         monitor: names out of ``("correct", "entropy", "z_loss")``: sums over the tokens, without
-            gradient, in ``.monitors`` of the result, which is a :class:`MonitoredLossSum` then.
-            "correct" is free of cost; with the other two a training step computes the logits a
-            second time in backward, a fourth product of the head's size.
+            gradient, in ``.monitors`` of the result, a :class:`MonitoredLossSum`.
 
     Returns:
         :class:`LossSum`, a tuple ``(loss_sum, n_valid)`` in nats and tokens. ``loss_sum`` is
-        differentiable in ``hidden``, ``weight`` and ``bias``.
+        differentiable, once, in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
         TypeError: an argument has a wrong type or dtype.
-        ValueError: shapes or devices do not match, a number is out of its range, the backend is
-            unknown, ``memory_budget`` is too small (the message says the least), or (CPU tensors) a
-            label is out of range: the message names the first one.
-        RuntimeError: the requested backend cannot run here, or ``loss_sum`` is differentiated
-            twice (``create_graph=True``).
+        ValueError: shapes or devices do not match, a number is out of its range, the budget is too
+            small (the message says the least), or, on a CPU, a label is out of range.
+        RuntimeError: the requested backend cannot run here, or ``create_graph=True``.
 
     Note:
-        Products are taken in the inputs' dtype with float32 accumulation; log-sum-exp, loss and
-        sums are float32 or better; the weight gradient accumulates in float32. Where an input
-        requires grad, its gradient is computed in the forward pass, chunk by chunk, for the inputs
-        that require one; with label smoothing, and over a vocabulary that is sharded on a CPU, in
-        backward, and inputs must stay as they are until then. Under ``torch.no_grad()`` nothing is
-        kept. Deterministic. The gradient itself is not differentiable again. Under autocast, inputs
-        are cast as ``F.linear`` casts them. Elsewhere tensors of several dtypes are cast to the
-        widest (`torch.promote_types`): a bfloat16 head of float32 hidden states is computed in
-        float32, beside a copy of it. Each
-        gradient comes in the dtype of its own argument. Elsewhere writing into ``weight`` between
-        forward and backward does not change the gradients; eager torch raises an error there if
-        ``hidden`` requires grad.
+        Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
+        Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
+        the head's size in all, so later writes into ``weight`` do not change them. With label
+        smoothing, "entropy" or "z_loss" monitored, a small budget, or a vocabulary sharded on a
+        CPU, backward computes the logits once more, a fourth product.
 
-        With no valid label ``loss_sum`` is 0, and so are all gradients; the graph is still there.
-        The hidden state of an ignored position is never read. A valid position whose logits hold
-        NaN or +inf makes the sum NaN or inf.
+        With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
+        hidden state of an ignored position is never read. A valid position whose logits hold NaN or
+        +inf makes the sum NaN or inf, and so does a label out of range on a GPU.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, ignore_index=ignore_index,
@@ -177,7 +156,7 @@ def ce_as_given(
         check_monitor(monitor)
         beside = sorted(monitor)
         if argmax_out is not None:
-            check_argmax_out(local_of(argmax_out), local_of(given.labels))
+            check_argmax_out(local_of(argmax_out), given.but(labels=local_of(given.labels)))
             beside.append("argmax_out")
         return given, {"monitor": ", ".join(beside)}
 

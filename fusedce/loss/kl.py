@@ -54,11 +54,9 @@ def fused_kl(
         "reverse"   KL(q || p) = sum over v of q[v] * log(q[v] / p[v])
         "jsd"       beta * KL(p || m) + (1 - beta) * KL(q || m),   m = beta * p + (1 - beta) * q
 
-    The generalised Jensen-Shannon divergence (arXiv:2306.13649) is "forward" at ``beta=0`` and
-    "reverse" at ``beta=1``, as in TRL. ``loss_sum`` is the sum of ``token_weight * (divergence +
-    ce_weight * CE)``, where ``CE`` is the student's ordinary cross-entropy of the label, at
-    temperature 1. No factor ``temperature**2`` is in it: for gradients of the size they have at 1
-    (Hinton et al., arXiv:1503.02531) write ``fused_kl(...) * temperature**2``.
+    ``loss_sum`` is the sum of ``token_weight * (divergence + ce_weight * CE)``, where ``CE`` is the
+    student's cross-entropy of the label at temperature 1. For gradients of the size they have at
+    temperature 1 (Hinton et al., arXiv:1503.02531) write ``fused_kl(...) * temperature**2``.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
@@ -66,24 +64,19 @@ def fused_kl(
         >>> fused_kl(hidden, weight, teacher_hidden, teacher_weight).mean().backward()
 
     Args:
-        hidden, weight, bias, softcap, logit_scale: the student's, as in :func:`fused_ce`.
         teacher_hidden: ``(..., H)`` with the leading shape of ``hidden``; its H may be another, and
             its dtype too (float64 exactly where the student's is).
-        teacher_weight, teacher_bias: ``(V, H)`` and ``(V,)``: the same classes. Where the teacher
-            has more, pass ``teacher_weight[:V]``.
+        teacher_weight, teacher_bias: ``(V, H)`` and ``(V,)``, of the same classes.
         teacher_softcap, teacher_logit_scale: of the teacher's logits.
         labels: ``(...)``, class indices or ``ignore_index``: say which positions count, and are the
             targets of ``ce_weight``. ``None``: all positions count.
         divergence: "forward", "reverse" or "jsd".
-        beta: of "jsd", in [0, 1]: the teacher's share of the mixture.
+        beta: of "jsd", in [0, 1]: the teacher's share of the mixture. 0 is "forward", 1 "reverse",
+            as in TRL (arXiv:2306.13649).
         temperature: positive divisor of both heads' finished logits.
         ce_weight: finite weight of the cross-entropy beside the divergence, in the same pass.
-        ignore_index, token_weight: as in :func:`fused_ce`.
-        chunk_tokens: positions whose logits are held at a time; ``None`` chooses.
-        memory_budget: bytes beside inputs and gradients; a small one makes small chunks.
-        backend: as in :func:`fused_ce`.
-        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
-            :mod:`fusedce.sharded`; both heads' rows are split alike. By the torch backend.
+        hidden, weight, bias, ...: the student's, and the others, are those of :func:`fused_ce`.
+            Both heads' rows are split alike among the ranks of ``process_group``.
 
     Returns:
         :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
@@ -91,14 +84,13 @@ def fused_kl(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also for another
-            number of classes of the teacher, an unknown ``divergence``, ``beta`` or ``temperature``
-            out of range, or ``ce_weight`` without labels; ``RuntimeError`` for a sharded
-            vocabulary with ``backend="triton"``.
+            number of classes of the teacher, or ``ce_weight`` without labels; ``RuntimeError`` for
+            a sharded vocabulary with ``backend="triton"``.
 
     Note:
-        The teacher is constant: it gets no gradient, whatever it requires. The student's gradients
-        are computed in the forward pass, chunk by chunk: four products of the head's size, one of
-        the teacher and three of the student. Both heads' logits are held for one chunk, in float32.
+        The teacher is constant. The student's gradients are computed in the forward pass, chunk by
+        chunk: four products of the head's size, one of them the teacher's. Both heads' logits are
+        held for one chunk, in float32.
 
         The divergence of two nearly equal distributions does not cancel, and it is never negative
         beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for

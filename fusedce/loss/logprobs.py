@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.agreement import ARGMAX, MEAN_LOGIT, STATISTICS
-from fusedce.contract.checks import check_flag, check_number, check_softcap, check_temperature
+from fusedce.contract.checks import check_flag, check_number
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem, Wanted
@@ -76,18 +76,17 @@ def fused_logprobs(
 ) -> TokenStats | TokenStatsAndMean:
     """Log-probability of each label, entropy, log-sum-exp and argmax in one pass, no logits.
 
-    With the logits ``z`` of :func:`fused_ce` divided by the temperature they were sampled at,
-    ``z = z / temperature``, and ``p = softmax(z[i])``::
+    With ``z``, the logits of :func:`fused_ce` over the temperature, and ``p = softmax(z[i])``,
+    in nats::
 
         logprob[i] = z[i, labels[i]] - logsumexp(z[i])
         entropy[i] = -sum over v of p[v] * log p[v]
         lse[i]     = logsumexp(z[i])
         argmax[i]  = argmax(z[i])        # token accuracy: (argmax == labels) at valid positions
 
-    Several classes of a token (top-k of a teacher, candidates of a ranking) are ``labels
-    (..., K)``: then ``logprob`` is ``(..., K)``, 0 at ignored entries, and the rest as it was. The
-    likeliest of the K is exact near a probability of 1; nothing of the size ``(N, K, H)`` is held.
-    A position whose K labels are all ignored is an ignored one.
+    Ignored positions hold 0, 0, 0 and -1. Several classes of a token (top-k of a teacher,
+    candidates of a ranking) are ``labels (..., K)``: then ``logprob`` is ``(..., K)``, 0 at ignored
+    entries, and a position is ignored if all its labels are.
 
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16)
@@ -97,33 +96,25 @@ def fused_logprobs(
 
     Args:
         labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
-        hidden, weight, bias, ignore_index, softcap, logit_scale, backend: as in
-            :func:`fused_ce`.
         temperature: positive divisor of the finished (scaled and capped) logits; one for all, or
             a tensor ``(...)`` of floats without gradient, of each position its own.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
-        memory_budget: as in :func:`fused_ce`; backward goes by tiles of the vocabulary.
-        process_group, tokens_sharded, vocab_size: of a sharded vocabulary, as in
-            :mod:`fusedce.sharded`.
+        hidden, weight, bias, ...: the others are those of :func:`fused_ce`.
 
     Returns:
         :class:`TokenStats`, a tuple ``(logprob, entropy, lse, argmax)``; with ``mean_logit`` a
-        :class:`TokenStatsAndMean` with that as its fifth.
+        :class:`TokenStatsAndMean` with that as its fifth. All but ``argmax`` are differentiable.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``ValueError`` for a temperature
             that is not positive and finite.
 
     Note:
-        The first three are differentiable, each token with an upstream gradient of its own.
-        Backward computes the logits once more, in tiles, and leaves out tokens whose upstream
-        gradients are all 0 (masked prompts, clipped ratios). Neither ``1 - p`` nor the entropy
-        cancels where one class has nearly all the probability. Deterministic. The gradient is not
-        differentiable again.
-
-        Ignored positions hold 0, 0, 0 and -1; their hidden state is never read. A label out of
-        range is an error on a CPU, and gives NaN on other devices.
+        Each token has an upstream gradient of its own. Backward computes the logits once more, in
+        tiles of the vocabulary, and leaves out tokens whose upstream gradients are all 0 (masked
+        prompts, clipped ratios). Neither ``1 - p`` nor the entropy cancels where one class has
+        nearly all the probability; of K classes that is said of the likeliest. Deterministic.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
@@ -195,9 +186,8 @@ def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     """
     if isinstance(temperature, Tensor):
         return problem.but(temperature=temperature)
-    t = check_temperature(temperature)
-    check_softcap(problem.softcap)
+    t, cap = check_number("temperature", temperature), problem.softcap
     return problem.but(
-        softcap=None if problem.softcap is None else problem.softcap / t,
+        softcap=None if cap is None else check_number("softcap", cap) / t,
         logit_scale=check_number("logit_scale", problem.logit_scale) / t,
     )

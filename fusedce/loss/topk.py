@@ -15,6 +15,7 @@ from fusedce.backends.shards.collectives import all_gather, all_tokens
 from fusedce.backends.torch.logit_tiles import Logits, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
+from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import folded
@@ -46,21 +47,18 @@ def fused_topk(
     """The ``k`` likeliest classes of every token and their log-probabilities, without the logits.
 
     ``F.linear(hidden, weight, bias)``, finished and divided by the temperature as in
-    :func:`fusedce.fused_logprobs`, then ``log_softmax(-1).topk(k)``. One pass: each tile of the
-    vocabulary gives its ``k`` largest logits, which are merged, and its part of the log-sum-exp.
-    The memory beside one tile is that of the results, ``O(N * k)``. Of equal logits the classes of
-    the lowest index are taken, in their order. Deterministic.
+    :func:`fusedce.fused_logprobs`, then ``log_softmax(-1).topk(k)``. Of equal logits the classes of
+    the lowest index are taken, in their order.
 
-    With a gradient wanted, ``logprob`` is :func:`fusedce.fused_logprobs` of the classes that were
-    found: one more pass, and its backward. The choice of the classes has no gradient.
-
-    The products are torch's on every device, and ``backend`` is that of the gradients. On a GPU
-    the host waits once a tile. The function cannot be part of a ``fullgraph`` compilation.
+    Examples:
+        >>> fused_topk(torch.eye(3), 9 * torch.eye(3), 2).index
+        tensor([[0, 1],
+                [1, 0],
+                [2, 0]])
 
     Args:
         k: number of classes, at least 1 and at most V.
-        hidden, weight, bias, softcap, logit_scale, temperature, memory_budget, backend,
-            process_group, tokens_sharded, vocab_size: as in :func:`fusedce.fused_logprobs`.
+        hidden, weight, bias, ...: the others are those of :func:`fusedce.fused_logprobs`.
 
     Returns:
         :class:`TopK`: ``logprob (..., k)`` float32 (float64 for float64 inputs) in descending
@@ -71,11 +69,12 @@ def fused_topk(
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``TypeError`` for a
             ``k`` that is no int, ``ValueError`` for one outside of ``[1, V]``.
 
-    Examples:
-        >>> fused_topk(torch.eye(3), 9 * torch.eye(3), 2).index
-        tensor([[0, 1],
-                [1, 0],
-                [2, 0]])
+    Note:
+        One pass: each tile of the vocabulary gives its ``k`` largest logits and its part of the
+        log-sum-exp. With a gradient wanted, ``logprob`` is :func:`fusedce.fused_logprobs` of the
+        classes that were found: one more pass, and its backward, by ``backend``. The first pass is
+        torch's on every device; on a GPU the host waits once a tile. Deterministic. Not for
+        ``torch.compile(fullgraph=True)``.
     """
     options: dict[str, Any] = {
         "bias": bias, "softcap": softcap, "logit_scale": logit_scale,
@@ -106,8 +105,7 @@ def _found(
     """The classes and their log-probabilities, without gradient."""
 
     def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"k must be an int, got {type(k).__name__}")
+        check_int("k", k)
         return tempered(given, temperature), {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden

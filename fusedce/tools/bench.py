@@ -5,15 +5,15 @@ scripts in ``bench/`` of the repository measure more, and more carefully.
 
 Each implementation takes ``hidden (N, H)``, ``weight (V, H)``, ``labels (N,)`` and options, and
 returns the mean loss over valid tokens, ready for ``backward``. A peer is imported at its first
-call; :func:`missing` looks for it beforehand, and the table says which are not installed.
+call; the table says which are not installed.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import platform
 import statistics
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
+from fusedce.tools import table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
@@ -37,11 +38,6 @@ class Row:
     extra_bytes: int | None  # peak above the level before the call
     skipped: str | None = None  # why it did not run
 
-    @property
-    def median(self) -> float | None:
-        """Median of the seconds; ``None`` if it did not run."""
-        return statistics.median(self.seconds) if self.seconds else None
-
 
 @dataclass(frozen=True)
 class Result:
@@ -53,24 +49,6 @@ class Result:
     where: str  # machine, versions and repeats, for a caption
     memory_method: str
     rows: list[Row]  # the bare products first
-
-    def table(self) -> list[dict[str, str]]:
-        """Rows to print: milliseconds, the ratio to the bare products, MiB."""
-        floor, out = self.rows[0].median, []
-        for row in self.rows:
-            if row.seconds is None or row.median is None or floor is None:
-                continue
-            extra = "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}"
-            out.append(
-                {
-                    "": row.name,
-                    "ms": f"{1e3 * row.median:.1f}",
-                    "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
-                    "/ GEMMs": f"{row.median / floor:.2f}",
-                    "extra MiB": extra,
-                }
-            )
-        return out
 
 
 def bench(
@@ -87,20 +65,19 @@ def bench(
     """
     on_cpu = torch.device(device).type == "cpu"
     names = [n for n in (ON_CPU if on_cpu else tuple(IMPLEMENTATIONS)) if compiled or n != COMPILED]
-    absent = {n: reason for n in names if (reason := missing(n)) is not None}
-    target = {"shape": shape, "dtype": dtype, "device": device}
-    calls, failed = {FLOOR: prepare(FLOOR, **target)}, dict(absent)  # type: ignore[arg-type]
+    target: dict[str, Any] = {"shape": shape, "dtype": dtype, "device": device}
+    calls, failed = {FLOOR: prepare(FLOOR, **target)}, dict[str, str]()
     for name in names:
-        if name in failed:
-            continue
         progress(f"preparing {name}")
         try:
-            calls[name] = prepare(name, **target)  # type: ignore[arg-type]
-            calls[name]()
+            call = prepare(name, **target)
+            call()
+            calls[name] = call
+        except ModuleNotFoundError as problem:
+            failed[name] = f"{problem.name} is not installed"
         except Exception as problem:  # a peer that fails is a row of the table
             if name == "fused_ce":
                 raise
-            calls.pop(name, None)
             failed[name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
     progress(f"timing {len(calls)} implementations, {repeats} interleaved rounds")
     seconds = median_seconds(calls, repeats)
@@ -115,7 +92,8 @@ def bench(
         )
         rows.append(Row(name, seconds[name], extra))
     threads = f"{torch.get_num_threads()} threads"
-    machine = f"{platform.machine()}, {threads}" if on_cpu else _gpu(device)
+    gpu = None if on_cpu else torch.get_device_module(device).get_device_name(device)
+    machine = gpu or f"{platform.machine()}, {threads}"
     where = f"{machine}; torch {torch.__version__}; {repeats} rounds; a quarter of labels ignored"
     return Result(shape, dtype, device, where, memory_method(device), rows)
 
@@ -148,14 +126,14 @@ def make_call(
     Args:
         name: of :data:`IMPLEMENTATIONS`, or :data:`FLOOR`.
         hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``.
-        mode: "forward": the loss; "frozen": also the gradient of hidden; "train": of both.
+        mode: "forward": the loss; "train": also the gradients of hidden and weight.
         loss: in place of the one of that name; options: of the loss.
     """
     if name == FLOOR:
         return bare_gemms(hidden, weight, labels, mode)
     loss = loss or IMPLEMENTATIONS[name]
-    hidden.requires_grad_(mode != "forward")
-    weight.requires_grad_(mode == "train")
+    for x in (hidden, weight):
+        x.requires_grad_(mode == "train")
 
     @torch.set_grad_enabled(mode != "forward")
     def call() -> None:
@@ -176,8 +154,31 @@ def make_call(
     return call
 
 
-def _gpu(device: str) -> str:
-    return str(torch.get_device_module(device).get_device_name(device))
+def text(found: Result) -> str:
+    """The measurements, for a terminal."""
+    N, H, V = found.shape
+    caption = f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}"
+    memory = f"Medians of the rounds. Memory: {found.memory_method}, beyond the inputs."
+    floor = statistics.median(found.rows[0].seconds or [0])
+    rows = [
+        {
+            "": row.name,
+            "ms": f"{1e3 * statistics.median(row.seconds):.1f}",
+            "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
+            "/ GEMMs": f"{statistics.median(row.seconds) / floor:.2f}",
+            "extra MiB": "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}",
+        }
+        for row in found.rows
+        if row.seconds
+    ]
+    return "\n".join(
+        (
+            *textwrap.wrap(caption, 80),
+            table(rows),
+            *(f"{row.name}: {row.skipped}" for row in found.rows if row.skipped),
+            *textwrap.wrap(memory, 80),
+        )
+    )
 
 
 # ---- the implementations --------------------------------------------------------------------
@@ -250,15 +251,14 @@ def bare_gemms(
 
     Args:
         hidden, weight, labels: as for the losses.
-        mode: "forward": the logits; "frozen": also the gradient of hidden; "train": all three.
+        mode: "forward": the logits; "train": both gradients too.
     """
     h, w = hidden.detach()[labels != -100].clone(), weight.detach()
 
     def gemms() -> None:
         logits = torch.mm(h, w.t())
-        if mode != "forward":
-            torch.mm(logits, w)
         if mode == "train":
+            torch.mm(logits, w)
             torch.mm(logits.t(), h)
 
     return gemms
@@ -279,25 +279,3 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "QuACK": quack,
 }
 ON_CPU = tuple(IMPLEMENTATIONS)[:5]
-# Modules that a peer needs.
-_NEEDS = {
-    "Liger-Kernel": ("liger_kernel",),
-    "Liger-Kernel, CuTe": ("liger_kernel", "cutlass"),
-    "cut-cross-entropy": ("cut_cross_entropy",),
-    "cut-cross-entropy, exact": ("cut_cross_entropy",),
-    "QuACK": ("quack", "cutlass"),
-}
-NOT_INSTALLED = "is not installed"
-
-
-def missing(name: str) -> str | None:
-    """Why an implementation cannot run here; ``None`` if its modules are installed.
-
-    Nothing is imported.
-    """
-    for module in _NEEDS.get(name, ()):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} {NOT_INSTALLED}"
-    if name.startswith("F.") and not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has no F.linear_cross_entropy"
-    return None

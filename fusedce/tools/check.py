@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.head.replace import head_report, replace_loss_head
+from fusedce.tools import pairs
 from fusedce.tools.model_sizes import UserError, class_of, config_of, load
 
 if TYPE_CHECKING:
@@ -36,11 +37,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Check:
     """Findings of :func:`check`. Errors are relative; the gradients' is one norm over all."""
 
-    model: str
     model_class: str
     dtype: str
-    peft: bool
-    compiled: bool
     parameters: int  # of the model that was run
     loss: float  # native, nats per token
     loss_error: float
@@ -72,30 +70,11 @@ def check(
         if full:
             module = load(model).float()
         else:
-            module = _small(model)
-        if peft:
-            module = _with_lora(module)
-        return _compare(model, module, dtype, peft, compiled)
-
-
-def _small(model: str) -> nn.Module:
-    config = config_of(model)
-    model_class = class_of(model, config)
-    named = model in (model_class.__name__, config.model_type)
-    first = None
-    for attempt in attempts(config.model_type):
-        try:
+            config = config_of(model)
+            kind = class_of(model, config)
             # A class has its own default values; scales and caps show a wrong loss.
-            module = build(model_class, config, attempt, steps=named)
-            run(module, batch(module.config))  # type: ignore[arg-type]
-        except Exception as problem:  # model code may fail at such small sizes
-            first = first or f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
-            continue
-        return module
-    raise UserError(
-        f"{model_class.__name__} could not be built small: {first}. With weights in a folder, "
-        f"fusedce check FOLDER --full runs the model as it is"
-    )
+            module = build(kind, config, steps=model in (kind.__name__, config.model_type))
+        return _compare(_with_lora(module) if peft else module, dtype, compiled)
 
 
 def _with_lora(module: nn.Module) -> nn.Module:
@@ -110,7 +89,7 @@ def _with_lora(module: nn.Module) -> nn.Module:
     return get_peft_model(module, lora)
 
 
-def _compare(model: str, module: nn.Module, dtype: str, peft: bool, compiled: bool) -> Check:
+def _compare(module: nn.Module, dtype: str, compiled: bool) -> Check:
     inputs = batch(module.config)  # type: ignore[arg-type]
     exact = run(module, inputs)
     low = copy.deepcopy(module).to(_DTYPES[dtype])
@@ -130,11 +109,8 @@ def _compare(model: str, module: nn.Module, dtype: str, peft: bool, compiled: bo
     errors = errors_of(ours, exact if dtype != "fp32" else native)
     before = None if dtype == "fp32" else errors_of(native, exact)
     return Check(
-        model=model,
         model_class=type(module).__name__,
         dtype=dtype,
-        peft=peft,
-        compiled=compiled,
         parameters=sum(p.numel() for p in module.parameters()),
         loss=float(native[0]),
         loss_error=errors[0],
@@ -206,6 +182,28 @@ def _quietly() -> Iterator[None]:
         logging.disable(level)
 
 
+def text(found: Check) -> str:
+    """The findings, for a terminal."""
+    rows = {
+        "loss, native": f"{found.loss:.6f} nats per token",
+        "relative error of the loss": f"{found.loss_error:.1e}",
+        "... in evaluation": f"{found.eval_error:.1e}",
+        "... of all gradients": f"{found.grad_error:.1e}",
+    }
+    if found.native_errors is not None:
+        native = ", ".join(f"{e:.1e}" for e in found.native_errors)
+        rows[f"the native model's own in {found.dtype}"] = native
+    return "\n".join(
+        (
+            f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
+            *pairs(rows),
+            "equal: " + ("yes" if found.equal else "NO, do not use it with this model"),
+            "fused: " + ("yes, no logits were made" if found.fused else "no, real logits"),
+            *(f"  {reason}" for reason in found.why_not),
+        )
+    )
+
+
 # ---- small models ---------------------------------------------------------------------------
 
 V, T, B = 97, 12, 2
@@ -273,8 +271,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "layer_types": ...,
                    "n_groups": 1},
 }  # fmt: skip
-
-
 MOST_PARAMETERS = 2e7
 
 
@@ -317,14 +313,30 @@ def small_config(
     return small
 
 
-def build(
-    model_class: type[nn.Module], config: PretrainedConfig, attempt: dict[str, Any], *, steps: bool
-) -> nn.Module:
-    """The model of one attempt, in float32, from seed 0, with logits that are not nearly flat.
+def build(model_class: type[nn.Module], config: PretrainedConfig, *, steps: bool) -> nn.Module:
+    """A small model, in float32, from seed 0, with logits that are not nearly flat; it runs.
 
     Raises:
-        ValueError: it has more than :data:`MOST_PARAMETERS` parameters.
+        UserError: no attempt can be built and run.
     """
+    first, recipe = None, RECIPES.get(config.model_type)
+    for attempt in [*([recipe] if recipe else []), *ATTEMPTS]:
+        try:
+            model = _attempted(model_class, config, attempt, steps)
+            run(model, batch(model.config))
+        except Exception as problem:  # model code may fail at such small sizes
+            first = first or f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
+            continue
+        return model
+    raise UserError(
+        f"{model_class.__name__} could not be built small: {first}. With weights in a folder, "
+        f"fusedce check FOLDER --full runs the model as it is"
+    )
+
+
+def _attempted(
+    model_class: type[nn.Module], config: PretrainedConfig, attempt: dict[str, Any], steps: bool
+) -> Any:
     small = small_config(config, attempt, steps=steps)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(small).parameters())
@@ -347,8 +359,3 @@ def batch(config: PretrainedConfig) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :5] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def attempts(model_type: str) -> list[dict[str, Any]]:
-    """The changes to try for a model type, its own recipe first."""
-    return [*([RECIPES[model_type]] if model_type in RECIPES else []), *ATTEMPTS]

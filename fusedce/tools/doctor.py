@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 from torch.utils import collect_env
 
@@ -23,7 +21,6 @@ from fusedce.backends.choose import (
 from fusedce.backends.torch.products import bf16_gemm
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
-from fusedce.tools.bench import IMPLEMENTATIONS, missing
 
 # The oldest and the newest versions that the test suite has run with.
 TESTED = {
@@ -50,8 +47,6 @@ def report() -> dict[str, Any]:
         "triton_kernels": _triton(),
         "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
-        "peers": {name: missing(name) for name in IMPLEMENTATIONS if name != "fused_ce"},
-        "distributed": _distributed(),
         "right": all(c["right"] for d in devices for c in d["checks"]),
     }
 
@@ -65,16 +60,12 @@ def text(found: dict[str, Any]) -> str:
     gemm = found["fast_bfloat16_on_cpu"]
     fast = f"fast: {gemm}" if gemm else "slow, computed in float32 instead"
     lines.append(f"  bfloat16 products on this CPU are {fast}")
-    backends = ", ".join(found["distributed"]) or "none"
-    lines.append(f"  torch.distributed back ends: {backends}")
     for device in found["devices"]:
         lines.append(f"\n{device['device']}: {device['name']}")
         lines += [f"  {line}" for line in device["backends"]]
         for check in device["checks"]:
             verdict = "ok" if check["right"] else "FAILED"
             lines.append(f"  self-check {check['dtype']:9} {verdict}: {check['detail']}")
-    lines.append("\nOther implementations that `fusedce bench` would compare with:")
-    lines += [f"  {name}: {why or 'installed'}" for name, why in found["peers"].items()]
     return "\n".join(lines)
 
 
@@ -97,20 +88,7 @@ def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
 def _triton() -> str:
     if not TRITON_INSTALLED:
         return "none, triton is not installed"
-    from fusedce.backends.triton import TRAINING_KERNELS
-
-    how = "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-    return (
-        f"{how}; a first training step has {len(TRAINING_KERNELS)}: {', '.join(TRAINING_KERNELS)}"
-    )
-
-
-def _distributed() -> list[str]:
-    """Names of the available backends of ``torch.distributed``."""
-    if not dist.is_available():
-        return []
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    return [name for name in names if dist.is_backend_available(name)]
+    return "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
 
 
 def _device(device: torch.device) -> dict[str, Any]:

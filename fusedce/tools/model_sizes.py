@@ -59,17 +59,45 @@ def config_of(model: str) -> PretrainedConfig:
     Raises:
         UserError: there is no such model, or transformers cannot read it.
     """
-    path = _config_path(model)
-    if path is None:
-        return _class_config(model)
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    try:
-        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
+    if "/" in model or model.endswith(".json") or (model and Path(model).exists()):
+        return _read_config(model)
+    if model in CONFIG_MAPPING_NAMES:
+        return getattr(transformers, CONFIG_MAPPING_NAMES[model])()
+    config_class = getattr(getattr(transformers, model, None), "config_class", None)
+    if config_class is None:
+        near = difflib.get_close_matches(model, {*names.values(), *names}, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(
+            f"{model!r} is no folder, file, class or model type of transformers "
+            f"{transformers.__version__}{hint}"
         )
-    except (ValueError, KeyError, OSError) as problem:
-        raise UserError(f"transformers cannot read {path}: {_first_line(problem)}") from None
+    return config_class()
+
+
+def _read_config(model: str) -> PretrainedConfig:
+    """The configuration in a folder or file, or of a model on the hub."""
+    from transformers import AutoConfig
+
+    here = Path(model).exists()
+    if not here and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        raise UserError(f"there is no folder or file {model!r} here")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model, local_files_only=here, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError, ImportError) as problem:
+        why = _first_line(problem)
+        if here:
+            raise UserError(f"transformers cannot read {model}: {why}") from None
+        raise UserError(
+            f"there is no folder or file {model!r} here, and its config.json was not found on the "
+            f"Hugging Face hub ({why}). Where the hub can be reached: "
+            f"hf download {model} config.json --local-dir {Path(model).name}; then give that folder"
+        ) from None
     return config
 
 
@@ -105,55 +133,6 @@ def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
     if config.model_type not in names:
         raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
     return getattr(transformers, names[config.model_type])
-
-
-def _config_path(model: str) -> Path | None:
-    path = Path(model)
-    if model and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"{model} holds no config.json")
-        return path / "config.json"
-    if path.is_file():
-        return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        try:
-            return _download(model)
-        except Exception as problem:  # offline, unknown, gated, or huggingface_hub is missing
-            name = model.partition("/")[2]
-            raise UserError(
-                f"there is no folder or file {model!r} here, and its config.json was not found on "
-                f"the Hugging Face hub ({_first_line(problem) or type(problem).__name__}). Where "
-                f"the hub can be reached: hf download {model} config.json --local-dir {name}; "
-                f"then: fusedce plan {name}"
-            ) from None
-    if "/" in model or model.endswith(".json"):
-        raise UserError(f"there is no folder or file {model!r} here")
-    return None
-
-
-def _download(model: str) -> Path:
-    """The config.json of a model on the Hugging Face hub, from its cache or downloaded."""
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(model, "config.json"))
-
-
-def _class_config(model: str) -> PretrainedConfig:
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    if model in CONFIG_MAPPING_NAMES:
-        return getattr(transformers, CONFIG_MAPPING_NAMES[model])()
-    config_class = getattr(getattr(transformers, model, None), "config_class", None)
-    if config_class is None:
-        near = difflib.get_close_matches(model, {*names.values(), *names}, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(
-            f"{model!r} is no folder, file, class or model type of transformers "
-            f"{transformers.__version__}{hint}"
-        )
-    return config_class()
 
 
 def _first_line(problem: Exception) -> str:

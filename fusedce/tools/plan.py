@@ -7,13 +7,13 @@ class needs torch.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import textwrap
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call
 from fusedce.backends.plan import device_budget, least_bytes, way_of
+from fusedce.tools import pairs, size, table
 from fusedce.tools.model_sizes import Sizes, UserError, sizes
 
 GiB = 2**30
@@ -35,15 +35,6 @@ DEVICES = {
     "MI300X": Device(192 * GiB),
     "RTX 4090": Device(24 * GiB),
 }
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way to compute the loss, forward and backward."""
-
-    name: str
-    memory: dict[str, int]  # bytes beyond weights, hidden states and their gradients, by purpose
-    bytes: int  # all of the memory
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class ModelPlan:
     chunk_tokens: int  # of a chunk of fused_ce
     least_budget: int  # bytes: the least memory_budget
     recommended_budget: int  # bytes: the least with which no step is slower than without a budget
-    methods: tuple[Method, ...]
+    methods: dict[str, dict[str, int]]  # bytes beyond weights, hidden states, gradients: by purpose
     frontier: tuple[Point, ...]  # what each memory budget gives
 
 
@@ -89,48 +80,28 @@ def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "
     if device != "cpu" and device not in DEVICES:
         raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
     of, b = sizes(model), BYTES[dtype]
-    asked = call(tokens, of.H, of.V, b, cpu=device == "cpu", device=DEVICES.get(device))
+    asked = call(tokens, of.H, of.V, b, DEVICES.get(device))
     ours, logits = way_of(asked), b * tokens * of.V
-    memory = {
+    methods = {
         "eager": {"log-softmax, its gradient, the slope": 12 * tokens * of.V},
         "compiled eager": {"logits": logits},
         "fused_ce": ours.held,
     }
-    methods = tuple(Method(name, held, sum(held.values())) for name, held in memory.items())
     return ModelPlan(
         of, tokens, dtype, device, logits, ours.tokens, least_bytes(asked), ours.bytes, methods,
         frontier(asked),
     )  # fmt: skip
 
 
-def device_here() -> str | None:
-    """The key of :data:`DEVICES` of this machine's GPU; ``None`` without one.
+def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
+    """Sizes for the plan of a device, ``None`` being a CPU, which computes in float32.
 
-    nvidia-smi tells it, so that torch is not imported.
+    ``b``: bytes of an element. All labels are valid.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    done = subprocess.run(
-        [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    return next((name for name in DEVICES if name in done.stdout), None)
-
-
-def call(
-    N: int, H: int, V: int, b: int = 2, budget: int | None = None, *, cpu: bool = False,
-    device: Any = None,
-) -> Call:  # fmt: skip
-    """Sizes for the plan of a GPU or CPU backend: ``b`` bytes an element, all labels valid.
-
-    A CPU computes bf16 and fp16 in float32. Without ``device``, a GPU of unknown memory.
-    """
-    logit = 4 if cpu else b
-    return Call(
-        N, N, V, H, b, logit, on_cpu=cpu, triton=not cpu,
-        budget=device_budget(None if device is None else device.memory),
-        gemm_block=device.gemm_block if device is not None and H <= EXP_GEMM_H else 0,
-    )  # fmt: skip
+    if device is None:
+        return Call(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
+    gemm_block = device.gemm_block if H <= EXP_GEMM_H else 0
+    return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=gemm_block)
 
 
 def frontier(asked: Call) -> tuple[Point, ...]:
@@ -147,3 +118,34 @@ def frontier(asked: Call) -> tuple[Point, ...]:
             found.append(point)
         budget *= 2
     return tuple(found)
+
+
+def text(found: ModelPlan) -> str:
+    """The plan, for a terminal."""
+    of = found.model
+    lines = [
+        f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, {found.device}",
+        *pairs({
+            "one copy of the logits": size(found.logits_bytes),
+            "tokens of a chunk of fused_ce": f"{found.chunk_tokens} of {found.tokens}",
+            "least memory_budget": size(found.least_budget),
+            "recommended memory_budget": size(found.recommended_budget),
+        }),
+        "Memory of the loss:",
+    ]  # fmt: skip
+    for name, held in found.methods.items():
+        purposes = ", ".join(f"{purpose} {size(count)}" for purpose, count in held.items())
+        line = f"  {name}: {size(sum(held.values()))} ({purposes})"
+        lines += textwrap.wrap(line, 80, subsequent_indent="    ")
+    rows = [
+        {
+            "memory_budget": size(point.budget),
+            "way": point.way,
+            "tokens x classes": f"{point.tokens} x {point.classes}",
+            "holds": size(point.bytes),
+            "products": str(point.products),
+        }
+        for point in found.frontier
+    ]
+    lines += ["Each memory_budget (beside inputs and gradients) and what it gives:", table(rows)]
+    return "\n".join([*lines, "Counted from sizes, not measured."])

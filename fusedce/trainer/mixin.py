@@ -21,8 +21,8 @@ from torch import Tensor
 from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.contract.checks import check_flag
 from fusedce.head.observe import LossObserver
-from fusedce.head.replace import attach
-from fusedce.trainer.token_stats import MONITORED, TrlStats, stats_of
+from fusedce.head.replace import replace_loss_head
+from fusedce.trainer.token_stats import MONITORED, stats_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class FusedTrainerMixin:
     * evaluation and prediction report sum / count over all tokens, whatever the batch size; samples
       that are repeated to fill the last batch of a distributed evaluation are not counted twice;
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
-      trained across a document's border, and one warning says so where the model attends across it.
+      trained across a document's border.
 
     TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
     its scales from the configuration; here the model's own loss runs instead. ``entropy`` (nats),
@@ -119,7 +119,7 @@ class FusedTrainerMixin:
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
                 "model's own, computed by fusedce."
             )
-        attach(self.model, memory_budget=self.memory_budget)
+        replace_loss_head(self.model, memory_budget=self.memory_budget)
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossAccumulator | None = None
         self._begin_run()
@@ -187,8 +187,6 @@ class FusedTrainerMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with the loss per token in place of Trainer's."""
-        if isinstance(self._train_stats, TrlStats):
-            self._train_stats.make_numbers()
         of_interval = "loss" in logs and "learning_rate" in logs  # Trainer's own, not a callback's
         of_run = "train_loss" in logs and "total_flos" in logs
         if of_interval or of_run:
@@ -199,7 +197,8 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
-            _check_counted(_owner(self, "compute_loss"), n_tokens, declared, self._shift)
+            owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+            _check_counted(owner, n_tokens, declared, self._shift)
             if of_interval:
                 logs["loss"] = metrics["loss"]
                 logs |= {} if self._stats is None else self._stats.logged()
@@ -274,7 +273,7 @@ class FusedTrainerMixin:
             raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
         inputs[name] = inputs[name].clamp(min=0)
         model: Any = self.model
-        attach(model, memory_budget=self.memory_budget)
+        replace_loss_head(model, memory_budget=self.memory_budget)
         training = model.training
         model.eval()
         try:
@@ -285,13 +284,6 @@ class FusedTrainerMixin:
                     f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
                     f"output head with reduction 'mean', but there were {found}: use the stock "
                     f"Trainer"
-                )
-            if _attends_across_documents(model, inputs):
-                logger.warning(
-                    "Documents are packed into one row, but %s attends across their borders: the "
-                    "loss of a token depends on other documents. Use an attention implementation "
-                    "with variable lengths, such as flash_attention_2.",
-                    type(model).__name__,
                 )
         finally:
             model.train(training)
@@ -381,11 +373,6 @@ def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None)
         )
 
 
-def _owner(trainer: Any, method: str) -> type:
-    """The class that defines the method that runs."""
-    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
-
-
 # ---- batches: labels and packed documents --------------------------------------------------------
 
 
@@ -422,22 +409,3 @@ def _mask_borders(batch: dict[str, Any]) -> None:
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
         if name in batch:
             batch[name] = batch[name].masked_fill(where, -100)
-
-
-def _attends_across_documents(model: Any, batch: dict[str, Any]) -> bool:
-    """Whether the loss of the first row's last document changes with the tokens before it."""
-    starts = _document_starts(batch)
-    if starts is None or "input_ids" not in batch or not bool(starts[0].any()):
-        return False
-    begin = int(starts[0].nonzero().max())
-    labels = {name: batch[name].clone() for name in ("labels", "shift_labels") if name in batch}
-    for label in labels.values():
-        label[:, : begin + 1] = label[1:] = -100
-    other = batch["input_ids"].clone()
-    other[:, :begin] = other[:, :begin].flip(1)
-    sums = []
-    for ids in (batch["input_ids"], other):
-        with LossObserver() as observer:
-            model(**(batch | labels | {"input_ids": ids}))
-        sums.append(observer.losses[0][0])
-    return not torch.allclose(sums[0], sums[1], rtol=1e-5)

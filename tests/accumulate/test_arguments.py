@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.bounds import SAME_SUMS
 from support.loops import a_loss, batches, distance, new_weight, run_window, weight_and_grad
+from transformers.modeling_outputs import CausalLMOutput
 
 from fusedce import LossAccumulator, LossSum, fused_ce
 
@@ -63,9 +64,8 @@ def test_counts_are_copied():
 
 
 def test_what_is_no_sum():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
     mean = torch.tensor(1.0, requires_grad=True)
-    output = outputs.CausalLMOutput(loss=mean, logits=torch.ones(2))
+    output = CausalLMOutput(loss=mean, logits=torch.ones(2))
     wrong = [
         (a_loss(3).mean(), r"looks like a mean: pass fused_ce\(...\) itself"),
         (output, r"give \(out.loss \* n, n\).*FusedTrainerMixin"),

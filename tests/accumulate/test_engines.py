@@ -19,11 +19,9 @@ from support.loops import H, V, distance, new_weight
 from support.versions import FSDP2_MEAN, marked
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from fusedce import LossAccumulator, fused_ce
-
-# ---- DDP and FSDP2 ----------------------------------------------------------------------------
 
 
 def no_sync(model, last):
@@ -48,9 +46,6 @@ def fsdp(reduction, silent, streaming, rank):
         model.set_force_sum_reduction_for_comms(True)  # gloo has no multiply-and-sum
     acc = LossAccumulator(grad_reduction=reduction)
     return train(model, acc, rank, streaming, silent=silent)
-
-
-# ---- accelerate -------------------------------------------------------------------------------
 
 
 def accelerate_streaming(rank):
@@ -90,72 +85,6 @@ def loader(engine):
     return engine.prepare(DataLoader(dealt, batch_size=1, collate_fn=lambda batch: batch[0]))
 
 
-ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
-
-
-def accelerate_errors(rank):
-    """Test doubles stand for DeepSpeed, which is not installed."""
-    engine = accelerator(rank, gradient_accumulation_steps=3)
-    deepspeed = SimpleNamespace(
-        distributed_type=SimpleNamespace(value="DEEPSPEED"),
-        gradient_accumulation_steps=3,
-        backward=lambda loss: (loss / 3).backward(),
-    )
-    acc = LossAccumulator.from_accelerator(deepspeed)
-    model = parallel.Model()
-    batch = parallel.micro_batches(0, 0)[0]
-    streaming = ranks.error_of(acc.backward, model(*batch))
-    with acc.window([5]):  # declared counts are fine: 5 tokens here and 5 there
-        acc.backward(model(*batch))
-    dist.all_reduce(model.head.weight.grad, op=dist.ReduceOp.SUM)
-    exact = parallel.Model()
-    exact(*batch).mean().backward()
-    right = distance(model.head.weight.grad / 2, exact.head.weight.grad)
-
-    def refused(**changes):
-        double = SimpleNamespace(**vars(deepspeed) | changes)
-        return ranks.error_of(LossAccumulator.from_accelerator, double)
-
-    return {
-        "streaming": streaming,
-        "right": right,
-        "megatron": refused(distributed_type=SimpleNamespace(value="MEGATRON_LM")),
-        "sequence parallel": refused(parallelism_config=SimpleNamespace(sp_enabled=True)),
-        "not one": ranks.error_of(LossAccumulator.from_accelerator, model),
-        "ranks": repr(LossAccumulator.from_accelerator(engine)),
-    }
-
-
-def evaluation(masked, rank):
-    """Seven samples for two ranks in batches of two: accelerate repeats one."""
-    engine = accelerator(rank)
-    loader = engine.prepare(DataLoader(samples(), batch_size=2, collate_fn=collate))
-    weight = new_weight().detach()
-    acc = LossAccumulator.from_accelerator(engine)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
-        for batch in loader:
-            if masked:
-                batch = acc.without_repeats(batch)
-            acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
-    said = [str(w.message) for w in caught if "counted twice" in str(w.message)]
-    return acc.metrics(), said
-
-
-def samples():
-    rng = torch.Generator().manual_seed(0)
-    found = []
-    for n in ROWS:
-        labels = torch.full((6,), -100)
-        labels[:n] = torch.randint(V, (n,), generator=rng)
-        found.append({"hidden": torch.randn(6, H, generator=rng), "labels": labels})
-    return found
-
-
-def collate(rows):
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 EQUAL = {
     "ddp": functools.partial(ddp, None),
     "ddp, no_sync": functools.partial(ddp, no_sync),
@@ -175,46 +104,88 @@ EQUAL |= {"accelerate, streaming": accelerate_streaming, "accelerate, window": a
 FOUR = {f"{name}, four": EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
 
 
-@functools.cache
-def results(world):
-    return ranks.run({2: EQUAL, 4: FOUR}[world], world)
+found_of = {2: ranks.shared(EQUAL), 4: ranks.shared(FOUR, 4)}
 
 
 @pytest.mark.parametrize("name", marked([*EQUAL, *FOUR], FSDP2_MEAN, "fsdp2, mean"))
 def test_several_processes_equal_one(name):
     world = 4 if name in FOUR else 2
-    for found in ranks.of(results(world), name):
+    for found in found_of[world](name):
         parallel.assert_equal_to_single_process(found, world)
 
 
-@functools.cache
-def of_accelerate():
-    cases = {"errors": accelerate_errors}
-    cases |= {x: functools.partial(evaluation, x == "masked") for x in ("masked", "twice")}
-    return ranks.run(cases)
+# ---- accelerate ---------------------------------------------------------------------------------
+
+on_two_ranks = ranks.together()
 
 
-def test_accelerate_errors():
-    for found in ranks.of(of_accelerate(), "errors"):
-        assert "RuntimeError: streaming is not possible here: " in found["streaming"]
-        assert "steps the optimizer inside the last backward" in found["streaming"]
-        assert found["right"] <= SAME_SUMS
-        assert "ValueError: accelerator: Megatron-LM" in found["megatron"]
-        assert "ValueError: accelerator: DeepSpeed's sequence" in found["sequence parallel"]
-        assert "TypeError: accelerator must be an accelerate.Accelerator" in found["not one"]
-        assert "2 ranks" in found["ranks"]
+@on_two_ranks
+def test_engines_that_accelerate_drives(rank):
+    """Test doubles stand for DeepSpeed, which is not installed."""
+    deepspeed = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="DEEPSPEED"),
+        gradient_accumulation_steps=3,
+        backward=lambda loss: (loss / 3).backward(),
+    )
+    acc, model = LossAccumulator.from_accelerator(deepspeed), parallel.Model()
+    batch = parallel.micro_batches(0, 0)[0]
+    words = "streaming is not possible here: .*steps the optimizer inside the last backward"
+    with pytest.raises(RuntimeError, match=words):
+        acc.backward(model(*batch))
+    with acc.window([5]):  # declared counts are fine: 5 tokens here and 5 there
+        acc.backward(model(*batch))
+    dist.all_reduce(model.head.weight.grad)
+    exact = parallel.Model()
+    exact(*batch).mean().backward()
+    assert distance(model.head.weight.grad / 2, exact.head.weight.grad) <= SAME_SUMS
+    for changes, words in (
+        ({"distributed_type": SimpleNamespace(value="MEGATRON_LM")}, "Megatron-LM"),
+        ({"parallelism_config": SimpleNamespace(sp_enabled=True)}, "DeepSpeed's sequence"),
+    ):
+        with pytest.raises(ValueError, match=f"accelerator: {words}"):
+            LossAccumulator.from_accelerator(SimpleNamespace(**vars(deepspeed) | changes))
+    with pytest.raises(TypeError, match=r"accelerator must be an accelerate.Accelerator"):
+        LossAccumulator.from_accelerator(model)
+    assert "2 ranks" in repr(LossAccumulator.from_accelerator(accelerator(rank)))
 
 
-def test_samples_that_fill_up_are_counted_once():
-    weight = new_weight().detach()
-    rows = collate(samples())
-    exact = fused_ce(rows["hidden"], weight, rows["labels"])
-    for metrics, said in ranks.of(of_accelerate(), "masked"):
-        assert metrics["n_tokens"] == sum(ROWS)
-        assert metrics["loss"] == pytest.approx(float(exact.mean()), rel=STATISTIC)
-        assert said == []
-    for metrics, said in ranks.of(of_accelerate(), "twice"):
-        assert metrics["n_tokens"] > sum(ROWS)
-        assert "acc.without_repeats(batch)" in said[0]
-    alone = {"labels": torch.ones(2, 3)}  # one process repeats nothing
+ROWS = [3, 1, 4, 1, 5, 2, 3]  # tokens of each sample: 19; filled up for two ranks of two, 8 rows
+
+
+def samples():
+    rng = torch.Generator().manual_seed(0)
+    found = []
+    for n in ROWS:
+        labels = torch.full((6,), -100)
+        labels[:n] = torch.randint(V, (n,), generator=rng)
+        found.append({"hidden": torch.randn(6, H, generator=rng), "labels": labels})
+    return found
+
+
+@on_two_ranks
+def test_samples_that_fill_up_are_counted_once(rank):
+    """Seven samples for two ranks in batches of two: accelerate repeats one."""
+    engine, weight = accelerator(rank), new_weight().detach()
+    for masked in (True, False):
+        acc = LossAccumulator.from_accelerator(engine)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for batch in engine.prepare(DataLoader(samples(), batch_size=2)):
+                if masked:
+                    batch = acc.without_repeats(batch)
+                acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
+        said = [str(w.message) for w in caught if "counted twice" in str(w.message)]
+        metrics = acc.metrics()
+        if masked:
+            rows = default_collate(samples())
+            exact = float(fused_ce(rows["hidden"], weight, rows["labels"]).mean())
+            assert (metrics["n_tokens"], said) == (sum(ROWS), [])
+            assert metrics["loss"] == pytest.approx(exact, rel=STATISTIC)
+        else:
+            assert metrics["n_tokens"] > sum(ROWS)
+            assert "acc.without_repeats(batch)" in said[0]
+
+
+def test_one_process_repeats_nothing():
+    alone = {"labels": torch.ones(2, 3)}
     assert LossAccumulator().without_repeats(alone) is alone

@@ -6,6 +6,7 @@ Some errors need no guard: after its first loss an accumulator watches the param
 import gc
 import warnings
 
+import accelerate
 import pytest
 import torch
 from support.bounds import EXACT, SAME_SUMS
@@ -308,49 +309,44 @@ def test_an_optimizer_that_steps_inside_the_last_backward(n):
 # ---- factors ------------------------------------------------------------------------------------
 
 
+def scaled(acc, streaming, backward):
+    """The gradient of a window whose scaled losses are differentiated by ``backward``."""
+    weight = new_weight()
+
+    def loop():
+        for one in batches([3, 5]):
+            backward(acc.scale(out_of(weight, one)))
+
+    windowed(acc, streaming, weight, [3, 5], loop)
+    assert acc.metrics()["n_tokens"] == 8
+    return weight.grad
+
+
+def error_of_exact(grad):
+    return distance(grad, weight_and_grad(batches([3, 5]))[1])
+
+
 @pytest.mark.parametrize("factor", [0.25, 2.0, 1 / 3, 100.0, 8.0])
 @READABLE
 @WAYS
 def test_a_factor_after_scale_is_named(streaming, readable, factor, monkeypatch):
     """On a device, where metrics are read; there a loss scale may be any 2**k above 1."""
     monkeypatch.setattr(_faults, "readable", lambda device: readable)
-    weight, acc = new_weight(), LossAccumulator()
-
-    def loop():
-        for one in batches([3, 5]):
-            (acc.scale(out_of(weight, one)) * factor).backward()
-
-    def run():
-        windowed(acc, streaming, weight, [3, 5], loop)
-        return acc.metrics()["n_tokens"]
-
+    use = LossAccumulator(), streaming, lambda loss: (loss * factor).backward()
     if factor in (2, 8) and not readable:
-        assert run() == 8
+        assert error_of_exact(scaled(*use) / factor) <= SAME_SUMS
     else:
         with pytest.raises(RuntimeError, match=rf"multiplied by {factor:g} after scale\(\)"):
-            run()
+            scaled(*use)
 
 
 @WAYS
 def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming):
-    accelerate = pytest.importorskip("accelerate")
     engine = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-
-    def run(acc, backward=engine.backward):
-        weight = new_weight()
-
-        def loop():
-            for one in batches([3, 5]):
-                backward(acc.scale(out_of(weight, one)))
-
-        windowed(acc, streaming, weight, [3, 5], loop)
-        return weight.grad
-
     with pytest.raises(RuntimeError, match=r"multiplied by 0.25 after scale\(\)"):
-        run(LossAccumulator())
-    _, exact, _ = weight_and_grad(batches([3, 5]))
+        scaled(LossAccumulator(), streaming, engine.backward)
     for acc in (LossAccumulator(backward_divisor=4), LossAccumulator.from_accelerator(engine)):
-        assert distance(run(acc), exact) <= SAME_SUMS
+        assert error_of_exact(scaled(acc, streaming, engine.backward)) <= SAME_SUMS
 
 
 @pytest.mark.parametrize("init_scale", [1024.0, 1000.0])
@@ -358,17 +354,9 @@ def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming
 @WAYS
 def test_the_scale_of_a_grad_scaler_is_none(streaming, readable, init_scale, monkeypatch):
     monkeypatch.setattr(_faults, "readable", lambda device: readable)
-    weight, exact, _ = weight_and_grad(batches([3, 5]))
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-    acc = LossAccumulator()
-
-    def loop():
-        for one in batches([3, 5]):
-            scaler.scale(acc.scale(out_of(weight, one))).backward()
-
-    windowed(acc, streaming, weight, [3, 5], loop)
-    assert distance(weight.grad / init_scale, exact) <= SAME_SUMS
-    assert acc.metrics()["n_tokens"] == 8
+    grad = scaled(LossAccumulator(), streaming, lambda loss: scaler.scale(loss).backward())
+    assert error_of_exact(grad / init_scale) <= SAME_SUMS
 
 
 # ---- costs --------------------------------------------------------------------------------------

@@ -22,7 +22,123 @@ from fusedce.accumulate.gradients import STREAMED
 from fusedce.agreement import own_group, timeout_of
 from fusedce.contract.groups import Ranks, submesh
 
-# ---- data x tensor parallel, context parallel -------------------------------------------------
+SEQUENCES = [[16, 8], [40, 4]]  # lengths of the two micro-batches of each data rank
+
+
+def sequences(data_rank):
+    rng = torch.Generator().manual_seed(data_rank)
+    for length in SEQUENCES[data_rank]:
+        labels = torch.randint(0, V, (length,), generator=rng)
+        labels[: length // 3] = -100  # a prompt
+        yield torch.randn(length, H, generator=rng), labels
+
+
+on_four_ranks = ranks.together(4)
+
+
+@on_four_ranks
+def test_context_parallel_slices_are_all_counted(rank):
+    """2 x 2: each rank holds a slice of every sequence; labels are shifted before the split."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    dp, cp = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    exact = parallel.Model()
+    whole = [one for data_rank in range(2) for one in sequences(data_rank)]
+    out = sum(exact(hidden, shift_labels(labels)) for hidden, labels in whole)
+    out.mean().backward()
+    micro = [
+        (hidden.chunk(2)[cp], shift_labels(labels).chunk(2)[cp]) for hidden, labels in sequences(dp)
+    ]
+    for reduction, streaming in (("mean", False), ("sum", True)):
+        model = parallel.Model()
+        acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], grad_reduction=reduction)
+        with contextlib.nullcontext() if streaming else acc.window([count(y) for _, y in micro]):
+            for one in micro:
+                acc.backward(model(*one))
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 4 if reduction == "mean" else 1
+        if streaming:
+            acc.finish(model.parameters())
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            assert distance(p.grad, q.grad) <= SAME_SUMS
+        assert acc.metrics()["n_tokens"] == out.n_valid
+    # Shifting after the split loses the token at every border inside a sequence's answer.
+    late = sum(count_valid(labels.chunk(2)[cp]) for _, labels in sequences(dp))
+    dist.all_reduce(late)
+    assert late < out.n_valid
+
+
+def count(labels):
+    return (labels != -100).sum()
+
+
+@on_four_ranks
+def test_ranks_that_an_accelerators_mesh_calls_tp_hold_the_same_tokens(rank):
+    engine = SimpleNamespace(
+        distributed_type="FSDP",
+        gradient_accumulation_steps=1,
+        backward=None,
+        parallelism_config=SimpleNamespace(sp_enabled=False),
+    )
+    for shape, names, said in (
+        ((2, 2), ("dp_shard", "tp"), "(2 ranks"), ((4,), ("tp",), "(1 rank,"),
+    ):  # fmt: skip
+        engine.torch_device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        assert said in repr(LossAccumulator.from_accelerator(engine))
+
+
+@on_four_ranks
+def test_meshes(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat["dp", "cp"]._flatten("tokens_of_all")
+    dp, tp = divmod(rank, 2)
+    for acc, tokens in (
+        (LossAccumulator.from_mesh(mesh, "dp"), (tp + 1) + (tp + 3)),
+        (LossAccumulator.from_mesh(mesh, ["tp", "dp"]), 1 + 2 + 3 + 4),
+        (LossAccumulator.from_mesh(mesh, []), rank + 1),
+        (LossAccumulator(mesh["tp"]), (2 * dp + 1) + (2 * dp + 2)),
+        (LossAccumulator.from_mesh(mesh, ["dp", "tp"]), 10),  # the same group again
+        (LossAccumulator.from_mesh(flat, "tokens_of_all"), 10),
+    ):
+        acc.add(a_loss(rank + 1))
+        assert acc.metrics()["n_tokens"] == tokens
+    with pytest.raises(ValueError, match="must be a one-dimensional DeviceMesh, got 2"):
+        LossAccumulator(mesh)
+    with pytest.raises(ValueError, match=r"must name dimensions of the mesh \('dp', 'tp'\)"):
+        LossAccumulator.from_mesh(mesh, ["cp"])
+    with pytest.raises(ValueError, match="token_dims must name dimensions of the mesh"):
+        LossAccumulator.from_mesh(flat, "dp_cp")
+
+
+@on_four_ranks
+def test_replicas_of_a_pipeline(rank):
+    """2 x 2: the denominator counts the last stages of both replicas once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    acc = LossAccumulator.from_mesh(mesh, "dp", pipeline_dim="pp")
+    n, pp = (3, 5)[mesh.get_local_rank("dp")], mesh.get_local_rank("pp")
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    model = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+
+    def loop():
+        if pp:
+            acc.backward((model(torch.full((1, 1), float(n))).sum(), torch.tensor(n)))
+
+    for streaming in (False, True):
+        model.zero_grad()
+        if streaming and not pp:
+            # The last stage sends a gradient averaged over "dp" and divided by its estimate.
+            module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
+        windowed(acc, streaming, model.parameters(), [n] if pp else (), loop)
+        if pp or streaming:
+            assert float(module.weight.grad) == pytest.approx(1.0)
+        else:
+            assert module.weight.grad is None
+    assert acc.metrics()["n_tokens"] == 16
+    if not pp:
+        with pytest.raises(RuntimeError, match="this rank has no loss"):
+            acc.scale((module.weight.sum(), torch.tensor(1)))
 
 
 def tensor_parallel(streaming, rank):
@@ -38,190 +154,14 @@ def tensor_parallel(streaming, rank):
     return train(model, acc, mesh.get_local_rank("dp"), streaming)
 
 
-SEQUENCES = [[16, 8], [40, 4]]  # lengths of the two micro-batches of each data rank
-
-
-def sequences(data_rank):
-    rng = torch.Generator().manual_seed(data_rank)
-    for length in SEQUENCES[data_rank]:
-        labels = torch.randint(0, V, (length,), generator=rng)
-        labels[: length // 3] = -100  # a prompt
-        yield torch.randn(length, H, generator=rng), labels
-
-
-def unsplit():
-    model = parallel.Model()
-    whole = [one for data_rank in range(2) for one in sequences(data_rank)]
-    out = sum(model(hidden, shift_labels(labels)) for hidden, labels in whole)
-    out.mean().backward()
-    return [p.grad for p in model.parameters()], int(out.n_valid)
-
-
-def context_parallel(reduction, streaming, rank):
-    """2 x 2: each rank holds a slice of every sequence; labels are shifted before the split."""
-    cp = 2
-    mesh = init_device_mesh("cpu", (2, cp), mesh_dim_names=("dp", "cp"))
-    model = parallel.Model()
-    acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], grad_reduction=reduction)
-    micro = [
-        (hidden.chunk(cp)[mesh.get_local_rank("cp")], y.chunk(cp)[mesh.get_local_rank("cp")])
-        for hidden, labels in sequences(mesh.get_local_rank("dp"))
-        for y in [shift_labels(labels)]
-    ]
-    counts = [(y != -100).sum() for _, y in micro]
-    with contextlib.nullcontext() if streaming else acc.window(counts):
-        for one in micro:
-            acc.backward(model(*one))
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        if reduction == "mean":
-            p.grad /= dist.get_world_size()
-    if streaming:
-        acc.finish(model.parameters())
-    after_the_split = [
-        int(count_valid(labels.chunk(cp)[mesh.get_local_rank("cp")]))
-        for _, labels in sequences(mesh.get_local_rank("dp"))
-    ]
-    return [p.grad for p in model.parameters()], acc.metrics()["n_tokens"], sum(after_the_split)
-
-
-def accelerate_mesh(rank):
-    """Ranks that an accelerator's mesh calls "tp" hold the same tokens."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    engine = SimpleNamespace(
-        distributed_type="FSDP",
-        gradient_accumulation_steps=1,
-        backward=None,
-        torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(sp_enabled=False),
-    )
-    acc = LossAccumulator.from_accelerator(engine)
-    only_tp = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    alone = LossAccumulator.from_accelerator(
-        SimpleNamespace(**vars(engine) | {"torch_device_mesh": only_tp})
-    )
-    return repr(acc), repr(alone)
-
-
-def meshes(rank):
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    acc = {
-        "dp": LossAccumulator.from_mesh(mesh, "dp"),
-        "both": LossAccumulator.from_mesh(mesh, ["tp", "dp"]),
-        "none": LossAccumulator.from_mesh(mesh, []),
-        "1-D": LossAccumulator(mesh["tp"]),
-    }
-    tokens = {}
-    for name, one in acc.items():
-        one.add(a_loss(rank + 1))
-        tokens[name] = one.metrics()["n_tokens"]
-    LossAccumulator.from_mesh(mesh, ["dp", "tp"])  # the same group again
-    return (
-        tokens,
-        ranks.error_of(LossAccumulator, mesh),
-        ranks.error_of(LossAccumulator.from_mesh, mesh, ["cp"]),
-    )
-
-
-def flattened(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    mesh["dp", "cp"]._flatten("tokens_of_all")
-    acc = LossAccumulator.from_mesh(mesh, "tokens_of_all")
-    acc.add(a_loss(rank + 1))
-    return acc.metrics()["n_tokens"], ranks.error_of(LossAccumulator.from_mesh, mesh, "dp_cp")
-
-
-def data_by_pipeline(rank):
-    """2 x 2: the denominator counts the last stages of both replicas once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    acc = LossAccumulator.from_mesh(mesh, "dp", pipeline_dim="pp")
-    dp, pp = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    module = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(module.weight)
-    model = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
-    n = (3, 5)[dp]
-    found = []
-    for streaming in (False, True):
-        model.zero_grad()
-        if streaming and not pp:
-            # The last stage sends a gradient averaged over "dp" and divided by its estimate.
-            module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
-
-        def loop():
-            if pp:
-                acc.backward((model(torch.full((1, 1), float(n))).sum(), torch.tensor(n)))
-
-        windowed(acc, streaming, model.parameters(), [n] if pp else (), loop)
-        found.append(float(module.weight.grad) if module.weight.grad is not None else None)
-    metrics = acc.metrics()
-    refused = None if pp else ranks.error_of(acc.scale, (module.weight.sum(), torch.tensor(1)))
-    return pp, found, metrics, refused
-
-
-TENSOR = {
-    "tensor parallel, window": functools.partial(tensor_parallel, False),
-    "tensor parallel, streaming": functools.partial(tensor_parallel, True),
-}
-CONTEXT = {
-    "context parallel, window": functools.partial(context_parallel, "mean", False),
-    "context parallel, streaming": functools.partial(context_parallel, "sum", True),
-}
-CASES = {
-    "meshes": meshes,
-    "flattened": flattened,
-    "accelerate, mesh": accelerate_mesh,
-    "pipeline": data_by_pipeline,
-    **TENSOR,
-    **CONTEXT,
-}
-
-
-@functools.cache
-def results():
-    return ranks.run(CASES, 4)
+tensor_parallels = ranks.shared({x: functools.partial(tensor_parallel, x) for x in (0, 1)}, 4)
 
 
 @FSDP2_MEAN
-@pytest.mark.parametrize("name", TENSOR)
-def test_tensor_parallel_replicas_are_not_counted_twice(name):
-    for found in ranks.of(results(), name):
+@pytest.mark.parametrize("streaming", [0, 1])
+def test_tensor_parallel_replicas_are_not_counted_twice(streaming):
+    for found in tensor_parallels(streaming):
         parallel.assert_equal_to_single_process(found, 2)
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_context_parallel_slices_are_all_counted(name):
-    exact, tokens = unsplit()
-    found = ranks.of(results(), name)
-    for grads, counted, _ in found:
-        assert counted == tokens
-        for a, b in zip(grads, exact, strict=True):
-            assert distance(a, b) <= SAME_SUMS
-    # Shifting after the split loses the token at every border inside a sequence's answer.
-    assert sum(after for *_, after in found) < tokens
-
-
-def test_accelerate_mesh():
-    for found in ranks.of(results(), "accelerate, mesh"):
-        assert ["(2 ranks" in found[0], "(1 rank," in found[1]] == [True, True]
-
-
-def test_meshes():
-    for rank, (tokens, two_dims, unknown) in enumerate(ranks.of(results(), "meshes")):
-        dp, tp = divmod(rank, 2)
-        assert tokens == {
-            "dp": (tp + 1) + (tp + 3),
-            "both": 1 + 2 + 3 + 4,
-            "none": rank + 1,
-            "1-D": (2 * dp + 1) + (2 * dp + 2),
-        }
-        assert "ValueError: process_group must be a one-dimensional DeviceMesh, got 2" in two_dims
-        assert "ValueError: token_dims must name dimensions of the mesh ('dp', 'tp')" in unknown
-
-
-def test_dimensions_that_were_flattened():
-    for tokens, unknown in ranks.of(results(), "flattened"):
-        assert tokens == 10
-        assert "token_dims must name dimensions of the mesh" in unknown
 
 
 def timeouts(rank):
@@ -235,16 +175,5 @@ def timeouts(rank):
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_every_group_that_is_made_has_the_users_timeout(backend):
-    for seconds in ranks.of(ranks.run({"t": timeouts}, 4, timeout=33, backend=backend), "t"):
+    for seconds in ranks.shared({"t": timeouts}, 4, timeout=33, backend=backend)("t"):
         assert seconds == [33] * 6
-
-
-def test_replicas_of_a_pipeline():
-    for pp, found, metrics, refused in ranks.of(results(), "pipeline"):
-        assert metrics["n_tokens"] == 16
-        assert pp or "this rank has no loss" in refused
-        if pp:
-            assert found == pytest.approx([1.0, 1.0])
-        else:
-            assert found[0] is None
-            assert found[1] == pytest.approx(1.0)

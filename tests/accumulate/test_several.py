@@ -1,8 +1,7 @@
 """Several losses and several accumulators: right, or refused where they share gradients."""
 
-import functools
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,21 +35,18 @@ def exact(world):
     return grad, loss.item(), {name: mean.item() for name, mean in means.items()}
 
 
-def two_heads(rank, reduction="mean"):
+def check(rank, world, reduction="mean"):
     weight, acc = new_weight(), LossAccumulator(grad_reduction=reduction)
     counts = {name: sizes[rank] for name, sizes in SIZES.items()}
     with acc.window(counts, weights={"second": 0.3}):
         for i in range(2):
             acc.backward(outs(weight, rank, i))
-    if dist.is_initialized():
+    if world > 1:
         dist.all_reduce(weight.grad)
-        weight.grad /= dist.get_world_size() if reduction == "mean" else 1
-    return weight.grad, acc.metrics()
-
-
-def check(grad, metrics, world):
+        weight.grad /= world if reduction == "mean" else 1
     right, loss, means = exact(world)
-    assert distance(grad, right) <= SAME_SUMS
+    metrics = acc.metrics()
+    assert distance(weight.grad, right) <= SAME_SUMS
     assert metrics["loss"] == pytest.approx(loss, rel=STATISTIC)
     for name, mean in means.items():
         assert metrics[f"{name}/loss"] == pytest.approx(mean, rel=STATISTIC)
@@ -60,15 +56,13 @@ def check(grad, metrics, world):
 
 
 def test_each_loss_is_divided_by_its_own_tokens():
-    check(*two_heads(0), 1)
+    check(0, 1)
 
 
-def test_over_ranks():
-    cases = {x: functools.partial(two_heads, reduction=x) for x in ("mean", "sum")}
-    results = ranks.run(cases)
-    for name in cases:
-        for grad, metrics in ranks.of(results, name):
-            check(grad, metrics, 2)
+@ranks.together()
+def test_over_ranks(rank):
+    for reduction in ("mean", "sum"):
+        check(rank, 2, reduction)
 
 
 # ---- several accumulators -----------------------------------------------------------------------
@@ -97,22 +91,15 @@ def test_two_models_with_accumulators_of_their_own_are_right():
 
 
 def test_an_accumulator_for_each_of_six_threads():
-    errors, interval = [], sys.getswitchinterval()
+    interval = sys.getswitchinterval()
 
-    def train():
-        try:
-            for _ in range(60):
-                run_streaming(LossAccumulator(), new_weight(), batches([3, 9]))
-        except Exception as error:
-            errors.append(error)
+    def train(_):
+        for _ in range(60):
+            run_streaming(LossAccumulator(), new_weight(), batches([3, 9]))
 
-    threads = [threading.Thread(target=train) for _ in range(6)]
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(train, range(6)))  # raises what one of them raises
     finally:
         sys.setswitchinterval(interval)
-    assert errors == []

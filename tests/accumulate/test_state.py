@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import tempfile
 
 import pytest
 import torch
@@ -58,23 +59,6 @@ def loads(folder, rank):
     return found, acc.metrics()["n_windows"]
 
 
-def alone(rank):
-    """Rank 0 reads and saves by itself, after windows of each kind; no other rank takes part."""
-    acc = trained(rank, 2)
-    found = (acc.metrics(reset=True), acc.state_dict()) if rank == 0 else None
-    dist.barrier()
-    return found
-
-
-def evaluated(rank):
-    acc = LossAccumulator()
-    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
-    before = ranks.error_of(acc.state_dict)
-    acc.metrics()
-    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
-    return before, acc.metrics(), acc.metrics(), acc.state_dict()
-
-
 def resumed(state, rank):
     """The results of three more windows after loading, without parameters, with estimates."""
     acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
@@ -84,48 +68,59 @@ def resumed(state, rank):
     return acc.metrics()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    cases = {"alone": alone, "evaluated": evaluated, "saves": functools.partial(saves, folder)}
-    return folder, ranks.run(cases)
+@functools.cache
+def saved():
+    """A folder that two ranks have saved to, and what each of them found."""
+    folder = tempfile.TemporaryDirectory()
+    return folder, ranks.shared({"saves": functools.partial(saves, folder.name)})("saves")
 
 
-def test_every_way_to_save_gives_every_rank_the_same(saved):
-    (a, (loaded, windows)), (b, (loaded_too, _)) = ranks.of(saved[1], "saves")
-    assert a == b
+def test_every_way_to_save_gives_every_rank_the_same():
+    (a, (loaded, windows)), (b, (loaded_too, _)) = saved()[1]
     assert a["n_valid"] == (3 + 2) + (4 + 2) + (5 + 1) + (5 + 2)
-    for kind, state in loaded.items():
-        assert state == a, kind
-        assert loaded_too[kind] == a, kind
     assert windows == 3
+    for state in (b, *loaded.values(), *loaded_too.values()):
+        assert state == a
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_another_number_of_ranks_loads_it(saved, world):
-    folder, results = saved
-    state, _ = ranks.of(results, "saves")[0]
-    cases = {"loads": functools.partial(loads, folder), "go on": functools.partial(resumed, state)}
-    found = ranks.run(cases, world)
-    for loaded, _ in ranks.of(found, "loads"):
+def test_another_number_of_ranks_loads_it(world):
+    folder, ((state, _), _) = saved()
+    cases = {
+        "loads": functools.partial(loads, folder.name), "go on": functools.partial(resumed, state)
+    }  # fmt: skip
+    found = ranks.shared(cases, world)
+    for loaded, _ in found("loads"):
         assert all(other == state for other in loaded.values())
-    for m in ranks.of(found, "go on"):
+    for m in found("go on"):
         assert m["n_tokens"] == state["n_valid"] + world * 3 * 6
         assert m["n_windows"] == 5
 
 
-def test_one_rank_reads_and_saves_alone(saved):
-    (metrics, state), other = ranks.of(saved[1], "alone")
-    assert other is None
-    assert (metrics["n_tokens"], metrics["n_windows"]) == (24, 2)
-    assert state["n_valid"] == 0
+on_two_ranks = ranks.together()
 
 
-def test_evaluation_is_summed_before_it_is_saved(saved):
-    for before, once, twice, state in ranks.of(saved[1], "evaluated"):
-        assert "batches were added on this rank that are not summed over ranks yet" in before
-        assert once == twice
-        assert (once["n_tokens"], state["n_valid"]) == (6, 6)
+@on_two_ranks
+def test_one_rank_reads_and_saves_alone(rank):
+    """After windows of each kind; no other rank takes part."""
+    acc = trained(rank, 2)
+    if rank == 0:
+        metrics = acc.metrics(reset=True)
+        assert (metrics["n_tokens"], metrics["n_windows"]) == (24, 2)
+        assert acc.state_dict()["n_valid"] == 0
+    dist.barrier()
+
+
+@on_two_ranks
+def test_evaluation_is_summed_before_it_is_saved(rank):
+    acc = LossAccumulator()
+    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
+    with pytest.raises(RuntimeError, match="added on this rank that are not summed over ranks yet"):
+        acc.state_dict()
+    acc.metrics()
+    acc.add((torch.tensor(2.0), torch.tensor(1 + rank)))
+    assert acc.metrics() == acc.metrics()
+    assert acc.metrics()["n_tokens"] == acc.state_dict()["n_valid"] == 6
 
 
 def test_several_losses_are_in_the_state():

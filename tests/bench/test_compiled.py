@@ -1,4 +1,4 @@
-"""The compiler report: figures read from machine code, and the rule for a worse kernel."""
+"""The compiler report: figures read from machine code, and faults."""
 
 import os
 import stat
@@ -95,36 +95,6 @@ def test_warnings_of_the_assembler_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_BIN", tmp_path)
     fake(tmp_path, "nvdisasm", "", 0)
     assert compiled._nvidia("", "sm_90a")["warnings"] == ["C7514"]
-
-
-def test_nothing_changed_is_nothing_worse():
-    assert compiler_report.compare([ROW], [ROW]) == ("nothing changed", [])
-
-
-@pytest.mark.parametrize(
-    ("change", "worse"),
-    [
-        ({"registers": 201}, ["forward bf16 sm_90: registers 200 -> 201"]),
-        ({"spill_bytes": 8, "registers": 190}, ["forward bf16 sm_90: spill_bytes 0 -> 8"]),
-        ({"async": 5}, ["forward bf16 sm_90: async 15 -> 5"]),
-        ({"instructions": 900, "async": 20, "barriers": 1}, []),
-    ],
-)
-def test_what_is_worse_is_named(change, worse):
-    table, found = compiler_report.compare([ROW], [ROW | change])
-    assert found == worse
-    assert all(f"-> {value}" in table for value in change.values())
-    assert table.count("(worse)") == len(worse)
-
-
-def test_kernels_of_one_side_are_named_and_judged_by_nobody():
-    other = ROW | {"kernel": "exp_tile bf16"}
-    table, worse = compiler_report.compare([ROW], [other])
-    assert "only before" in table
-    assert "only now" in table
-    assert worse == []
-    elsewhere = ROW | {"arch": "sm_80"}  # not compiled this time
-    assert compiler_report.compare([ROW, elsewhere], [ROW])[0] == "nothing changed"
 
 
 def test_launches_are_those_of_the_host_code():

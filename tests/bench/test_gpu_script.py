@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedce.tools.bench import IMPLEMENTATIONS, missing
+from fusedce.tools.bench import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -125,13 +125,12 @@ def test_a_dry_run_of_everything(tmp_path):
     data = json.loads((tmp_path / "loss-cpu.json").read_text())
     suites = {row["suite"] for row in data["rows"]}
     assert suites == {
-        "time", "forward", "masked", "accuracy", "frozen", "budget", "scaling", "options",
-        "divergences", "ways", "blocks",
+        "time", "forward", "masked", "budget", "options", "divergences", "ways", "blocks",
     }  # fmt: skip
     peers = {r["name"]: r for r in data["rows"] if r["suite"] == "time"}
     for name in ("Liger-Kernel", "Liger-Kernel, CuTe", "cut-cross-entropy, exact", "QuACK"):
         assert peers[name]["seconds"], peers[name]  # through the adapter, to the stub
-    newer = {n for n in IMPLEMENTATIONS if n.startswith("F.") and missing(n)}  # than this torch
+    newer = {n for n in IMPLEMENTATIONS if n.startswith("F.")}  # than some torch
     assert {row["name"] for row in data["rows"] if row.get("failed")} <= newer
     assert peers["fused_ce"]["extra_peak_bytes"] is not None
 
@@ -147,7 +146,6 @@ def test_a_dry_run_of_everything(tmp_path):
     assert "0 errors" in (tmp_path / "racecheck-cpu.txt").read_text()
     assert "SKIPPED" in (tmp_path / "pytest-cpu.txt").read_text()
     assert (tmp_path / "overview-cpu.png").exists()
-    assert "Predicted, not measured" in done.stdout
 
     # Run again, nothing is measured twice.
     before = (tmp_path / "loss-cpu.json").read_text()

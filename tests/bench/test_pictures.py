@@ -22,16 +22,11 @@ def gaps():
     return json.loads((RESULTS / "accumulation-cpu.json").read_text())
 
 
-@pytest.mark.slow
-def test_every_picture_of_the_losses(losses, tmp_path):
-    drawn = pictures.of_losses(losses, "a device", tmp_path, "cpu")
-    names = {path.name for path in drawn}
-    assert names == {f"{n}-cpu.png" for n in ("memory", "time", "budget")}
-    for path in drawn:
-        assert path.read_bytes().startswith(b"\x89PNG")
-    without = [r for r in losses if r["suite"] != "budget"]
-    assert len(pictures.of_losses(without, "a device", tmp_path, "cpu")) == 2
-    assert pictures.of_losses([], "a device", tmp_path, "cpu") == []
+def test_time_against_memory_is_drawn_where_budgets_were_measured(losses, tmp_path):
+    (path,) = pictures.budget(losses, "a device", tmp_path, "cpu")
+    assert path.name == "budget-cpu.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert pictures.budget([r for r in losses if r["suite"] == "time"], "", tmp_path, "x") == []
 
 
 def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_path):
@@ -66,15 +61,4 @@ def test_a_value_is_said_once_where_all_before_it_repeat_too():
     cells = [line.split("|")[1:4] for line in markdown(rows, once=("a", "b")).splitlines()[2:]]
     assert ["".join(c.strip() or "." for c in row) for row in cells] == [
         "xy1", "..1", ".z1", "wz1"
-    ]  # fmt: skip
-
-
-def test_how_time_grows_is_a_slope_of_logarithms():
-    assert report.exponent([(1, 3), (2, 12), (4, 48)]) == pytest.approx(2)
-    rows = [
-        {"suite": "scaling", "name": name, "N": n, "V": 8, "median": None, "seconds": [float(n)]}
-        for name in ("bare GEMMs", "fused_ce") for n in (1, 2, 4)
-    ]  # fmt: skip
-    assert report.exponents(rows).splitlines() == [
-        "- bare GEMMs: time grows as N^1.00", "- fused_ce: time grows as N^1.00",
     ]  # fmt: skip

@@ -61,30 +61,51 @@ def test_sizes_and_dtypes_are_understood_as_people_write_them():
     assert (found["model"]["H"], found["model"]["V"]) == (4096, 128256)
 
 
+WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["plan", "no/such/folder"], "there is no folder or file 'no/such/folder'"),
         (["plan", "LlamaForCausal"], "did you mean LlamaForCausalLM"),
-        (["plan", "64,1000", "--tokens", "0"], "'--tokens'"),
-        (["plan", "64,1000", "--tokens", "99999999999999999999"], "'--tokens'"),
-        (["plan", "0,5"], "H,V must be at least 1 each"),
+        *[(["plan", "64,1000", f"--tokens={n}"], "'--tokens'") for n in WRONG_NUMBERS],
+        (["plan", "64,1000", "--tokens", "9" * 20], "'--tokens'"),
+        *[(["plan", x], "H,V must be at least 1 each") for x in ("0,5", "0,8")],
         (["plan", ""], "''"),
+        *[(["plan", x], x) for x in ("-x", "1,2,3", "nan,8")],
         (["plan", "vit"], "names no hidden size and vocabulary"),
-        (["plan", "64,1000", "--device", "H300"], "device must be cpu or one of A100"),
+        *[
+            (["plan", "64,1000", f"--device={x}"], "device must be cpu or one of A100")
+            for x in ("H300", "0")
+        ],
         (["plan"], "Missing argument 'MODEL'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
-        (["bench", "--shape", "1,2"], "--shape must be N,H,V"),
-        (["bench", "--shape", "0,8,9"], "each at least 1, got '0,8,9'"),
-        (["bench", "--shape", "1²,2,3"], "--shape must be N,H,V"),
-        (["bench", "--repeats", "0"], "--repeats"),
-        (["bench", "--device", "toaster"], "cannot use 'toaster' here"),
-        (["bench", "--device", "meta"], "--device: cannot use 'meta'"),
+        *[(["bench", f"--shape={x}"], "--shape must be N,H,V") for x in ("", "1,2", "1²,2,3")],
+        *[(["bench", f"--shape={x}"], "each at least 1, got") for x in ("0,8,9", "-1,8,9")],
+        *[(["bench", f"--shape={x}"], "--shape") for x in ("1.5,8,9", "nan,8,9", "1,8,")],
+        *[(["bench", f"--repeats={n}"], "--repeats") for n in WRONG_NUMBERS],
+        *[
+            (["bench", f"--device={x}"], f"--device: cannot use '{x}'")
+            for x in ("toaster", "meta", "cuda:x", "0x")
+        ],
+        *[(["audit", f"--steps={n}"], "--steps") for n in WRONG_NUMBERS],
+        *[
+            ([*command, f"--dtype={x}"], "--dtype")
+            for command in (["plan", "64,1000"], ["bench"], ["check", "llama"])
+            for x in ("", "fp64")
+        ],
+        *[
+            ([*command, f"--picture={x}"], "--picture")
+            for command in (["plan", "64,1000"], ["bench"])
+            for x in (".", "/proc/none/x.png")
+        ],
         (["nothing"], "No such command 'nothing'"),
     ],
 )
 def test_a_mistake_is_named_without_a_trace(arguments, words):
+    """No measurement, training or download begins."""
     done = call(*arguments)
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
@@ -146,28 +167,35 @@ def test_an_error_of_ours_keeps_its_trace(monkeypatch):
     assert isinstance(call("bench").exception, IndexError)
 
 
+def looked_up(monkeypatch, outcome):
+    """The hub answers with ``outcome``; the list of the names it is asked for."""
+    transformers = pytest.importorskip("transformers")
+    asked = []
+
+    def from_pretrained(name, *, local_files_only, trust_remote_code):
+        assert not local_files_only
+        assert not trust_remote_code
+        asked.append(name)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return transformers.LlamaConfig(**outcome)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    return asked
+
+
 @pytest.mark.parametrize("raised", [OSError("offline"), ModuleNotFoundError("huggingface_hub")])
 def test_a_name_on_a_hub_that_cannot_be_looked_up(monkeypatch, tmp_path, raised):
-    from fusedce.tools import model_sizes
-
-    def fails(model):
-        raise raised
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_sizes, "_download", fails)
+    looked_up(monkeypatch, raised)
     done = call("plan", "org/name")
     assert done.exit_code == 2
     words = " ".join(done.stderr.split())
-    assert "hf download org/name config.json --local-dir name; then: fusedce plan name" in words
+    assert "hf download org/name config.json --local-dir name; then give that folder" in words
 
 
-def test_a_name_on_a_hub_is_looked_up(monkeypatch, tmp_path):
-    from fusedce.tools import model_sizes
-
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 1000}')
-    asked = []
-    monkeypatch.setattr(model_sizes, "_download", lambda model: asked.append(model) or config)
+def test_a_name_on_a_hub_is_looked_up(monkeypatch):
+    asked = looked_up(monkeypatch, {"hidden_size": 64, "vocab_size": 1000})
     found = answer("plan", "org/name")
     assert asked == ["org/name"]
     assert (found["model"]["H"], found["model"]["V"]) == (64, 1000)

@@ -9,7 +9,8 @@ from support.bounds import SAME_SUMS, STATISTIC
 from torch.utils._pytree import tree_map
 
 from fusedce import LossSum, fused_ce
-from fusedce.contract.monitors import MONITORS, MonitoredLossSum
+from fusedce.contract.monitors import MONITORS
+from fusedce.contract.results import MonitoredLossSum
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 9, 8, 13

@@ -75,5 +75,5 @@ def test_it_is_still_a_tuple_of_two():
 @pytest.mark.parametrize("n", [-1, -0.5])
 def test_a_negative_denominator_is_refused_as_number_and_as_tensor(n):
     for denominator in (n, torch.tensor(n), torch.tensor([n])):
-        with pytest.raises(ValueError, match=f"denominator must be at least 0, got {n}"):
+        with pytest.raises(ValueError, match=f"denominator must be at least 0 .*got {n}"):
             a_sum(6, 3).mean(denominator)

@@ -5,6 +5,7 @@ import doctest
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,6 +22,7 @@ OBJECTS = {
 }
 
 NAMES = {
+    "Accelerator": Accelerator,
     "F": torch.nn.functional,
     "Shard": Shard,
     "dist": dist,
@@ -33,13 +35,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_example(name):
-    if name == "from_accelerator":
-        pytest.importorskip("accelerate")
     names = vars(fusedce) | vars(sharded) | NAMES
-    if name == "from_accelerator":
-        from accelerate import Accelerator
-
-        names["Accelerator"] = Accelerator
     (found,) = [
         test
         for test in doctest.DocTestFinder(recurse=False).find(OBJECTS[name], name, globs=names)

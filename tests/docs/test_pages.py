@@ -161,7 +161,6 @@ def test_the_table_of_real_weights_is_that_of_the_committed_measurement(tmp_path
 
 
 def test_the_table_of_heads_is_that_of_the_committed_measurement(monkeypatch):
-    pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "bench")
     spec = importlib.util.spec_from_file_location("bench_head", ROOT / "bench" / "head.py")
     bench = importlib.util.module_from_spec(spec)

@@ -31,6 +31,12 @@ def example(name):
     return module
 
 
+def assert_alike(history, exact, rel=SAME_MODEL):
+    """Two runs log the same losses of the same tokens, step by step."""
+    assert [m["n_tokens"] for m in history] == [m["n_tokens"] for m in exact]
+    assert [m["loss"] for m in history] == pytest.approx([m["loss"] for m in exact], rel=rel)
+
+
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py"))
 RUN = dict.fromkeys(
     ("ddp", "fsdp2", "pipeline", "tensor_parallel"), "torchrun --nproc-per-node 2"
@@ -53,8 +59,6 @@ def test_an_example_says_how_to_run_it_and_what_to_look_at(name):
 @pytest.mark.slow
 def test_fine_tuning_with_lora(tmp_path):
     """Both splits log the same; a resumed run goes on, and its adapter is the one on disk."""
-    for package in ("trl", "peft", "datasets"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
     script = example("finetune_lora")
     model, data = script.tiny_model(str(tmp_path / "model")), script.texts(None)
 
@@ -90,21 +94,18 @@ def test_every_token_of_a_long_document_is_scored_once():
     assert short["n_tokens"] == 19
 
 
-def test_a_vocabulary_in_parts_has_the_whole_loss():
-    found = ranks.run({"parts": lambda rank: example("tensor_parallel").one_loss()})
-    whole = example("tensor_parallel").whole()
-    for parts in ranks.of(found, "parts"):
-        assert parts == pytest.approx(whole, rel=SAME_MODEL)
+@ranks.together()
+def test_a_vocabulary_in_parts_has_the_whole_loss(rank):
+    script = example("tensor_parallel")
+    assert script.one_loss() == pytest.approx(script.whole(), rel=SAME_MODEL)
 
 
 @pytest.mark.slow
 def test_fsdp2_around_a_sharded_head_trains_like_one_process():
     script = example("fsdp2_tensor_parallel")
-    (one,) = ranks.of(ranks.run({"one": lambda rank: script.train(1, 1)}, 1), "one")
-    for four in ranks.of(ranks.run({"four": lambda rank: script.train(2, 2)}, 4), "four"):
-        for a, b in zip(four, one, strict=True):
-            assert a["n_tokens"] == b["n_tokens"]
-            assert a["loss"] == pytest.approx(b["loss"], rel=8 * SAME_MODEL)
+    (one,) = ranks.shared({"one": lambda rank: script.train(1, 1)}, 1)("one")
+    for four in ranks.shared({"four": lambda rank: script.train(2, 2)}, 4)("four"):
+        assert_alike(four, one, 8 * SAME_MODEL)
 
 
 def test_dpo_prefers_what_was_chosen():
@@ -186,32 +187,27 @@ def test_plain_loop_learns_and_tracks():
     assert scalars["train/loss"] == [(i + 1, m["loss"]) for i, m in enumerate(history)]
 
 
+def of_accelerate(name, rank):
+    return getattr(example("accelerate_loop"), name)(
+        accelerator(rank, gradient_accumulation_steps=2)
+    )
+
+
 ENGINES = {
     "ddp": lambda rank: example("ddp").train(),
     "fsdp2": lambda rank: example("fsdp2").train(),
-    "accelerate, streaming": lambda rank: example("accelerate_loop").streaming(
-        accelerator(rank, gradient_accumulation_steps=2)
-    ),
-    "accelerate, declared": lambda rank: example("accelerate_loop").declared(
-        accelerator(rank, gradient_accumulation_steps=2)
-    ),
+    "accelerate, streaming": functools.partial(of_accelerate, "streaming"),
+    "accelerate, declared": functools.partial(of_accelerate, "declared"),
 }
-
-
-@functools.cache
-def results():
-    return ranks.run(ENGINES)
+engines = ranks.shared(ENGINES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", marked(ENGINES, FSDP2_MEAN, "fsdp2"))
 def test_engines_train_alike(name):
     """Two ranks log what one process logs, step by step: clipping and optimizer included."""
-    exact, _ = plain()
-    for history in ranks.of(results(), name):
-        assert [m["n_tokens"] for m in history] == [m["n_tokens"] for m in exact]
-        for a, b in zip(history, exact, strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=SAME_MODEL)
+    for history in engines(name):
+        assert_alike(history, plain()[0])
 
 
 def test_epoch_end():
@@ -239,11 +235,7 @@ def test_lightning_on_two_ranks():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
     assert all(lines.count(x) == 2 for x in lines)
-    found = [ast.literal_eval(x) for x in dict.fromkeys(lines)]
-    exact, _ = plain()
-    assert [m["n_tokens"] for m in found] == [m["n_tokens"] for m in exact]
-    for a, b in zip(found, exact, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=SAME_MODEL)
+    assert_alike([ast.literal_eval(x) for x in dict.fromkeys(lines)], plain()[0])
 
 
 @pytest.mark.slow
@@ -290,13 +282,6 @@ def test_the_grpo_example_uses_every_term(monkeypatch):
 
 # ---- the pipeline -------------------------------------------------------------------------------
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-def trained(schedule, streaming, rank):
-    history, model = example("pipeline").train(schedule=SCHEDULES[schedule], streaming=streaming)
-    return history, {name: p.detach() for name, p in model.named_parameters()}
-
 
 @functools.cache
 def pipeline_in_one_process():
@@ -311,41 +296,22 @@ def pipeline_in_one_process():
             out.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            history.append((float(out.mean().detach()), int(out.n_valid)))
+            history.append({"loss": float(out.mean().detach()), "n_tokens": int(out.n_valid)})
     return history, {name[2:]: p for name, p in model.named_parameters()}
 
 
-PIPELINES = {
-    f"{schedule}, {'streaming' if streaming else 'window'}": functools.partial(
-        trained, schedule, streaming
-    )
-    for schedule in SCHEDULES
-    for streaming in (False, True)
-}
-
-
-@functools.cache
-def pipelines():
-    return ranks.run(PIPELINES)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_trains_as_one_process(name):
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_pipeline_trains_as_one_process(schedule, streaming):
+    """It is the first thing that the processes do: no rank makes a group or waits for others."""
+
+    def trained(rank):
+        history, model = example("pipeline").train(schedule=schedule, streaming=streaming)
+        return history, {name: p.detach() for name, p in model.named_parameters()}
+
     exact, parameters = pipeline_in_one_process()
-    for history, found in ranks.of(pipelines(), name):
-        assert [m["n_tokens"] for m in history] == [n for _, n in exact]
-        for m, (loss, _) in zip(history, exact, strict=True):
-            assert m["loss"] == pytest.approx(loss, rel=SAME_MODEL)
+    for history, found in ranks.shared({"trained": trained}, timeout=15)("trained"):
+        assert_alike(history, exact)
         for key, p in found.items():
             assert distance(p, parameters[key]) <= 8 * SAME_MODEL, key  # after as many steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_streaming_is_the_first_thing_that_a_process_does(schedule):
-    """No rank makes a group, or meets others, where only the last stage is."""
-    case = {"first": functools.partial(trained, schedule, True)}
-    exact, _ = pipeline_in_one_process()
-    for history, _ in ranks.of(ranks.run(case, timeout=15), "first"):
-        assert [m["n_tokens"] for m in history] == [n for _, n in exact]

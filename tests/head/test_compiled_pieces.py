@@ -42,7 +42,6 @@ def test_inductor_is_handed_lazy_logits():
 
 
 def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_lengths(no_logits):
-    pytest.importorskip("transformers")
     from support.tiny_trainer import llama
 
     model = replace_loss_head(llama())

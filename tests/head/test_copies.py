@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from support.attacks import alike, same
 from support.heads import MODES, V, ce, plain_model, tokens
@@ -54,8 +55,7 @@ def test_a_deep_copy_of_logits_with_a_graph_is_refused_as_torch_does():
 
 
 def of_safetensors(z):
-    safetensors = pytest.importorskip("safetensors.torch")
-    return safetensors.load(safetensors.save({"z": z.detach()}))["z"]
+    return safetensors.torch.load(safetensors.torch.save({"z": z.detach()}))["z"]
 
 
 MEMORY = {

@@ -4,17 +4,17 @@ import copy
 import importlib
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from accelerate import big_modeling
 from support.attacks import both
 from support.heads import MODES, compiled, tokens
+from support.tiny_trainer import V, llama
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
 from fusedce.backends.torch import training
-
-pytest.importorskip("transformers")
-from support.tiny_trainer import V, llama
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 CLASSES = [
@@ -65,7 +65,6 @@ def test_evaluation_is_fused(mode, dtype, request):
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_an_offloaded_head(mode, where, tmp_path, request):
     """Hooks of accelerate fetch the weight for the head's call, and drop it afterwards."""
-    big_modeling = pytest.importorskip("accelerate.big_modeling")
     offload = {
         "cpu": lambda m: big_modeling.cpu_offload(m, execution_device="cpu"),
         "disk": lambda m: big_modeling.disk_offload(m, tmp_path, execution_device="cpu"),
@@ -160,7 +159,6 @@ def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(asked)
 
 
 def test_lora_that_comes_later_stays_replaced(no_logits):
-    peft = pytest.importorskip("peft")
     model = replace_loss_head(llama())
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
     for now in (lambda: adapted, adapted.merge_and_unload):
@@ -172,7 +170,6 @@ def test_lora_that_comes_later_stays_replaced(no_logits):
 
 @pytest.mark.parametrize("kind", ["DoRA", "AdaLoRA"])
 def test_an_adapter_that_is_no_sum_of_products_is_right(kind):
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
     if kind == "AdaLoRA":
         config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, target_modules=["lm_head"])

@@ -1,11 +1,9 @@
 """PEFT adapters on the head."""
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("peft")
-import peft
 from support.bounds import SAME_MODEL, STATISTIC, same_model
 from support.tiny_trainer import V, llama
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,14 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
 from support.bounds import STATISTIC, same_model
+from support.tiny_trainer import V, llama
 from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
 from fusedce.head.product import Product
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-from support.tiny_trainer import V, llama
 
 
 def rows(rank=None):

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
+from torch.distributed import tensor
 
 from fusedce import head_report, replace_loss_head
 
 transformers = pytest.importorskip("transformers", minversion="5.23")  # its tensor parallelism
-tensor = pytest.importorskip("torch.distributed.tensor")
 
 V = 37  # not a multiple of the ranks
 

@@ -23,8 +23,6 @@ from fusedce import (
     fused_logprobs,
     fused_topk,
 )
-from fusedce.autograd import dispatch
-from fusedce.backends import held
 from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 
@@ -125,13 +123,6 @@ LAYOUTS = {
 GAPS = {"sure and right": 16.0, "sure and wrong": -60.0}  # bfloat16 keeps the largest logits
 
 
-def by_tiles(run):
-    """Under a budget that asks for tiles of the vocabulary."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "way_of", lambda call, **asked: held.by_tiles(call, 5, 3))
-        return run()
-
-
 def of_row(function, options, backend, dtype, layout="", special="", *, rank):
     """Compare the row; return the results that all ranks have alike."""
     layout = LAYOUTS[layout]
@@ -148,13 +139,12 @@ def of_row(function, options, backend, dtype, layout="", special="", *, rank):
         x["labels"] = torch.where(ignored | (x["labels"] < real), x["labels"], 0)
         if "bias" in x:
             x["bias"][real:] = 100.0
-    run = functools.partial(compare, x, FUNCTIONS[function], layout, rank)
-    out = by_tiles(run) if special == "tiles" else run()
+    out = compare(x, FUNCTIONS[function], layout, rank)
     alike = [y for y in out if not y.dim() or not layout.own_tokens]
     return [y.tolist() for y in alike]
 
 
-# Function, options, backend, dtype, layout, and what is special about the inputs or the way.
+# Function, options, backend, dtype, layout, and what is special about the inputs.
 TORCH = [
     *(("sum", name, "torch", "float64") for name in [*OPTIONS][:8]),
     ("sum", "everything", "torch", "float64"),
@@ -232,11 +222,9 @@ FOUR = [  # four ranks on few cores take long: cases in which their number matte
 TRITON = [
     *(("sum", name, "triton", "float32") for name in [*OPTIONS][:7]),
     ("sum", "unsmoothed", "triton", "float32"),
-    ("sum", "plain", "triton", "float32", "", "tiles"),
-    ("sum", "unsmoothed", "triton", "float32", "own tokens", "tiles"),
     ("sum", "unsmoothed", "triton", "bfloat16", "wide"),
     ("sum", "unsmoothed", "triton", "float16"),
-    ("sum", "plain", "triton", "float32", "wide", "sure and right"),
+    ("losses", "plain", "triton", "float32", "wide", "sure and right"),
     ("sum", "plain", "triton", "bfloat16", "wide", "sure and wrong"),
     ("sum", "chunks", "triton", "float32", "own tokens"),
     ("sum", "bias", "triton", "float32", "", "masked"),

@@ -148,7 +148,7 @@ WRONG_ON_ONE = [
     ("class_weight must not require grad", LOSS, c(*[1.0] * V) | {
         "class_weight": torch.ones(V, requires_grad=True)}),
     ("reduction must be 'mean', 'sum' or 'none'", LOSS, {"reduction": "median"}),
-    ("temperature must be positive, got 0.0", STATS, {"temperature": 0.0}),
+    ("temperature must be positive, at least 1e-30", STATS, {"temperature": 0.0}),
     ("hidden must be a tensor", argmax, {"hidden": None}),
 ]  # fmt: skip
 # And on all ranks.

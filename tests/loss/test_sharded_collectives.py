@@ -13,8 +13,7 @@ from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watche
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
-from fusedce.autograd import dispatch
-from fusedce.backends import held, plan
+from fusedce.backends import held
 from fusedce.backends.shards.agreement import LENGTH
 from fusedce.backends.shards.collectives import REDUCE_SCATTER
 
@@ -36,29 +35,12 @@ def sent(function, options, grad, rank):
     return forward, calls[len(forward) :], int(x["labels"].view(N, -1).ne(-100).any(1).sum())
 
 
-def chunks_of(n):
-    return [min(8, n - i) for i in range(0, n, 8)]
-
-
 def met(world):
     return (ALL_GATHER, world * LENGTH, True)
 
 
 def of_tokens(world, n):
     return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, True)]
-
-
-def by_chunk(world, n):
-    """A chunk's rows are added up while the next chunk is computed."""
-    return [
-        call
-        for C in chunks_of(n)
-        for call in ((ALL_GATHER, world * C, False), ("all_reduce", C * H, True))
-    ]
-
-
-def of_triton(world, n):
-    return [met(world), ("all_reduce", n, False), *by_chunk(world, n)], []
 
 
 def of_smoothing(world, n):
@@ -71,14 +53,12 @@ def of_evaluation(world, n):
 
 
 def of_own_tokens(world, n):
+    gathered = [(ALL_GATHER, world * N * H, False), (ALL_GATHER, world * N, False)]
     return [
-        met(world),
-        (ALL_GATHER, world * N * H, False),
-        (ALL_GATHER, world * N, False),
-        ("all_reduce", world * n, False),
-        *[(ALL_GATHER, world * C, False) for C in chunks_of(world * n)],
-        (REDUCE_SCATTER, N * H, False),
-    ], []
+        met(world), *gathered, (ALL_GATHER, world * 2 * world * n, False), ("all_reduce", 2, False)
+    ], [
+        *gathered, (ALL_GATHER, world * 4 * N, False), (REDUCE_SCATTER, N * H, False)
+    ]  # fmt: skip
 
 
 def of_statistics(world, n):
@@ -96,10 +76,10 @@ CALLS = {
     "sum": (fused_ce, TORCH, True, of_tokens),
     "statistics": (fused_logprobs, {}, True, of_statistics),
     "statistics of several": (fused_logprobs, {"kind": "several"}, True, of_classes),
-    "Triton": (fused_ce, TRITON, True, of_triton),
-    "Triton, smoothing": (fused_ce, TRITON | {"label_smoothing": 0.1}, True, of_smoothing),
-    "Triton, evaluation": (fused_ce, TRITON, False, of_evaluation),
-    "Triton, own tokens": (fused_ce, TRITON | {"tokens_sharded": True}, True, of_own_tokens),
+    "smoothing": (fused_ce, TORCH | {"label_smoothing": 0.1}, True, of_smoothing),
+    "evaluation": (fused_ce, TORCH, False, of_evaluation),
+    "own tokens": (fused_ce, TORCH | {"tokens_sharded": True}, True, of_own_tokens),
+    "Triton": (fused_ce, TRITON, True, of_tokens),
 }
 
 
@@ -116,16 +96,11 @@ def results(world, triton=False):
 def test_the_collectives_are_those_of_the_docstring(name, world):
     assert 8 * LENGTH <= 1024
     for forward, backward, n in ranks.of(results(world, name.startswith("Triton")), name):
-        assert len(chunks_of(n)) > 1
+        assert n > TORCH["chunk_tokens"]
         assert (forward, backward) == CALLS[name][3](world, n)
 
 
 # ---- chunks and budgets -------------------------------------------------------------------------
-
-
-def of_shard(x, rank, **options):
-    local, _, _ = Layout().held(x, rank)
-    return fused_ce(**local, process_group=dist.group.WORLD, **options)
 
 
 def blocks(rank):
@@ -144,21 +119,8 @@ def blocks(rank):
     return found
 
 
-def budgets_of_devices(rank):
-    """Ranks whose devices would have chunks of other sizes cut the same ones."""
-    sizes = UNEQUAL[dist.get_world_size()]
-    x = inputs(sum(sizes), torch.float32, n=300) | {"token_weight": torch.ones(300)}
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(plan, "DEVICE_BUDGET", 128 * 4 * max(sizes))  # 128 tokens
-        with watched_collectives() as calls:
-            of_shard(x, rank, backend="triton")
-    chunks = [name for name, *_ in calls].count(ALL_GATHER) - 1
-    assert chunks == 2
-
-
-def budgets(ways, rank):
-    """The way taken under each of ``ways``, and errors for too small or differing budgets."""
+def budgets(backend, two, rank):
+    """The loss and gradients under ``two`` budgets, and errors for too small or differing ones."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
     weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
@@ -166,17 +128,10 @@ def budgets(ways, rank):
         "hidden": hidden, "weight": weight, "labels": torch.arange(300),
         "process_group": dist.group.WORLD,
     }  # fmt: skip
-    taken = []
-
-    def watched(call, **asked):
-        taken.append(plan.way_of(call, **asked).name)
-        return plan.way_of(call, **asked)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held, "SCRATCH_CPU", 0)
-        patch.setattr(dispatch, "way_of", watched)
         losses, grads = [], []
-        for backend, budget in ways:
+        for budget in two:
             loss = fused_ce(**x, backend=backend, memory_budget=budget).loss_sum
             losses.append(float(loss.detach()))
             grads.append(torch.autograd.grad(loss, (hidden, weight)))
@@ -201,17 +156,13 @@ def budgets(ways, rank):
     for found in grads:  # of each way, within two roundings
         for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
             assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
-    return taken, small, other, of_environment
+    return small, other, of_environment
 
 
-BUDGETS = {
-    "budgets": [("torch", 2**24), ("torch", 2**19)],
-    "Triton, budgets": [("triton", 2**24), ("triton", 2**21)],
-}
 OTHERS = {
     "blocks": blocks,
-    "Triton, budgets of devices": budgets_of_devices,
-    **{name: functools.partial(budgets, ways) for name, ways in BUDGETS.items()},
+    "budgets": functools.partial(budgets, "torch", (2**24, 2**19)),
+    "Triton, budgets": functools.partial(budgets, "triton", (2**24, 2**21)),
 }
 
 
@@ -221,24 +172,12 @@ def test_only_a_block_of_logits_is_held(world):
         assert training == evaluation == 64
 
 
-@pytest.mark.slow
-@WORLDS
-def test_chunks_are_the_same_on_all_ranks(world):
-    ranks.of(results(world, triton=True), "Triton, budgets of devices")
-
-
 @pytest.mark.parametrize(
-    ("world", "name", "ways"),
-    [
-        (2, "budgets", []),
-        (4, "budgets", []),
-        slow(2, "Triton, budgets", ["one chunk", "tiles"]),
-    ],
+    ("world", "name"), [(2, "budgets"), (4, "budgets"), slow(2, "Triton, budgets")]
 )
-def test_a_budget_decides_the_way_on_all_ranks(name, ways, world):
+def test_a_budget_is_one_of_all_ranks(name, world):
     of_ranks = ranks.of(results(world, name.startswith("Triton")), name)
-    for taken, small, other, of_environment in of_ranks:
-        assert taken == ways
+    for small, other, of_environment in of_ranks:
         assert "ValueError: memory_budget must be at least" in small
         assert "memory_budget must be the same on all ranks" in other
         assert "memory_budget must be the same on all ranks" in of_environment

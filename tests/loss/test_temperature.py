@@ -120,5 +120,5 @@ def test_a_temperature_that_would_make_logits_infinite():
         lambda t: fused_kl(h, w, h, w, temperature=t),
     ):
         for cold in (1e-38, 1e-40):
-            with pytest.raises(ValueError, match=rf"temperature must be at least .* got {cold}"):
+            with pytest.raises(ValueError, match=rf"temperature must be .* 1e-30.* got {cold}"):
                 call(cold)

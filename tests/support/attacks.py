@@ -12,14 +12,15 @@ from support.bounds import SAME_MODEL, SAME_SUMS
 from support.heads import MODES, loss_and_grads, plain_model, tokens
 
 
-def both(program, model=None, **kwargs):
+def both(program, model=None, head=None, **kwargs):
     """Run ``program(model, x, y)`` on an untouched and on a replaced model; they must agree.
 
     The program returns a loss, or a loss and other tensors. The result is the head's report.
     """
     x, y = tokens(3, 7), tokens(3, 7, seed=1)
     native = plain_model(**kwargs) if model is None else model
-    replaced = replace_loss_head(copy.deepcopy(native))
+    replaced = copy.deepcopy(native)
+    replace_loss_head(replaced, head=head and replaced.get_submodule(head))
     results = []
     for m in (native, replaced):
         out = program(m, x, y)

@@ -42,6 +42,30 @@ class Failed(str):
     """A traceback."""
 
 
+def shared(cases, world=2, **options):
+    """A function of a name: its results on all ranks. All cases run at the first call."""
+    results = functools.cache(lambda: run(cases, world, **options))
+    return lambda name: of(results(), name)
+
+
+def together(world=2, **options):
+    """A decorator: the test runs on each rank, and all tests of the decorator in one start."""
+    cases = {}
+    found = shared(cases, world, **options)
+
+    def decorated(test):
+        cases[test.__name__] = test
+
+        @functools.wraps(test)
+        def on_all_ranks():
+            found(test.__name__)
+
+        del on_all_ranks.__wrapped__  # pytest would read its parameters
+        return on_all_ranks
+
+    return decorated
+
+
 def die():
     """End this process at once, as if it was killed; its results are those of earlier cases."""
     _save()

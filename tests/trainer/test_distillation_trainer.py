@@ -2,16 +2,16 @@
 
 import logging
 
+import datasets
 import pytest
 import torch
+import trl
 from support.tiny_trainer import CLOSE, OF_PARAMETERS, llama, logs_of, word_tokenizer
 from support.versions import trl_1_16
 
 import fusedce.trainer_rl as policy
 from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
 
 WORDS = [f"w{i}" for i in range(50)]

@@ -1,4 +1,4 @@
-"""Programs nobody here wrote: those that TRL installs, and lm-eval, beside the same with ours.
+"""Programs nobody here wrote: those that TRL installs, beside the same with ours.
 
 Losses, norms of gradients and what else is logged, and the trained parameters, are the stock
 program's; the report says that no logits were made.
@@ -7,8 +7,10 @@ program's; the report says that no logits were made.
 import importlib
 import json
 
+import datasets
 import pytest
 import torch
+import trl
 from support.tiny_trainer import CLOSE, OF_PARAMETERS, V, llama, logs_of, word_tokenizer
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
@@ -16,8 +18,6 @@ from transformers import LlamaForCausalLM
 import fusedce
 from fusedce.trainer_rl import FusedPolicyMixin
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
 
 LORA = "--use_peft --lora_r 2 --lora_target_modules q_proj v_proj"
@@ -120,8 +120,6 @@ def run(name, folder, mixin, monkeypatch, *, replaced=False):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_trl(name, folder, monkeypatch):
     trl_1_16()
-    if "LoRA" in name:
-        pytest.importorskip("peft")
     mixin = fusedce.FusedTrainerMixin if name.startswith("sft") else FusedPolicyMixin
     stock_logs, stock, _ = run(name, folder, None, monkeypatch)
     logs, ours, report = run(name, folder, mixin, monkeypatch)
@@ -145,34 +143,7 @@ def test_a_program_of_trl(name, folder, monkeypatch):
 @pytest.mark.parametrize("name", ["dpo", "dpo, LoRA and a trained head", "kto", "rloo", "grpo"])
 def test_a_replaced_head_without_the_mixin_is_said_to_be_idle(name, folder, monkeypatch):
     trl_1_16()
-    if "LoRA" in name:
-        pytest.importorskip("peft")
     with pytest.warns(UserWarning, match="TRL has installed a fused head .*Trainer"):
         *_, report = run(name, folder, None, monkeypatch, replaced=True)
     assert report.losses_fused == 0
     assert "never the replaced one" in str(report)
-
-
-def test_loglikelihoods_of_lm_eval():
-    """It reads logits, which are real then: the same bits."""
-    lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
-    from lm_eval.api.instance import Instance
-
-    def asked(kind, *arguments):
-        return [Instance(kind, {}, x, 0) for x in arguments]
-
-    def scores(model):
-        lm = lm_eval.HFLM(
-            pretrained=model, tokenizer=word_tokenizer(V - 3), batch_size=2, device="cpu"
-        )
-        pairs = [(words(2, i), " " + words(2 + i, i + 1)) for i in range(4)]
-        return (
-            lm.loglikelihood(asked("loglikelihood", *pairs)),
-            lm.loglikelihood_rolling(asked("loglikelihood_rolling", (words(5, 1),))),
-        )
-
-    model = fusedce.replace_loss_head(llama(pad_token_id=0))
-    assert scores(model) == scores(llama(pad_token_id=0))
-    report = fusedce.head_report(model)
-    assert (report.losses_fused, report.logits_made) == (0, 3)
-    assert "aten._log_softmax" in str(report)

@@ -7,11 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL, STATISTIC
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 from support import ranks
+from support.bounds import SAME_MODEL, STATISTIC
 from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,
@@ -261,26 +258,6 @@ def test_smaller_batches_after_memory_ran_out(tmp_path):
     # Not to the last digit: a batch of 5 or 3 may have been tried, and the steps end mid-epoch.
     assert losses[0] == pytest.approx(true_mean(sharpened(), Dataset()), rel=0.1)
     assert output.training_loss == losses[0]
-
-
-class Unmasked(LlamaForCausalLM):
-    """Attends to all earlier tokens, regardless of positions."""
-
-    def forward(self, input_ids, position_ids=None, labels=None):
-        return super().forward(
-            input_ids, attention_mask=torch.ones_like(input_ids), labels=labels,
-            position_ids=position_ids,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "times"), [(lambda: Unmasked(llama().config), 1), (llama, 0)])
-def test_attention_across_documents_is_said_once(make, times, tmp_path, caplog):
-    packed, _ = packed_row()
-    trainer = FusedTrainer(model=make(), args=arguments(tmp_path), train_dataset=Dataset())
-    for _ in range(2):
-        trainer._get_num_items_in_batch([dict(packed)], torch.device("cpu"))
-    said = [r for r in caplog.records if "attends across their borders" in r.getMessage()]
-    assert len(said) == times
 
 
 # ---- refusals -------------------------------------------------------------------------------

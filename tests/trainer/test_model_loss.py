@@ -61,7 +61,6 @@ def prepared(rank):
 
 
 def test_two_ranks_of_accelerate():
-    pytest.importorskip("accelerate")
     for grads, metrics in ranks.of(ranks.run({"two": prepared}), "two"):
         check(grads, metrics, 2)
 

@@ -7,9 +7,6 @@ import types
 import pytest
 import torch.nn.functional as F
 from support.bounds import SAME_MODEL, STATISTIC
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
@@ -94,7 +91,6 @@ HOMES = {
 
 
 def trainer(name):
-    pytest.importorskip("trl")
     try:
         return getattr(importlib.import_module(HOMES[name]), name)
     except (ImportError, AttributeError) as error:

@@ -2,21 +2,18 @@
 
 import copy
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL
-
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-import datasets
 import transformers
 import trl
+from support.bounds import SAME_MODEL
 from support.tiny_trainer import V, mixtral, word_tokenizer
 from support.tiny_trainer import llama as without_padding
 from support.versions import trl_1_16
 
-from fusedce import FusedTrainerMixin, head_report, replace_loss_head, restore_loss_head
+from fusedce import FusedTrainerMixin, head_report, replace_loss_head
 
 
 @pytest.fixture(scope="module")
@@ -118,5 +115,3 @@ def test_stock_sft_trainer_ignores_a_replaced_head(tokenizer, tmp_path, no_logit
         _, replaced = sft(tokenizer, tmp_path, model, mixin=False)
     assert replaced == plain
     assert "TRL has installed a fused head of its own" in str(head_report(model))
-    with pytest.warns(UserWarning, match=words):
-        replace_loss_head(restore_loss_head(model))

@@ -3,9 +3,6 @@
 import pytest
 import torch
 from support.bounds import SAME_MODEL
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 from support.tiny_trainer import Dataset, Seen, arguments, llama, train
 from transformers import LlamaForCausalLM, Trainer
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import Gradients, call_of
-from fusedce.backends.held import Call, Way
-from fusedce.backends.plan import way_of
+from fusedce.backends.held import Call
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
 
@@ -50,15 +49,6 @@ def of_classes(grads: Gradients, real: int) -> Gradients:
     if grads.bias is not None:
         of_real.bias = grads.bias[:real]
     return of_real
-
-
-def sharded_way(problem: Problem, shard: Shard) -> Way:
-    """The way to compute a sum of losses; ``problem`` holds the tokens of all ranks."""
-    return way_of(
-        sharded_call(problem, shard, len(problem.hidden)),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
 
 
 def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:

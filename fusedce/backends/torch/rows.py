@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.contract.labels import bad_label_code, bad_label_codes, bad_label_message
+from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem
 from fusedce.contract.task import Shard
 
@@ -30,16 +30,12 @@ def valid_rows(
     valid = problem.valid()
     n_valid = valid.sum()
     bad = valid & ((labels < 0) | (labels >= V))
-    if n is not None and len(labels):
+    if len(labels):
         first = bad.int().argmax(0)
-        codes = bad_label_codes(first, labels.gather(0, first[None])[0].long())
-        n_valid = torch.where(bad.any(), codes, n_valid)
-    elif n is None and bad.any():
-        position = int(bad.nonzero()[0, 0])
-        code = bad_label_code(position, int(labels[position]))
-        if labels.device.type == "cpu":
-            raise ValueError(bad_label_message(code, V, problem.ignore_index, labels))
-        n_valid.fill_(code)
+        code = bad_label_code(first, labels.gather(0, first[None])[0].long())
+        n_valid = torch.where(bad.any(), code, n_valid)
+    if n is None and labels.device.type == "cpu" and n_valid < 0:
+        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, labels))
     if token_weight is not None:
         valid = valid & ((token_weight != 0) | bad)
     if n is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.protocol import Summed
-from fusedce.backends.triton import archs, divergence, sharded_sum, training
+from fusedce.backends.triton import archs, divergence, training
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run
 from fusedce.backends.triton.vocab_tiles import token_grads
@@ -21,19 +21,11 @@ __all__ = [
     "token_stats",
 ]
 
-TRAINING_KERNELS = (
-    "compact", "label_logit", "exp_tile or walk", "softmax_rows", "hidden_grad", "label_grad",
-    "scale",
-)  # fmt: skip
-"""Kernels that the first training step compiles, without further options."""
-
 
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
-    """The sum and its wanted gradients, of a whole vocabulary or of a shard of it."""
-    problem, wanted, _, shard = task
-    if shard is None:
-        return training.loss_and_grads(problem, wanted, argmax)
-    return sharded_sum.loss_and_grads(problem, shard, wanted, argmax)
+    """The sum and its wanted gradients."""
+    assert task.shard is None, "sums over shards go by their tokens"
+    return training.loss_and_grads(task.problem, task.wanted, argmax)
 
 
 def divergence_and_grads(task: Task) -> Summed:

@@ -57,7 +57,7 @@ class Chunks(Head):
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         V, H = weight.shape
-        self.problem, self.classes = problem, V
+        self.problem = problem
         self.gemm = gemm_blocks(problem, wanted)
         self.tiles = Tiles(weight, C, self.arch, of_logits=self.gemm is None)
         # Rows start at multiples of what the kernels and the products that read them move at once.
@@ -90,9 +90,8 @@ class Chunks(Head):
             terms = span(of.terms, first, first + C, dim=1)
             lse = span(of.lse, first, first + C)
         best = None if of.argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
-        merged = self.exponentials(h, y, best, of, first)
-        if merged is not None:
-            best = None
+        self.label_logits(h, y)
+        self.exponentials(h, y, best)
         gradient = ChunkGradient(
             logits=span(span(self.exps, 0, C), 0, V, dim=1),
             factors=None if self.normalise and terms is None else span(self.factors, 0, C),
@@ -110,7 +109,6 @@ class Chunks(Head):
             maxima=self.maxima,
             sums=self.sums,
             z_label=self.z_label,
-            merged=merged,
             losses=losses,
             entries=gradient.entries,
             count=of.packed.used,
@@ -138,26 +136,8 @@ class Chunks(Head):
         )
         return gradient
 
-    def exponentials(
-        self, h: Tensor, y: Tensor, best: Tensor | None, of: Losses, first: int
-    ) -> Tensor | None:
-        """Fill the exponentials and their statistics, and ``best (blocks * C,)`` int32.
-
-        Returns ``(2, C)`` fp32 where other ranks have classes, and fills losses, lse and argmax:
-        reference and sum of the rows' exponentials over all ranks.
-        """
-        self.label_logits(h, y, self.z_label)
-        self.fill(h, y, best)
-        return None
-
-    def label_logits(
-        self,
-        h: Tensor,  # (C, H), or (N, H) with rows
-        y: Tensor,  # (C,) int
-        z_label: Tensor,  # (C,) fp32 to fill; NaN where y is no class
-        rows: Tensor | None = None,  # (C,) int32: the row of h of each label
-    ) -> None:
-        """Compute the logits of the labels."""
+    def label_logits(self, h: Tensor, y: Tensor) -> None:
+        """Compute the logits of the labels; NaN where ``y`` is no class."""
         (V, H), C = self.weight.shape, y.shape[0]
         block_c, block_h = self.arch.label_block
         run(
@@ -166,8 +146,7 @@ class Chunks(Head):
             hidden=h,
             weight=self.weight,
             labels=y,
-            rows=rows,
-            z_label=z_label,
+            z_label=self.z_label,
             C=C,
             H=H,
             V=V,
@@ -179,8 +158,11 @@ class Chunks(Head):
             **self.pointwise,
         )
 
-    def fill(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
-        """Compute the exponentials relative to the labels' logits, by one walk or by tiles."""
+    def exponentials(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
+        """Fill the exponentials, relative to the labels' logits, and their statistics.
+
+        ``best (blocks * C,)`` int32 is filled, too.
+        """
         shared: dict[str, Any] = self.pointwise | {
             "exps": self.exps,
             "labels": y,
@@ -238,7 +220,7 @@ class Losses:
         argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
         chunks: Chunks,
     ) -> None:
-        n, V, device = len(y), chunks.classes, y.device
+        n, V, device = len(y), len(chunks.weight), y.device
         self.problem, self.packed, self.argmax = problem, packed, argmax
         self.losses = torch.empty(n, dtype=torch.float32, device=device)
         self.terms = self.lse = None

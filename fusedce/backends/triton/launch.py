@@ -162,11 +162,10 @@ def compact(
     problem: Problem,
     tickets: Tensor | None = None,
     used: Tensor | None = None,
-    V: int | None = None,
 ) -> Rows:
     """Pack the rows with a label to predict and a weight (or ``used (N,)``) other than 0.
 
-    ``tickets (...)`` int32 are set to 0. ``V``: classes, where ``weight`` has not a row of each.
+    ``tickets (...)`` int32 are set to 0.
     """
     labels, device = problem.labels, problem.labels.device
     N = labels.shape[0]  # (len asks for four times as long)
@@ -188,7 +187,7 @@ def compact(
         tickets=tickets,
         token_weight=None if weights is None else weights.contiguous(),
         N=N,
-        V=problem.weight.shape[0] if V is None else V,
+        V=problem.weight.shape[0],
         ignore_index=problem.ignore_index,
         n_tickets=0 if tickets is None else len(tickets),
         BLOCK_N=archs.architecture(device).compact_block_n,
@@ -196,10 +195,10 @@ def compact(
     return packed
 
 
-def raise_on_cpu(n_valid: Tensor, problem: Problem, V: int | None = None) -> None:
+def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
     """Raise ValueError for a bad label on a CPU; on a GPU the code in ``n_valid`` reports it."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
-        V = problem.weight.shape[0] if V is None else V
+        V = problem.weight.shape[0]
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
 
 

@@ -7,8 +7,6 @@ cuBLAS's products; inside a CUDA graph, which nothing may wait for, all rows are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -26,9 +24,10 @@ from fusedce.contract.problem import Problem, Wanted
 
 def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
-    N = len(problem.hidden)
-    device = problem.hidden.device
-    problem = walkable(problem)
+    hidden, labels = problem.hidden, problem.labels.contiguous()
+    if hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
+    problem, N, device = problem.but(hidden=hidden, labels=labels), len(hidden), hidden.device
     with on(device):
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
@@ -53,30 +52,19 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         total = packed.loss_sum
         if n:
             chunks = Chunks(problem, C, wanted)
-            total = add_chunks(chunks, packed, n, C, grads, argmax, outer=outer)
+            total = _add_chunks(chunks, packed, n, C, grads, argmax, outer=outer)
         return Summed(total, packed.n_valid, factor, *grads.written())
 
 
-def walkable(problem: Problem) -> Problem:
-    """The problem with contiguous labels, and hidden states whose rows have stride 1."""
-    hidden, labels = problem.hidden, problem.labels.contiguous()
-    if hidden.stride(1) != 1:
-        hidden = hidden.contiguous()
-    if labels is problem.labels and hidden is problem.hidden:
-        return problem
-    return problem.but(hidden=hidden, labels=labels)
-
-
-def add_chunks(
-    chunks: Chunks,  # of a problem whose labels are rows of the weight
+def _add_chunks(
+    chunks: Chunks,
     packed: Rows,
     n: int,  # rows that are computed
     C: int,  # of a chunk
-    grads: Gradients,  # to add to; hidden is written, (N, H) or (n, H) fp32
+    grads: Gradients,  # to add to; hidden is written
     argmax: Tensor | None,  # (N,) int64 to fill
     *,
     outer: float,  # a factor
-    written: Callable[[int], None] | None = None,  # called with the number of rows written so far
 ) -> Tensor:
     """``()`` fp32 sum of the rows' losses, with their gradients, chunk by chunk."""
     problem, rows = chunks.problem, packed.rows
@@ -90,9 +78,6 @@ def add_chunks(
     # Inside a graph ignored rows take part, as zeros.
     padding = torch.arange(n, device=device) >= packed.used if graph else None
     losses = Losses(problem, labels, packed, argmax, chunks)
-    positions = rows
-    if grads.hidden is not None and len(grads.hidden) < len(rows):
-        positions = torch.arange(n, dtype=torch.int32, device=device)
     for begin in range(0, n, C):
         end = min(begin + C, n)
         y = span(labels, begin, end)  # (C,)
@@ -101,9 +86,7 @@ def add_chunks(
             h = h.masked_fill(padding[begin:end, None], 0)
         gradient = chunks.gradient(h, y, losses, begin)
         if grads.hidden is not None:
-            chunks.hidden_gradient(gradient, positions, begin, grads.hidden, outer)
-            if written is not None:
-                written(end)
+            chunks.hidden_gradient(gradient, rows, begin, grads.hidden, outer)
         add_head_gradients(chunks, grads, gradient, h, outer, first=begin == 0)
     return losses.total(padding)
 

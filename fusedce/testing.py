@@ -1,4 +1,16 @@
-"""Inputs of a loss, drawn at random: small and awkward; and its comparison with the reference."""
+"""Property tests of a loss against the reference: ours, your own head, or a fork.
+
+    from fusedce.testing import assert_matches_reference
+
+    def test_my_loss():
+        assert_matches_reference(my_loss)      # my_loss(hidden, weight, labels, **options)
+
+:func:`cases` draws small, awkward inputs with hypothesis: odd shapes, every dtype, strides,
+ignored and peaked rows, huge logits, options. :func:`check` compares loss, count and gradients of
+one case with :func:`fusedce.reference_ce`, and allows twice the error that torch itself makes in
+the same dtype, plus a floor of a few roundings. Needs hypothesis: ``pip install
+'fusedce[testing]'``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +35,8 @@ except ModuleNotFoundError:
     raise ModuleNotFoundError(
         "fusedce.testing needs hypothesis: pip install 'fusedce[testing]'", name="hypothesis"
     ) from None
+
+__all__ = ["OPTIONS", "Case", "assert_matches_reference", "cases", "check"]
 
 LogitsKind = Literal["flat", "peaked", "huge"]
 NAMES = ("hidden", "weight", "bias")
@@ -209,19 +223,12 @@ def assert_matches_reference(
     """
     if case is not None:
         check(fn, case, device)
-    else:
-        check_drawn(lambda case: check(fn, case, device), cases(**strategy), max_examples)
-
-
-def check_drawn(
-    check_one: Callable[[Any], None], strategy: st.SearchStrategy[Any], max_examples: int
-) -> None:
-    """Let hypothesis draw ``max_examples`` values of a strategy, and check each."""
+        return
 
     @hypothesis.settings(max_examples=max_examples, deadline=None)
-    @hypothesis.given(strategy)
-    def run(drawn: Any) -> None:
-        check_one(drawn)
+    @hypothesis.given(cases(**strategy))
+    def run(drawn: Case) -> None:
+        check(fn, drawn, device)
 
     run()
 
@@ -247,14 +254,11 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     wide_bias = None if bias is None else bias.double()
     exact = _run(reference_ce, case, hidden.double(), weight.double(), labels, wide_bias)
     # ---- results that must be exact
-    assert ours["n_valid"].dtype == torch.int64, f"n_valid must be int64: {ours['n_valid'].dtype}"
-    assert ours["n_valid"].dim() == 0, "n_valid must be 0-d"
-    assert int(ours["n_valid"]) == int(exact["n_valid"]), (
-        f"n_valid is {int(ours['n_valid'])}, reference {int(exact['n_valid'])} in {case}"
-    )
-    wide = acc_dtype(case.dtype)
-    assert ours["loss_sum"].dtype == wide, f"loss_sum must be {wide}: {ours['loss_sum'].dtype}"
-    assert ours["loss_sum"].dim() == 0, "loss_sum must be 0-d"
+    n, truth, wide = ours["n_valid"], exact["n_valid"], acc_dtype(case.dtype)
+    assert (n.dtype, n.dim()) == (torch.int64, 0), f"n_valid must be () int64, got {n!r}"
+    assert int(n) == int(truth), f"n_valid is {int(n)}, reference {int(truth)} in {case}"
+    loss = ours["loss_sum"]
+    assert (loss.dtype, loss.dim()) == (wide, 0), f"loss_sum must be () {wide}, got {loss!r}"
 
     # ---- bounds: logits are sums of H products, whose absolute values bound the rounding errors;
     # smoothing takes the mean of logits, z-loss multiplies by them, weights multiply the loss
