@@ -215,10 +215,10 @@ class TileStats:
         best = bests.gather(0, tile[None])[0]
         return torch.where(self.z_label > top, self.y, best), torch.maximum(self.z_label, top)
 
-    def entropy(self) -> Tensor:
-        """``(C,)`` float64, in nats."""
+    def with_entropy(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses, log-sum-exps and entropies, ``(C,)`` float64 each, of sums that have moments."""
         assert self._moments is not None
-        none = torch.zeros_like(self.z_label)
+        z, none = self.z_label.double(), torch.zeros_like(self.z_label)
         # The label is one more tile, of one logit.
         ks, moments = [*self._sums.references, self.z_label], [*self._moments, (none, none)]
         R, T = (torch.stack(x).double() for x in zip(*moments, strict=True))  # (tiles, C)
@@ -229,7 +229,8 @@ class TileStats:
         # left out of R; those of the other tiles belong to it.
         T = ((T + (1 + R) * (top - k)) * w).sum(0)
         R = (R * w + w.scatter(0, winner, 0)).sum(0)
-        return R.log1p() + T / (1 + R)
+        log_sum = R.log1p()
+        return top[0] - z + log_sum, top[0] + log_sum, log_sum + T / (1 + R)
 
     def others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""

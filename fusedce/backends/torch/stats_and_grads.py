@@ -59,11 +59,14 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             if wanted.zmean:
                 zmean += _column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
-        stats.nll[block] = seen.losses().to(head.acc)
-        if wanted.lse:
-            stats.lse[block] = seen.lse().to(head.acc)
         if wanted.entropy:
-            stats.entropy[block] = seen.entropy().to(head.acc)
+            nll, lse, entropy = seen.with_entropy()
+            stats.entropy[block] = entropy.to(head.acc)
+        else:
+            nll, lse = seen.losses(), seen.lse()
+        stats.nll[block] = nll.to(head.acc)
+        if wanted.lse:
+            stats.lse[block] = lse.to(head.acc)
         if wanted.zmean:
             stats.zmean[block] = (zmean / V).to(head.acc)
         if argmax is not None and stats.top is not None:
@@ -103,7 +106,9 @@ def token_grads(
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-            tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
+            tokens = rows[:0]  # whose labels' entries are added apart
+            if gemm != acc:
+                tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
             y = block.y[tokens] - begin
             entries = g[y, tokens][:, None]
             g[y, tokens] = 0
